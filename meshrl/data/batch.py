@@ -25,7 +25,7 @@ __all__ = ["Batch", "Column", "Ragged"]
 
 
 _TURNS = 1 << 20
-"""How often `repeat` can repeat a row at most, so that the row numbers stay distinct."""
+"""Most times that `repeat` can repeat a row, so that the row numbers stay distinct."""
 
 
 _State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]

@@ -20,7 +20,7 @@ Table: TypeAlias = Mapping[str, Stored]
 
 
 def aligned(table: Table) -> dict[str, Stored]:
-    """The columns, where ragged ones with equal offsets share them. DataError if standard ones are not aligned."""
+    """Return the columns. Ragged ones with equal offsets share them. DataError if standard ones are not aligned."""
     here = {name: column for name, column in table.items() if not isinstance(column, RemoteColumn)}
     result: dict[str, Stored] = {**table, **kinds.aligned(here)}
     wanted = lengths(table.get("tokens"))
@@ -33,12 +33,12 @@ def aligned(table: Table) -> dict[str, Stored]:
 
 
 def lengths(column: Stored | None) -> Rows | None:
-    """Tokens of each row, of a ragged column."""
+    """Number of tokens of each row of a ragged column. None for other columns."""
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
 def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
-    """These rows of each column; of a run of rows (a slice) views. What columns share is worked out once."""
+    """Select these rows of each column, as views for a slice. What columns share is computed once."""
     spans: dict[int, tuple[Rows | slice, Rows]] = {}
     places: dict[int, tuple[RowIndex, Rows]] = {}
     bounds: dict[int, Rows | None] = {id(None): None}
@@ -64,9 +64,9 @@ def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
 
 
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
-    """The rows of all tables (one or more, of the same columns), one after another.
+    """Concatenate the rows of one or more tables with the same columns.
 
-    What columns share in each table (offsets, places) they share in the whole.
+    What the columns of each table share (offsets, places) they share in the result.
     """
     offsets: dict[tuple[int, ...], Rows] = {}
     places: dict[object, RowIndex] = {}
@@ -85,7 +85,7 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
             joined[name] = column
             continue
         remotes = [as_remote(part) for part in parts]
-        alive += remotes  # so that no `id` is given twice
+        alive += remotes  # keeps each `id` unique
         numbers = renumbered(remotes)
         key = tuple(id(part.places) for part in remotes), numbers
         places[key] = places.get(key) or RowIndex.concat([part.places for part in remotes], numbers)
@@ -97,10 +97,10 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
 
 
 def hold(table: Table, rows: int, put: Put, limit: int, shares: bool) -> dict[str, Stored]:
-    """The columns that travel as references: those of more than `limit` bytes, and what was fetched, as it came.
+    """Return the columns that travel as references: those of more than `limit` bytes, and fetched ones as they came.
 
-    What was joined here, in memory that all readers share (`shares`), goes on from here. Token columns with the same
-    offsets are put together, as one object: who needs one mostly needs them all.
+    Columns that were joined here, in memory that all readers share (`shares`), are passed on from here. Token columns
+    with the same offsets become one object, because a reader that needs one usually needs all of them.
     """
     held: dict[str, Stored] = {}
     together: dict[int, dict[str, Column]] = {}
@@ -124,7 +124,7 @@ def hold(table: Table, rows: int, put: Put, limit: int, shares: bool) -> dict[st
 
 
 async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
-    """The table with these columns, which lie elsewhere, readable. Each piece is fetched once, or `DataLost`."""
+    """Make these remote columns of a table readable. Each piece is fetched once. Raises `DataLost` if one is lost."""
     wanted = {name: column for name in names if isinstance(column := table[name], RemoteColumn)}
     try:
         values = await fetch(piece.held for column in wanted.values() for piece in column.missing)
@@ -136,19 +136,19 @@ async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
 
 
 def read(name: str, column: Stored) -> Column:
-    """The values of a column. DataError where they lie elsewhere."""
+    """Return the values of a column. DataError if they are remote."""
     return column.column(name) if isinstance(column, RemoteColumn) else column
 
 
 def describe(column: Stored) -> str:
-    """The kind and dtype of a column, in a few words, what computed it, and whether it lies elsewhere."""
+    """Describe a column in a few words: kind, dtype, source, and whether it is remote."""
     if isinstance(column, RemoteColumn):
         return f"{column.form}{kinds.by(column.source)}" + ("" if column.is_here else " elsewhere")
     return kinds.describe(column)
 
 
 def row_numbers(rows: ArrayLike, count: int) -> Rows:
-    """Row numbers from 0, `int64`, of a selection from `count` rows; never the caller's own array."""
+    """Return the row numbers from 0, `int64`, of a selection from `count` rows, never in the caller's own array."""
     given = np.asarray(rows)
     if given.ndim != 1 or (given.dtype.kind not in "iub" and given.size):
         raise DataError(
@@ -162,7 +162,7 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
     if not given.size:
         return np.empty(0, np.int64)
     numbers = given.astype(np.int64)
-    if np.maximum.reduce(numbers.view(np.uint64)) < count:  # one look finds negative ones too
+    if np.maximum.reduce(numbers.view(np.uint64)) < count:  # one comparison covers negative ones too
         return numbers
     wrong = given[(given < -count) | (given >= count)]
     if len(wrong):
@@ -176,12 +176,12 @@ def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
 
 
 def _is_larger(column: Column, limit: int) -> bool:
-    """Whether a column has more than `limit` bytes; of Python values about those of their text."""
+    """True if a column has more than `limit` bytes. Python values count by the approximate size of their text."""
     if not isinstance(column, tuple):
         return column.nbytes > limit
     total = 0
     level: Sequence[object] = column
-    while level:  # the values, then those inside of them: as far as it is small
+    while level:  # level by level, until the limit is passed
         kinds_of = set(map(type, level))
         texts = level if kinds_of == {str} else [value for value in level if type(value) is str or type(value) is bytes]
         total += sum(map(len, cast("Sequence[str | bytes]", texts))) + 8 * (len(level) - len(texts))
@@ -195,6 +195,6 @@ def _is_larger(column: Column, limit: int) -> bool:
 
 
 def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, dict | Mapping):  # of dict a quick look
+    if isinstance(value, dict | Mapping):  # dict first, because it is quick
         return cast("Mapping[object, object]", value).values()
     return cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""The three kinds of column: what they hold, and how they are checked and joined."""
+"""The three kinds of columns: what they hold, and how they are checked and joined."""
 
 import copy
 import math
@@ -15,9 +15,9 @@ from meshrl.mesh import Array, Rows
 
 Objects: TypeAlias = tuple[object, ...]
 Column: TypeAlias = Array | Ragged | Objects
-"""A row column `[rows, ...]`, a token column, or Python values (text, dicts), one a row."""
+"""A row column `[rows, ...]`, a token column, or Python values (text, dicts), one for each row."""
 ColumnLike: TypeAlias = Array | Ragged | Sequence[object]
-"""What is taken as a column; a list is Python values."""
+"""Anything that becomes a column. A list becomes Python values."""
 
 TOKEN_COLUMNS = {"tokens": "int32", "loss_mask": "bool", "sampler_logprobs": "float32", "versions": "int32"}
 ROW_COLUMNS = {"rewards": "float32", "groups": "int64"}
@@ -25,7 +25,7 @@ SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def taken(name: str, column: ColumnLike) -> Column:
-    """The column, frozen; a standard one in its own dtype. DataError if it is none, or of the wrong kind."""
+    """Freeze a column, and convert a standard one to its own dtype. DataError for other values or the wrong kind."""
     result: Column
     if isinstance(column, Ragged):
         result = column
@@ -49,7 +49,7 @@ def taken(name: str, column: ColumnLike) -> Column:
 
 
 def _standard(name: str, column: Column) -> Column:
-    """A standard column in its one kind and dtype."""
+    """Convert a standard column to its kind and dtype."""
     dtype = TOKEN_COLUMNS.get(name) or ROW_COLUMNS.get(name)
     if dtype is None:
         return column
@@ -69,7 +69,7 @@ def _standard(name: str, column: Column) -> Column:
 
 
 def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns, where those with equal offsets share one array of them. Standard ones must be aligned."""
+    """Share one array of offsets between columns with equal ones. Standard columns must be aligned."""
     bounds: list[Rows] = []
     result = dict(columns)
     for name, column in columns.items():
@@ -99,7 +99,7 @@ def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
 
 
 def describe(column: Column) -> str:
-    """The kind and dtype of a column, in a few words, and what computed it."""
+    """Describe a column in a few words: kind, dtype and source."""
     if isinstance(column, tuple):
         kinds = sorted({type(value).__name__ for value in column})
         return "/".join(kinds) or "Python values"
@@ -111,12 +111,12 @@ def describe(column: Column) -> str:
 
 
 def by(source: Source | None) -> str:
-    """What computed a column, as `describe` says it after the dtype."""
+    """The source of a column, as `describe` adds it after the dtype."""
     return f" by {source}" if source else ""
 
 
 def view(column: Column, run: slice) -> Column:
-    """A run of rows of a column, which are not copied; the column itself where they are all."""
+    """Return a view of a run of rows, or the column itself if these are all its rows."""
     if run.start == 0 and run.stop == len(column):
         return column
     if isinstance(column, Ragged):
@@ -126,7 +126,7 @@ def view(column: Column, run: slice) -> Column:
 
 
 def same(left: Column, right: Column) -> bool:
-    """Whether two columns agree in kind, dtype and values; NaN equals NaN."""
+    """True if two columns agree in kind, dtype and values. NaN equals NaN."""
     if isinstance(left, tuple) and isinstance(right, tuple):
         return _alike(left, right)
     if isinstance(left, Ragged) or isinstance(right, Ragged):
@@ -135,7 +135,7 @@ def same(left: Column, right: Column) -> bool:
 
 
 def _alike(left: object, right: object) -> bool:
-    """Whether Python values are equal, or hold NaN in the same places."""
+    """True if Python values are equal, or hold NaN in the same places."""
     if left == right:
         return True
     if isinstance(left, float) and isinstance(right, float):
@@ -151,7 +151,7 @@ def _alike(left: object, right: object) -> bool:
 
 
 def concat(name: str, parts: Sequence[Column]) -> Column:
-    """One column of the rows of all parts (one or more); kind, dtype and trailing dims must agree."""
+    """Concatenate the rows of one or more columns with the same kind, dtype and trailing dims."""
     ragged = [part for part in parts if isinstance(part, Ragged)]
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     objects = [part for part in parts if isinstance(part, tuple)]
@@ -168,7 +168,7 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
 
 
 def private(column: Column) -> Column:
-    """The column, with copies of the Python values that can be written (dicts, lists); arrays are frozen."""
+    """Copy the mutable Python values (dicts, lists) of a column. Arrays are frozen already."""
     if not isinstance(column, tuple) or SCALARS.issuperset(map(type, column)):
         return column
     if set(map(type, column)) == {dict}:

@@ -44,13 +44,13 @@ def frozen(array: Array, what: str = "an array") -> Array:
     if array.flags.writeable and not (array.flags.owndata or is_in_place(array)):
         array = array.copy()
     elif isinstance(array.base, np.ndarray) and array.base.flags.writeable:
-        array = array.copy()  # a read-only view of an array that its owner can still write
+        array = array.copy()  # a read-only view of an array that its owner can still write to
     array.flags.writeable = False
     return array
 
 
 def sealed(array: A) -> A:
-    """A fresh array of our own, made read-only in place."""
+    """Make a fresh array of our own read-only, in place."""
     array.flags.writeable = False
     return array
 
@@ -67,19 +67,19 @@ def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
 
 
 def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
-    """What `from_raw` takes, for `__reduce_ex__`: out of band where the protocol can."""
+    """Return the arguments of `from_raw`, for `__reduce_ex__`. Out of band if the protocol supports it."""
     buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
     return buffer, dtype_name(array.dtype), array.shape
 
 
 @cache
 def dtype_name(dtype: Dtype) -> str:
-    """The name, of which numpy thinks anew whenever it is asked."""
+    """Return the name of a dtype. Cached, because numpy computes it on each call."""
     return dtype.name
 
 
 def check_offsets(offsets: NDArray[np.integer], tokens: int) -> None:
-    """DataError if offsets do not fit a column of so many tokens."""
+    """Raise DataError if offsets do not fit a column of `tokens` tokens."""
     if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets[1:] < offsets[:-1]).any()):
         raise DataError(
             f"ragged offsets run from {offsets[0]} to {offsets[-1]} over {tokens} tokens: they must start at 0, never "
@@ -88,7 +88,7 @@ def check_offsets(offsets: NDArray[np.integer], tokens: int) -> None:
 
 
 def equal(left: Array, right: Array) -> bool:
-    """Whether dtype, shape and every value agree; NaN equals NaN."""
+    """True if dtype, shape and all values agree. NaN equals NaN."""
     return left is right or (left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True))
 
 
@@ -227,14 +227,14 @@ def _unpickled(
 
 
 def bounds_of(lengths: Rows) -> Rows:
-    """The offsets `int64[rows + 1]` of rows of these lengths."""
+    """Return the offsets `int64[rows + 1]` of rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     lengths.cumsum(out=offsets[1:])
     return offsets
 
 
 def gather(offsets: Rows, rows: Rows | slice) -> tuple[NDArray[np.int64] | slice, Rows]:
-    """Which tokens the selected rows hold, and the offsets of the selection. Rows in a run have tokens in a run."""
+    """Return the tokens of the selected rows, and the offsets of the selection. Adjacent rows give a slice."""
     if isinstance(rows, slice):
         bounds = offsets[rows.start : rows.stop + 1]
         return slice(bounds[0], bounds[-1]), bounds - bounds[0]

@@ -16,14 +16,14 @@ from meshrl.errors import DataError
 from meshrl.mesh import Array, Ref, Rows, empty, is_in_place, pool
 
 _SHARED_FROM = 1 << 20
-"""Bytes of the smallest array that is put together in shared memory."""
+"""Size in bytes of the smallest array that is put together in shared memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Where each row of a column lies: in which piece, and at which number there.
+    """The place of each row of a column: its piece, and its number in that piece.
 
-    The columns of a batch that have their pieces alike share one object.
+    Columns of a batch with the same layout of pieces share one object.
     """
 
     pieces: int
@@ -32,11 +32,11 @@ class RowIndex:
 
     @classmethod
     def whole(cls, rows: int) -> Self:
-        """The rows of one piece, in their order."""
+        """Number the rows of one piece in their order."""
         return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
 
     def take(self, rows: Rows | slice) -> tuple["RowIndex", Rows]:
-        """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
+        """Return the places of these rows, and the numbers of the pieces that are still needed, ascending."""
         piece, row = self.piece[rows], sealed(self.row[rows])
         if self.pieces == 1 and len(row):
             return RowIndex(1, sealed(piece), row), np.zeros(1, np.int64)
@@ -45,13 +45,13 @@ class RowIndex:
 
     def __reduce__(self) -> tuple[Callable[..., "RowIndex"], tuple[object, ...]]:
         count = len(self.row)
-        if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # as most replies are: a number says it
+        if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # the usual reply: a number suffices
             return _whole, (count,)
         return RowIndex, (self.pieces, self.piece, self.row)
 
     @staticmethod
     def concat(parts: Sequence["RowIndex"], numbers: Sequence[Sequence[int]]) -> "RowIndex":
-        """The rows of all parts; `numbers`: for each part, its pieces' new numbers."""
+        """Concatenate the rows of all parts. `numbers`: the new numbers of each part's pieces."""
         pairs = zip(parts, numbers, strict=True)
         piece = np.concatenate([np.asarray(new, np.int32)[part.piece] for part, new in pairs])
         row = np.concatenate([part.row for part in parts])
@@ -60,19 +60,19 @@ class RowIndex:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a column: one of those that are held together."""
+    """A column in a group of columns that are held together."""
 
     held: Ref
-    """Of a dict of columns."""
+    """The reference to a dict of columns."""
     name: str
 
     def of(self, values: Mapping[Ref, object]) -> Column:
-        """Its values among all that were fetched."""
+        """Return its values from everything that was fetched."""
         return _frozen(cast("Mapping[str, object]", values[self.held])[self.name])
 
 
 class InlineRef(Ref):
-    """A column that travels by value, because it is small."""
+    """A small column, which travels by value."""
 
     __slots__ = ("column",)
 
@@ -81,29 +81,29 @@ class InlineRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The columns."""
+        """Return the columns."""
         return [{"": each.column} for each in cast("Sequence[InlineRef]", held)]
 
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What kind of column it is: Python values, rows of one shape, or tokens."""
+    """The type of a column: Python values, rows of one shape, or tokens."""
 
     kind: Literal["objects", "row", "ragged"]
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Beyond the first dim."""
+    """The shape without the first dim."""
 
     @classmethod
     def of(cls, column: Column) -> Self:
-        """The form of a column."""
+        """Return the type of a column."""
         if isinstance(column, tuple):
             return cls("objects")
         values = column.values if isinstance(column, Ragged) else column
         return cls("ragged" if isinstance(column, Ragged) else "row", dtype_name(values.dtype), values.shape[1:])
 
     def empty(self) -> Column:
-        """A column of this form without rows."""
+        """Return a column of this type without rows."""
         if self.kind == "objects":
             return ()
         values: Array = sealed(np.empty((0, *self.shape), self.dtype))
@@ -116,8 +116,8 @@ class ColumnType:
 class RemoteColumn:
     """A column whose values stay where they were made, as one or more pieces. Immutable.
 
-    Its rows can be selected and joined without the values. `fetch` gives the same column with the pieces it
-    needs; only then can it be read.
+    Its rows can be selected and joined without the values. `fetch` returns the same column with the needed pieces, and
+    only then can it be read.
     """
 
     __slots__ = ("_column", "form", "offsets", "pieces", "places", "source", "values")
@@ -131,9 +131,9 @@ class RemoteColumn:
         values: Sequence[Column | None] | None = None,
         source: Source | None = None,
     ) -> None:
-        """`offsets`: of a ragged column, those of its rows; `values`: those pieces that were fetched, else None.
+        """`offsets`: the offsets of a ragged column. `values`: the fetched pieces, None for the others.
 
-        `source`: what computed a ragged column, if that is known.
+        `source`: the source of a ragged column, if it is known.
         """
         self.form: ColumnType = form
         self.pieces: tuple[Chunk, ...] = tuple(pieces)
@@ -151,7 +151,7 @@ class RemoteColumn:
 
     @property
     def lengths(self) -> Rows | None:
-        """Tokens of each row, of a ragged column."""
+        """Number of tokens of each row of a ragged column. None for other columns."""
         return None if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
 
     @property
@@ -165,28 +165,28 @@ class RemoteColumn:
         return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
 
     def take(self, places: RowIndex, kept: Rows, offsets: Rows | None) -> "RemoteColumn":
-        """Some rows, whose `places` and `kept` pieces are what `RowIndex.take` gives."""
+        """Select rows, by the `places` and `kept` pieces that `RowIndex.take` returned."""
         values = [self.values[index] for index in kept]
         return RemoteColumn(self.form, [self.pieces[index] for index in kept], places, offsets, values, self.source)
 
     def arrived(self, fetched: Mapping[Ref, object]) -> "RemoteColumn":
-        """The same column, which can be read: from what was fetched."""
+        """Return the same column, readable, with fetched pieces."""
         pairs = zip(self.pieces, self.values, strict=True)
         values = [piece.of(fetched) if value is None else value for piece, value in pairs]
         return RemoteColumn(self.form, self.pieces, self.places, self.offsets, values, self.source)
 
     def left(self) -> "RemoteColumn":
-        """The same column without values, as it travels."""
+        """Return the same column without values, as it travels."""
         return RemoteColumn(self.form, self.pieces, self.places, self.offsets, None, self.source)
 
     def private(self) -> "RemoteColumn":
-        """The same column for another reader, who will have Python values of his own."""
+        """Return the same column for another reader, who gets his own Python values."""
         if self.form.kind != "objects":
             return self
         return RemoteColumn(self.form, self.pieces, self.places, self.offsets, self.values, self.source)
 
     def column(self, name: str) -> Column:
-        """The values; put together when they are first asked for. DataError where they were not fetched."""
+        """Return the values, put together on first use. Raises DataError if they were not fetched."""
         if self._column is None:
             if not self.is_here:
                 raise DataError(
@@ -198,12 +198,12 @@ class RemoteColumn:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it was put together here, in shared memory."""
+        """True if it was put together in this process, in shared memory."""
         values = self._column.values if isinstance(self._column, Ragged) else self._column
         return isinstance(values, np.ndarray) and is_in_place(values)
 
     def _with_source(self, column: Column) -> Column:
-        """A piece knows what computed its own rows, which were joined with others since."""
+        """Give a piece the source of this column: it knows only that of its own rows, before they were joined."""
         if not isinstance(column, Ragged) or column.source == self.source:
             return column
         return Ragged.make(column.values, column.offsets, self.source)
@@ -224,7 +224,7 @@ class RemoteColumn:
 
     @classmethod
     def concat(cls, name: str, parts: Sequence["RemoteColumn"], places: RowIndex, offsets: Rows | None) -> Self:
-        """The rows of all parts; `places` is what `RowIndex.concat` gives. DataError where the parts differ in form."""
+        """Concatenate the rows of all parts. `places`: from `RowIndex.concat`. DataError if the types differ."""
         forms = sorted({str(part.form) for part in parts})
         if len(forms) > 1:
             raise DataError(
@@ -241,7 +241,7 @@ class RemoteColumn:
 
 
 def source_of(column: "Column | RemoteColumn") -> Source | None:
-    """What computed a column, if that is known."""
+    """Return the source of a column. None if unknown."""
     return column.source if isinstance(column, Ragged | RemoteColumn) else None
 
 
@@ -255,13 +255,13 @@ def _whole(rows: int) -> RowIndex:
 
 
 def renumbered(parts: Sequence[RemoteColumn]) -> tuple[tuple[int, ...], ...]:
-    """For each part, the numbers of its pieces among the different pieces of all parts."""
+    """For each part, number its pieces among the distinct pieces of all parts."""
     known: dict[Chunk, int] = {}
     return tuple(tuple(known.setdefault(piece, len(known)) for piece in part.pieces) for part in parts)
 
 
 def as_remote(column: "Column | RemoteColumn") -> RemoteColumn:
-    """A RemoteColumn is itself; a column becomes one by value."""
+    """Return a RemoteColumn as it is, and wrap any other column by value."""
     if isinstance(column, RemoteColumn):
         return column
     offsets = column.offsets if isinstance(column, Ragged) else None
@@ -278,7 +278,7 @@ def _frozen(value: object) -> Column:
 
 
 def _run(rows: NDArray[np.int32]) -> slice | None:
-    """Row numbers as a slice, where each is one more than that before."""
+    """Return adjacent ascending row numbers as a slice, or None."""
     start, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
     follows = end - start == len(rows) and bool((rows == np.arange(start, end)).all())
     return slice(start, end) if follows else None
@@ -292,22 +292,22 @@ def _rows(pieces: Sequence[Array], places: RowIndex) -> Array:
     for number, piece in enumerate(pieces):
         mine = places.piece == number
         whole[mine] = piece[places.row[mine]]
-    pool.gathered += 2 * whole.nbytes  # by way of another array
+    pool.gathered += 2 * whole.nbytes  # copied twice, through another array
     return sealed(whole)
 
 
 def _room(shape: tuple[int, ...], dtype: Dtype) -> Array:
-    """For what is put together; in shared memory where that pays, so that it is handed on as it lies there."""
+    """Allocate an array to fill, in shared memory if it is large enough, so that it is passed on without a copy."""
     return (empty if prod(shape) * dtype.itemsize >= _SHARED_FROM else np.empty)(shape, dtype)
 
 
 def _width(values: Array) -> int:
-    """Bytes of a row, or of a token."""
+    """Bytes of a row or token."""
     return values.itemsize * prod(values.shape[1:])
 
 
 def _tokens(pieces: Sequence[Ragged], places: RowIndex, count: int) -> Array:
-    """Run by run: rows that follow one another in a piece are copied together."""
+    """Copy tokens run by run: adjacent rows of a piece are copied together."""
     starts, ends = np.empty(len(places.row), np.int64), np.empty(len(places.row), np.int64)
     for number, piece in enumerate(pieces):
         mine = places.piece == number
@@ -322,7 +322,7 @@ def _tokens(pieces: Sequence[Ragged], places: RowIndex, count: int) -> Array:
         places.piece[first].tolist(), (starts[first] * width).tolist(), (ends[last] * width).tolist(), strict=True
     )
     parts, target, at = [raw(piece.values) for piece in pieces], raw(whole), 0
-    for piece, start, end in runs:  # numpy takes longer for many runs
+    for piece, start, end in runs:  # numpy is slower for many runs
         target[at : at + end - start] = parts[piece][start:end]
         at += end - start
     pool.gathered += at

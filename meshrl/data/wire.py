@@ -15,7 +15,7 @@ from meshrl.mesh import Array, Rows
 
 
 class _Wire(msgspec.Struct, array_like=True):
-    """One column in a header: which buffers hold it and how to read them."""
+    """One column in a header: the buffers that hold it, and how to read them."""
 
     name: str
     kind: Literal["row", "ragged", "objects"]
@@ -33,7 +33,7 @@ class _Header(msgspec.Struct, array_like=True):
 
 
 def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[memoryview]]:
-    """A msgpack header and the raw bytes of each array, not copied. First the origins, then the columns."""
+    """Return a msgpack header and the raw bytes of each array, not copied. Origins come first, then columns."""
     buffers = [raw(level) for level in origins]
     known: dict[int, int] = {}
     wires: list[_Wire] = []
@@ -55,7 +55,7 @@ def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> t
 
 
 def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
-    """The inverse of `pack`. Arrays are read-only views of the buffers, which nobody may write any more."""
+    """Undo `pack`. Arrays are read-only views of the buffers, which must not be written any more."""
     try:
         head = msgspec.msgpack.decode(header, type=_Header)
         origins = tuple(_numbers(buffers[i], head.rows) for i in range(head.origins))

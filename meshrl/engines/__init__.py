@@ -21,16 +21,16 @@ def make_engine(
     packages: Sequence[str] = (),
     code: Sequence[Path] = (),
 ) -> Engine:
-    """An engine by its name, as `run.engine` has it.
+    """Make an engine by its name in `run.engine`.
 
-    `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
-    `patience`: as in `[run]`, the former for all processes of the engine, this one too. `packages`: those of the roles'
-    backends, of which each node of Ray must have the versions that are here; `code`: folders that ranks import from, of
-    which other nodes are given copies. ConfigError where the engine's own package is not installed.
+    `modules`: the modules that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
+    `patience`: as in `[run]`. The former covers all processes of the engine, including this one. `packages`: the
+    packages of the roles' backends. Each node of Ray must have the versions that are here. `code`: folders that ranks
+    import from, which are copied to other nodes. Raises ConfigError if the engine's own package is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
     if name == "local":
-        from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- each engine when it is meant
+        from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- loaded only if used
 
         return LocalEngine(inline_bytes=inline_bytes)
     if name == "processes":

@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 _IMMUTABLE = (type(None), bool, int, float, str, bytes)
 _ALONE = (HasRefs, *_IMMUTABLE)
-"""What holds nothing that something else may hold too: several are isolated one by one, sooner than by `deepcopy`."""
+"""Values that share no mutable parts. They are isolated one by one, which is faster than `deepcopy`."""
 
 
 def isolated(value: T) -> T:
-    """A value that shares no mutable memory with the original. Immutable ones (a `Batch`) are themselves.
+    """Return a value that shares no mutable memory with the original. Immutable ones (a `Batch`) are not copied.
 
-    Its arrays are read-only, as those of an engine that maps them from a store.
+    Its arrays are read-only, as with an engine that maps them from a store.
     """
     if isinstance(value, HasRefs):
         return value.__deepcopy__({})
@@ -35,7 +35,7 @@ def isolated(value: T) -> T:
 def sendable(
     where: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """A call's arguments, isolated. Raises `ContractError` for what cannot be copied, such as a lock or a file."""
+    """Isolate a call's arguments. Raises `ContractError` for values that cannot be copied, such as a lock or a file."""
     try:
         return isolated(arguments) if arguments else (), isolated(dict(keywords)) if keywords else {}
     except TypeError as error:

@@ -6,18 +6,18 @@ from typing import Final
 from meshrl.engines.hosting.messages import Over
 
 CYCLE: Final = 256
-"""Numbers that follow one another are different modulo this; a channel may tell no more of them."""
+"""Consecutive numbers differ modulo this. A channel may send only the remainder."""
 
 
 class Outbox:
-    """Values of one stream, each given to one question."""
+    """Values of one stream. Each answers one question."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._answer: asyncio.Future[object] | None = None
 
     async def take(self) -> object:
-        """The next value, or `Over`."""
+        """Return the next value, or `Over`."""
         self._answer = asyncio.get_running_loop().create_future()
         self._asked.set()
         return await self._answer
@@ -28,12 +28,12 @@ class Outbox:
         self._asked.clear()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(value)
-        # The answer leaves the loop in two steps; a generator that then computes would hold it back.
+        # The answer leaves the loop in two steps. A generator that computes next would delay it.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
     def close(self) -> None:
-        """There are no more values."""
+        """End the stream of values."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(Over())
 
@@ -43,22 +43,22 @@ class CallerQueue:
 
     def __init__(self) -> None:
         self._next = 0
-        """The number that may start."""
+        """The number that may start next."""
         self._ahead: set[int] = set()
         """Higher numbers that need no turn any more."""
         self._dropped: set[int] = set()
-        """Cancelled before they arrived."""
+        """Numbers that were cancelled before they arrived."""
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[object]] = {}
         self._outboxes: dict[int, Outbox] = {}
 
     def whole(self, number: int) -> int:
-        """The number of a call that arrives, known modulo `CYCLE`: it was dropped, or starts soon."""
+        """Return the number of an arriving call, known modulo `CYCLE`: a dropped call, or one that starts soon."""
         dropped = (each for each in self._dropped if each % CYCLE == number)
         return next(dropped, self._next + (number - self._next) % CYCLE)
 
     def arrive(self, number: int, task: asyncio.Task[object]) -> bool:
-        """Keep a call's task. False for one that was cancelled before."""
+        """Keep a call's task. Returns False if the call was cancelled before it arrived."""
         if number in self._dropped:
             self._dropped.discard(number)
             return False
@@ -72,7 +72,7 @@ class CallerQueue:
             await waiting
 
     def start(self, number: int) -> None:
-        """Let the next call have its turn."""
+        """Give the next call its turn."""
         if number < self._next:
             return
         self._waiting.pop(number, None)
@@ -85,12 +85,12 @@ class CallerQueue:
             waiting.set_result(None)
 
     def leave(self, number: int) -> None:
-        """A call has ended, perhaps without having had its turn."""
+        """Note that a call has ended, perhaps without its turn."""
         self._running.pop(number, None)
         self.start(number)
 
     def cancel(self, number: int) -> None:
-        """Cancel a call that runs or waits; one that has not arrived will not begin."""
+        """Cancel a call that runs or waits. A call that has not arrived will not start."""
         task = self._running.get(number)
         if task is not None:
             task.cancel()
@@ -100,13 +100,13 @@ class CallerQueue:
             self.close(number)
 
     def outbox(self, number: int) -> Outbox | None:
-        """The values of a stream, also of one that has not arrived yet; None if it has ended."""
+        """Return the values of a stream, even before it arrives. None if it has ended."""
         if number not in self._outboxes and number not in self._running and self._has_ended(number):
             return None
         return self._outboxes.setdefault(number, Outbox())
 
     def close(self, number: int) -> None:
-        """A stream has ended."""
+        """Note that a stream has ended."""
         outbox = self._outboxes.pop(number, None)
         if outbox is not None:
             outbox.close()

@@ -16,7 +16,7 @@ from meshrl.mesh import Member, OnSpan, Ref, Request
 T = TypeVar("T")
 
 _NEWS: Final = 0.1
-"""Seconds, at most, from the failure of a rank to the news that another had died, which was the cause."""
+"""Most seconds from the failure of a rank to the news of the death of another rank that caused it."""
 
 
 class Caller(ABC):
@@ -28,17 +28,17 @@ class Caller(ABC):
 
     @property
     def inline_bytes(self) -> int:
-        """The largest column that travels with a call, of one that is divided the ranks' average share."""
+        """Size in bytes of the largest column that travels with a call. A divided one counts by the ranks' average."""
         return self._inline_bytes
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are processes of this machine, to which no other is ever added."""
+        """True if all ranks are processes of this machine, and no other machine is ever added."""
         return self._shares_memory
 
     @abstractmethod
     def put(self, value: object) -> Ref:
-        """Keep a value, once, for whoever fetches it."""
+        """Keep a value once, for all that fetch it."""
 
     async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         """Call each member and wait for all results."""
@@ -47,7 +47,7 @@ class Caller(ABC):
         check_members(endpoint, requests)
         check_sendable(endpoint, requests)
         try:
-            for index, request in enumerate(requests):  # one by one: what was sent is cancelled
+            for index, request in enumerate(requests):  # one by one, so that sent ones can be cancelled
                 sent.append(Sent(request, endpoint, seen=seen and partial(seen, index)))
             if await _all_well(sent):
                 return [each.result() for each in sent]
@@ -63,7 +63,7 @@ class Caller(ABC):
     async def stream(
         self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """The consumed members' values as they come. A rank makes its next while one of its own waits, no more."""
+        """Yield the consumed members' values as they come. A rank is at most one value ahead of the reader."""
         sent: list[Sent] = []
         readers: list[asyncio.Task[None]] = []
         arrivals: asyncio.Queue[_Value | Exception | None] = asyncio.Queue()
@@ -90,17 +90,17 @@ class Caller(ABC):
             abandon(readers)
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Refuse: a rank has no processes to give."""
+        """Raise ContractError: a rank has no processes to restart an actor in."""
         name = cast("RankMember", members[0]).spawn.name
         raise ContractError(f"respawn({name}) was called on a rank: call it where {name} was spawned")
 
     async def stop(self, members: Sequence[Member]) -> None:
-        """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
+        """Cancel the actors' calls, wait for their end, and drop the actors. Continues if the caller is cancelled."""
         await asyncio.gather(*(member.stop() for member in cast("Sequence[RankMember]", members)))
 
 
 async def _all_well(sent: Sequence[Sent]) -> bool:
-    """Wait until all have answered, or one has failed: whether none has. No task for each: most calls are short."""
+    """Wait until all have answered or one has failed. True if none failed. No tasks, because most calls are short."""
     over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     left = len(sent)
 
@@ -116,13 +116,13 @@ async def _all_well(sent: Sequence[Sent]) -> bool:
 
 
 def check_members(endpoint: str, requests: Sequence[Request]) -> None:
-    """Raise `MeshStopped` or `RankDied`, before any rank is asked, where one of them takes no call."""
+    """Raise `MeshStopped` or `RankDied`, before any rank is called, if a rank takes no calls."""
     for request in requests:
         cast("RankMember", request.member).check(endpoint)
 
 
 def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
-    """Raise what sending would, before any rank is asked, where ranks wait for each other: all are asked, or none."""
+    """If ranks wait for each other, raise any error of sending before the first call: all are called, or none."""
     spawn = cast("RankMember", requests[0].member).spawn
     if not spawn.together or len(spawn.ranks) == 1:
         return
@@ -142,7 +142,7 @@ def cancel(sent: Iterable[Sent]) -> None:
 
 
 async def all_or_first(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for all, or for the first failure, which is raised."""
+    """Wait for all, or until the first failure, which is raised."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     for task in done:
         task.result()
@@ -151,8 +151,8 @@ async def all_or_first(tasks: Sequence[asyncio.Task[None]]) -> None:
 def abandon(tasks: list[asyncio.Task[T]]) -> None:
     """Cancel tasks and forget them.
 
-    A failure leads by its traceback to the caller's variables, and must not come back from there to itself: then it
-    would keep the call's arguments, and what they hold in the store, until Python looks for cycles.
+    A failure refers by its traceback to the caller's variables, and these must not refer back to it. Such a cycle would
+    keep the call's arguments, and their values in the store, until Python collects cycles.
     """
     for task in tasks:
         task.cancel()
@@ -164,7 +164,7 @@ async def first_cause(
     members: Sequence[RankMember],
     others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]",
 ) -> Exception:
-    """The failure itself, or the death of another of these ranks that is heard of while the `others` end.
+    """Return the failure, or the death of another of these ranks if it is reported while the `others` end.
 
     A rank whose peer dies in a collective often fails before the death is known.
     """
@@ -187,7 +187,7 @@ class _Value:
 
 
 async def _read(sent: Sent, arrivals: "asyncio.Queue[_Value | Exception | None]") -> None:
-    """Pass one rank's values on, each when the one before was taken."""
+    """Pass on the values of one rank, each after the reader took the one before."""
     answer = asyncio.create_task(sent.answer())
     try:
         while sent.consumed and not isinstance(value := await _next(sent, answer), Over):
@@ -196,14 +196,14 @@ async def _read(sent: Sent, arrivals: "asyncio.Queue[_Value | Exception | None]"
             await taken.wait()
         await answer
         arrivals.put_nowait(None)
-    except Exception as error:  # noqa: BLE001 -- it is the reader's to see
+    except Exception as error:  # noqa: BLE001 -- the reader gets it
         arrivals.put_nowait(error)
     finally:
         answer.cancel()
 
 
 async def _next(sent: Sent, answer: asyncio.Task[object]) -> object:
-    """The next value, or `Over`. If the stream failed before it began on the rank, nobody there says so."""
+    """Return the next value, or `Over`. Watches `answer` too, which reports a failure before the stream began."""
     following = asyncio.create_task(sent.next())
     try:
         await asyncio.wait({following, answer}, return_when=asyncio.FIRST_COMPLETED)

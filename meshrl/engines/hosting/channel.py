@@ -8,15 +8,15 @@ from typing import Literal, TypeAlias
 from meshrl.engines.hosting.messages import Arguments, Ask
 
 Service: TypeAlias = Literal["place", "clock", "construct", "next", "cancel", "stop", "leave"]
-"""What a process does besides calls: the methods of `Host`."""
+"""The services of a process besides calls, which are methods of `Host`."""
 
 
 class Gone(Exception):
-    """The process has ended; the message says how."""
+    """The process has ended. The message says how."""
 
 
 class Broken(Exception):
-    """A call went wrong on its way: what was sent could not be unpickled, or the like."""
+    """A call was lost on its way: for example, its arguments could not be unpickled."""
 
     def __init__(self, reason: str, traceback: str = "") -> None:
         super().__init__(reason)
@@ -25,7 +25,7 @@ class Broken(Exception):
 
 
 class Reply:
-    """What comes back from a process. Who listens is told as it arrives, who awaits it one turn of the loop later."""
+    """The answer of a process. Callbacks run as it arrives. Awaiting tasks continue one turn of the loop later."""
 
     __slots__ = ("_told", "error", "is_here", "value")
 
@@ -33,11 +33,11 @@ class Reply:
         self.is_here: bool = False
         self.value: object = None
         self.error: Exception | None = None
-        """`Gone` or `Broken`, where it has no value."""
+        """`Gone` or `Broken`, if there is no value."""
         self._told: list[Callable[[], object]] = []
 
     def arrive(self, value: object, error: Exception | None = None) -> None:
-        """It is here; what comes later, from a host that was given up, is not."""
+        """Set the answer. A later one is ignored, such as one from a host that was given up."""
         if self.is_here:
             return
         self.is_here, self.value, self.error = True, value, error
@@ -46,14 +46,14 @@ class Reply:
             each()
 
     def tell(self, told: Callable[[], object]) -> None:
-        """Call this when it is here, or now. It must not raise."""
+        """Call `told` when the answer is here, or now. It must not raise."""
         if self.is_here:
             told()
         else:
             self._told.append(told)
 
     async def here(self) -> None:
-        """Wait until it is here."""
+        """Wait until the answer is here."""
         if not self.is_here:
             arrived = asyncio.Event()
             self._told.append(arrived.set)
@@ -67,19 +67,19 @@ class Reply:
 
 
 class Channel(ABC):
-    """Carries calls to one process. What was sent in an order arrives in it, or is ordered there by its number.
+    """Carries calls to one process. They arrive in the order of sending, or the process orders them by their numbers.
 
-    What is awaited raises `Gone` when the process is no more, `Broken` for what did not get through.
+    Awaiting a reply raises `Gone` if the process has ended, and `Broken` if the message was lost.
     """
 
     @abstractmethod
     def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
-        """Send a call, or open a stream; the answer. TypeError or PicklingError for what cannot be sent."""
+        """Send a call or open a stream, and return its reply. TypeError or PicklingError for unsendable values."""
 
     @abstractmethod
     def request(self, service: Service, *arguments: object) -> Reply:
-        """Ask for something else; the answer."""
+        """Send another request, and return its reply."""
 
     @abstractmethod
     def tell(self, service: Service, *arguments: object) -> None:
-        """The same, where nobody waits for the answer."""
+        """Send a request that needs no answer."""

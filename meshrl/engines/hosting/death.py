@@ -11,9 +11,9 @@ class Death:
     host: str
     reason: str
     written: str = ""
-    """The last lines that it wrote."""
+    """The last lines of its output."""
 
     @property
     def told(self) -> str:
-        """Why, and what it wrote last."""
+        """Describe why it ended, with its last output."""
         return f"{self.reason}\n{self.written}" if self.written else self.reason

@@ -21,15 +21,15 @@ from meshrl.mesh import CollectiveActor, Member, Rank, Resources, Slot, sweep, w
 
 @dataclass(frozen=True)
 class _Origin:
-    """What an actor can be made from again."""
+    """The means to make an actor again."""
 
     reservation: Reservation
     recipe: tuple[type, tuple[object, ...], Mapping[str, object]]
-    """The class and its arguments; handles among these reach the processes of today."""
+    """The class and its arguments. Handles among these reach the present processes."""
 
 
 class HostingEngine(Caller):
-    """The controller's engine; ranks have its `Caller`."""
+    """The controller's engine. Ranks have its `Caller`."""
 
     def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:
         super().__init__(inline_bytes, shares_memory)
@@ -38,10 +38,10 @@ class HostingEngine(Caller):
 
     @abstractmethod
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
-        """Processes for `count` ranks; what they write goes to LOG-RANK.log. ConfigError where they cannot be."""
+        """Start processes for `count` ranks, which write to LOG-RANK.log. ConfigError if they cannot be started."""
 
     async def _settled(self, reservation: Reservation) -> Sequence[ProcessSlot]:
-        """The slots of a reservation, when its processes run."""
+        """Return the slots of a reservation, once its processes run."""
         try:
             await reservation.settle()
         except BaseException:
@@ -50,7 +50,7 @@ class HostingEngine(Caller):
         return reservation.slots
 
     async def release(self, slots: Sequence[Slot]) -> None:
-        """Stop what runs in the slots, end their processes and give their resources back."""
+        """Stop the actors in the slots, end the processes and free their resources."""
         wanted = {slot.reservation for slot in cast("Sequence[ProcessSlot]", slots)}
         going = [each for each in self._reservations if each in wanted]
         self._reservations = [each for each in self._reservations if each not in wanted]
@@ -77,15 +77,15 @@ class HostingEngine(Caller):
         spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, CollectiveActor))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RankMember(spawn, index) for index in range(len(places))]
-        # Where ranks meet as they are made, two actors must not be made in another order on another rank.
+        # Ranks may meet as they are made, so no rank may make two actors in another order than the others.
         async with reservation.meeting:
             await self._construct([member for member in members if member.process.is_there], origin)
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Construct the actors again, in new processes where the old ones died. If one fails, all are stopped.
+        """Construct the actors again, in new processes if the old ones died. If one fails, all are stopped.
 
-        What is not there yet is waited for. Other ranks of the mesh are left as they are.
+        Waits for processes that are not there yet. Other ranks of the mesh stay as they are.
         """
         again = cast("Sequence[RankMember]", members)
         spawn = again[0].spawn
@@ -98,7 +98,7 @@ class HostingEngine(Caller):
             self._check_held(reservation, again[0])
             await reservation.end(again)
             await reservation.prepare(slots)
-            self._check_held(reservation, again[0])  # it may have been stopped meanwhile
+            self._check_held(reservation, again[0])  # it may have been stopped while this waited
             reservation.revive(slots)
             await reservation.settle(slots)
             self._check_held(reservation, again[0])
@@ -107,7 +107,7 @@ class HostingEngine(Caller):
             await self._construct(again, origin)
 
     def _check_held(self, reservation: Reservation, member: RankMember) -> None:
-        """Raise `MeshStopped` where the actor's mesh is stopped."""
+        """Raise `MeshStopped` if the actor's mesh is stopped."""
         if reservation not in self._reservations:
             raise MeshStopped(
                 f"{member.spawn.name} cannot be respawned on rank {member.rank.index}: its mesh is stopped"
@@ -137,7 +137,7 @@ class HostingEngine(Caller):
             raise cause  # noqa: B904 -- it has its cause
 
     async def stop(self, members: Sequence[Member]) -> None:
-        """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
+        """Cancel the actors' calls, wait for their end, and drop the actors. Continues if the caller is cancelled."""
         gone = cast("Sequence[RankMember]", members)
         if gone:
             reservation = self._origins[gone[0].spawn].reservation
@@ -149,4 +149,4 @@ class HostingEngine(Caller):
         try:
             await self.release([slot for each in self._reservations for slot in each.slots])
         finally:
-            sweep()  # processes that were killed leave their segments
+            sweep()  # killed processes leave their segments

@@ -47,11 +47,11 @@ class Hosted:
         self.tasks: set[asyncio.Task[object]] = set()
 
     def is_stopped(self) -> bool:
-        """Whether it takes no calls any more."""
+        """True if it takes no more calls."""
         return self._stopped
 
     async def end(self) -> None:
-        """Cancel what runs and wait for its end."""
+        """Cancel what runs, and wait for its end."""
         self._stopped = True
         for task in self.tasks:
             task.cancel()
@@ -64,7 +64,7 @@ class Host:
     """One process for one rank of a mesh, with all actors that are spawned there."""
 
     def __init__(self, put: Put, inline_bytes: int, shares_memory: bool) -> None:
-        """`put`: keeps what is large in an answer; for the rest see `Engine`."""
+        """`put`: keeps the large parts of answers. For the other parameters see `Engine`."""
         self._put = put
         self._inline_bytes = inline_bytes
         self._shares_memory = shares_memory
@@ -73,25 +73,25 @@ class Host:
         self._lines: defaultdict[str, CallerQueue] = defaultdict(CallerQueue)
         self._keeper: threading.Thread | None = None
         self.leaving: Callable[[], object] = lambda: None
-        """Called when the mesh goes."""
+        """Called when the mesh ends."""
 
     def keep_loop(self) -> None:
-        """See that the loop of this thread goes on where a task ends it by SystemExit."""
+        """Keep this thread's loop running if a task ends it by SystemExit."""
         if self._keeper is None:
             loop, thread = asyncio.get_running_loop(), threading.current_thread()
             self._keeper = threading.Thread(target=_keep, args=(loop, thread), name="meshrl-keeper", daemon=True)
             self._keeper.start()
 
     async def place(self) -> Place:
-        """Where this is, and a free port."""
+        """Return the place of this process, and a free port."""
         return Place(os.getpid(), socket.gethostname(), "127.0.0.1", boot(), free_port(), boot())
 
     async def clock(self) -> float:
-        """Seconds on this machine's clock."""
+        """Return the seconds of this machine's clock."""
         return time.monotonic()
 
     async def construct(self, wanted: Construction) -> Failure | Stopped | None:
-        """Make an actor."""
+        """Construct an actor."""
         if wanted.attempt <= self._ended.get(wanted.key, -1):
             return Stopped()
         os.environ.update(wanted.environment)
@@ -103,14 +103,14 @@ class Host:
             recipe = cast("tuple[Callable[..., object], tuple[object, ...], dict[str, object]]", await _read(wanted))
             create, arguments, keywords = recipe
             hosted.instance = create(*arguments, **keywords)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+        except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
             return Stopped() if hosted.is_stopped() else failure(error)
         finally:
             hosted.tasks.discard(task)
         return None
 
     async def call(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
-        """Call an endpoint. `lost`: why its arguments could not be read, which is raised when it is the call's turn."""
+        """Call an endpoint. `lost`: why its arguments could not be read, to be raised at the call's turn."""
 
         async def run(
             method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
@@ -120,7 +120,7 @@ class Host:
         return await self._serve(ask, given, run, lost)
 
     async def stream(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
-        """Run a generator to its end; `next` gives its values."""
+        """Run a generator to its end. `next` returns its values."""
         line = self._lines[ask.line]
         outbox = line.outbox(ask.number)
 
@@ -131,7 +131,7 @@ class Host:
             try:
                 async for value in values:
                     if ask.consumed and outbox is not None:
-                        # It may be pickled a moment later, when other calls have changed what is mutable in it.
+                        # It may be pickled later, after other calls have changed its mutable parts.
                         await outbox.give(isolated(self._light(value)))
             finally:
                 if isinstance(values, AsyncGenerator):
@@ -144,16 +144,16 @@ class Host:
             line.close(ask.number)
 
     async def next(self, line: str, number: int) -> object:
-        """The next value of a stream."""
+        """Return the next value of a stream."""
         outbox = self._lines[line].outbox(number)
         return Over() if outbox is None else await outbox.take()
 
     def cancel(self, line: str, number: int) -> None:
-        """Cancel a call or close a stream, also one that has not arrived yet."""
+        """Cancel a call or close a stream, even before it arrives."""
         self._lines[line].cancel(number)
 
     async def stop(self, key: str, attempt: int) -> None:
-        """Cancel an actor's calls, wait for their end, and let it go."""
+        """Cancel an actor's calls, wait for their end, and drop the actor."""
         self._ended[key] = max(attempt, self._ended.get(key, -1))
         hosted = self._actors.get(key)
         if hosted is not None and hosted.attempt <= attempt:
@@ -162,12 +162,12 @@ class Host:
                 del self._actors[key]
 
     def leave(self) -> None:
-        """The mesh goes: give back memory that would outlive this process, which is killed now."""
+        """Give back memory that would outlive this process. The mesh ends, and this process is killed next."""
         pool.leave()
         self.leaving()
 
     def whole(self, line: str, number: int) -> int:
-        """The number of a line's call, of which so much is known: see `CallerQueue.whole`."""
+        """Return the whole number of a caller's call. See `CallerQueue.whole`."""
         return self._lines[line].whole(number)
 
     async def _serve(self, ask: Ask, given: Arguments, run: Run, lost: BaseException | None) -> object:
@@ -191,16 +191,16 @@ class Host:
             await line.turn(ask.number)
             _check_taken(hosted.instance, given, lost)
             method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
-            line.start(ask.number)  # nothing else runs between this and the endpoint's first step
+            line.start(ask.number)  # nothing else runs before the endpoint's first step
             return await run(method, arguments, keywords)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+        except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
             return Stopped() if hosted.is_stopped() and isinstance(error, asyncio.CancelledError) else failure(error)
         finally:
             hosted.tasks.discard(task)
             line.leave(ask.number)
 
     def _light(self, value: object) -> object:
-        """A value of which what is large stays here."""
+        """Return the value without its large parts, which stay here."""
         return put_large(value, self._put, self._inline_bytes, shares=self._shares_memory)
 
 
@@ -209,15 +209,15 @@ async def _read(wanted: Construction) -> object:
 
 
 async def _taken(given: Arguments) -> tuple[Arguments, BaseException | None]:
-    """A call's arguments with all that they refer to; why that could not be fetched."""
+    """Return a call's arguments with all references resolved, or the error that prevented it."""
     try:
         return (given if given is NO_ARGUMENTS else await resolve(given)), None
-    except Exception as error:  # noqa: BLE001 -- it is raised when it is the call's turn
+    except Exception as error:  # noqa: BLE001 -- it is raised at the call's turn
         return NO_ARGUMENTS, error
 
 
 def _check_taken(actor: object, given: Arguments, lost: BaseException | None) -> None:
-    """Raise what this rank has lost; where ranks wait for each other, what one of them has lost, on all."""
+    """Raise what this rank has lost. If ranks wait for each other, a loss of one is raised on all."""
 
     def check() -> None:
         if lost is not None:
@@ -232,7 +232,7 @@ def _check_taken(actor: object, given: Arguments, lost: BaseException | None) ->
 def work_as(folder: str, paths: Sequence[str]) -> None:
     """Find relative files, and modules next to a script, as the controller does."""
     for place in (copied(Path(folder)), Path(folder)):
-        with suppress(OSError):  # on a machine that has no such folder
+        with suppress(OSError):  # on a machine without such a folder
             os.chdir(place)
     sys.path += [path for path in paths if path not in sys.path]
 
@@ -242,18 +242,18 @@ def _current_task() -> asyncio.Task[object]:
 
 
 def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Go on with the loop when its thread ends: SystemExit in a task ends it, and is for whoever awaits the task."""
+    """Continue the loop when its thread ends: a task's SystemExit ends it, and belongs to whoever awaits the task."""
     thread.join()
     while True:
         try:
             loop.run_forever()
             break
-        except BaseException:  # noqa: BLE001, S112 -- the same once more
+        except BaseException:  # noqa: BLE001, S112 -- once more
             continue
 
 
 def failure(error: BaseException) -> Failure:
-    """What the caller is told of an exception."""
+    """Describe an exception for the caller."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
     text = traceback.format_exception_only(error)

@@ -11,42 +11,42 @@ from meshrl.mesh import Rank, Ref
 
 
 class Door(NamedTuple):
-    """A port at which a host takes connections while it is there."""
+    """A port at which a host accepts connections while it is reachable."""
 
     ip: str
     port: int
     patience: float
-    """Seconds after which a host that takes none is given up."""
+    """Seconds without an answer after which a host is given up."""
 
 
 class Place(NamedTuple):
-    """Where a rank's process is."""
+    """The place of a rank's process."""
 
     pid: int
     host: str
     ip: str
     node: str
-    """What identifies the machine among those of the engine."""
+    """Identifies the machine within the engine."""
     port: int
     """A port that was free there a moment ago."""
     boot: str
-    """The machine, since it was started: processes with the same have the same monotonic clock."""
+    """Identifies the machine since its start. Processes with the same value have the same monotonic clock."""
     socket: tuple[str, bytes] | None = None
-    """The path at which it answers processes of its machine too, and what these have to show."""
+    """The path at which it also answers processes of its machine, and the secret that these have to show."""
     door: Door | None = None
-    """Where other machines see whether this one is there."""
+    """The port at which other machines see whether this one is reachable."""
     files: Sequence[str] = ()
-    """Those of its machine to which all goes that it writes."""
+    """Files of its machine that receive all its output."""
 
 
 def boot() -> str:
-    """What identifies this machine from one start of it to the next; where that is not known, this process."""
+    """Identify this machine since its start. If that is unknown, identify this process."""
     known = Path("/proc/sys/kernel/random/boot_id")
     return known.read_text("ascii").strip() if known.exists() else f"{socket.gethostname()} {os.getpid()}"
 
 
 def free_port() -> int:
-    """A port that nobody has at this moment."""
+    """Return a port that is free now."""
     with socket.socket() as found:
         found.bind(("", 0))
         port: int = found.getsockname()[1]
@@ -54,50 +54,50 @@ def free_port() -> int:
 
 
 class Ask(NamedTuple):
-    """A call of an endpoint, or the opening of a stream: all but its arguments."""
+    """A call of an endpoint, or the opening of a stream, without its arguments."""
 
     endpoint: str
     key: str
-    """The actor, among those that the process hosts."""
+    """The actor, among those in the process."""
     line: str
-    """Who calls: calls of one line start in the order of their numbers."""
+    """The caller. Its calls start in the order of their numbers."""
     number: int
     consumed: bool = True
-    """Of a stream: whether the caller takes this rank's values."""
+    """For a stream, True if the caller reads this rank's values."""
     timed: bool = False
-    """Whether the answer says when it ran: `(answer, began, ended)`."""
+    """True if the answer includes its times: `(answer, began, ended)`."""
 
 
 Arguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
-"""Those by position, and those by name."""
+"""Positional and keyword arguments."""
 NO_ARGUMENTS: Final[Arguments] = (), {}
 
 
 class Construction(NamedTuple):
-    """An actor to be made."""
+    """An actor to construct."""
 
     key: str
     attempt: int
-    """How many times it was made here before. What was stopped before it arrived is not begun."""
+    """How many times it was made here before. An attempt that was stopped before it arrived is not started."""
     rank: Rank
     environment: Mapping[str, str]
     recipe: Ref
-    """The class, the arguments and the keywords. Unpickled after the environment is set: that may load torch."""
+    """The class, the arguments and the keywords. Unpickled after the environment is set, because it may load torch."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer of what raised on the rank."""
+    """The answer after an exception on the rank."""
 
     reason: str
     traceback: str
     cause: bytes | None = None
-    """The exception, where it can travel."""
+    """The exception, if it can be pickled."""
 
 
 class Stopped:
-    """The answer of a rank on which the actor is stopped."""
+    """The answer of a rank whose actor is stopped."""
 
 
 class Over:
-    """The answer of a stream that has no more values."""
+    """The answer of a stream without more values."""

@@ -7,12 +7,12 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 FIRST_WORD: Final = 1.0
-"""Seconds until it is said what is being waited for."""
+"""Seconds of waiting before the first log line."""
 NEXT_WORD: Final = 10.0
 
 
 async def patiently(work: Coroutine[object, None, T], wait: Callable[[], Awaitable[None]]) -> T:
-    """The result of the work. `wait`, which says what is waited for, is called after a second, and then every ten."""
+    """Return the result of the work. `wait`, which logs what is missing, is called after a second, then every ten."""
     task = asyncio.create_task(work)
     pause = FIRST_WORD
     try:

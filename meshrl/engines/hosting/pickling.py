@@ -17,7 +17,7 @@ from meshrl.mesh import Ref
 
 if TYPE_CHECKING:
     from collections import ChainMap
-    from pickle import Pickler as _Base  # what cloudpickle's derives from: cloudpickle has no types of its own
+    from pickle import Pickler as _Base  # the base of cloudpickle's, which ships no types
 else:
     _Base = cloudpickle.Pickler
 
@@ -32,11 +32,11 @@ _NAMED: Final = type, FunctionType
 _own_ways: Final = cast("ChainMap[type, object]", cloudpickle.Pickler.dispatch_table).maps[0]
 """Types that cloudpickle reduces in its own way."""
 _alien: list[type] = [Ref]
-"""What cannot travel in an exception: who keeps it could not count it."""
+"""Types that cannot travel in an exception, because their store could not count them."""
 
 
 def carries(register: Callable[[ModuleType], object], reference: type) -> None:
-    """Another library pickles too: `register` lets it carry a module by value, `reference` is of its own store."""
+    """Register another library that pickles: how it carries a module by value, and the type of its references."""
     if register not in _registers:
         for module in _by_value:
             register(module)
@@ -45,9 +45,9 @@ def carries(register: Callable[[ModuleType], object], reference: type) -> None:
 
 
 def carry_modules() -> None:
-    """Let what a module defines travel by value, where a rank could not import the module by its name.
+    """Pickle modules by value that a rank could not import by name.
 
-    Such a module is a script that was imported by its path. Each module is looked at once.
+    Such a module is a script that was imported by its path. Each module is checked once.
     """
     global _modules_then  # noqa: PLW0603 -- one process has one `sys.modules`
     if len(sys.modules) == _modules_then:
@@ -63,13 +63,13 @@ def carry_modules() -> None:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a module's file is Python's or of an installed package."""
-    # As it is first: of hundreds of modules, to resolve each takes longer than all else.
+    """True if a module's file belongs to Python or an installed package."""
+    # Unresolved first: resolving the paths of hundreds of modules takes longer than everything else.
     return file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED)
 
 
 def _can_be_imported(name: str, module: ModuleType) -> bool:
-    """Whether a process with the same import path finds the same file under this name."""
+    """True if a process with the same import path finds the same file under this name."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or is_installed(file):
         return True
@@ -85,10 +85,10 @@ def _can_be_imported(name: str, module: ModuleType) -> bool:
 
 
 class Pickler(_Base):
-    """cloudpickle's, which carries classes and functions of scripts by value, with less asked about each object."""
+    """cloudpickle's, which carries classes and functions of scripts by value, with fewer checks for each object."""
 
     def reducer_override(self, obj: object) -> object:  # type: ignore[override]
-        """How to reduce it. cloudpickle looks each class and function up in its module, and all types in tables."""
+        """Reduce an object. cloudpickle looks each class and function up in its module, and all types in tables."""
         if isinstance(obj, _NAMED):
             return NotImplemented if _is_everywhere(obj) else super().reducer_override(obj)
         if type(obj) in _own_ways or type(obj) in copyreg.dispatch_table:
@@ -97,42 +97,42 @@ class Pickler(_Base):
 
 
 def _is_everywhere(named: type | FunctionType) -> bool:
-    """Whether every rank finds it under its name. A wrapper may have the name of what it wraps."""
+    """True if every rank finds it under its name. A wrapper may have the name of what it wraps."""
     module = sys.modules.get(named.__module__)
     known = module is not None and named.__module__.partition(".")[0] in _EVERYWHERE
     return known and getattr(module, named.__qualname__, None) is named
 
 
 class _ExceptionPickler(Pickler):
-    """Refuses what lies in a store: a reference that travels this way would never be counted, nor freed."""
+    """Refuses references to a store: they would not be counted this way, nor freed."""
 
     def persistent_id(self, value: object) -> None:
-        """Nothing is replaced."""
+        """Replace nothing."""
         if isinstance(value, tuple(_alien)):
             raise TypeError("a reference cannot travel in an exception")
 
 
 def check_picklable(value: object) -> None:
-    """Raise what pickling it would."""
+    """Raise the error that pickling the value would raise."""
     Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
 
 
 def packed(error: BaseException) -> bytes | None:
-    """The exception as bytes, or None where it cannot be pickled or not be made again from that."""
+    """Return the exception as bytes. None if it cannot be pickled, or not be made again from that."""
     file = io.BytesIO()
     try:
         _ExceptionPickler(file).dump(error)
         return file.getvalue() if unpacked(file.getvalue()) else None
-    except Exception:  # noqa: BLE001 -- a user's exception may do anything when it is pickled
+    except Exception:  # noqa: BLE001 -- pickling a user's exception may raise anything
         return None
 
 
 def unpacked(cause: bytes | None) -> BaseException | None:
-    """The exception, or None where it cannot be made in this process."""
+    """Return the exception. None if this process cannot make it."""
     if cause is None:
         return None
     try:
         error: object = pickle.loads(cause)  # noqa: S301 -- from our own ranks
-    except Exception:  # noqa: BLE001 -- its module may be importable on the rank only
+    except Exception:  # noqa: BLE001 -- its module may exist on the rank only
         return None
     return error if isinstance(error, BaseException) else None

@@ -22,33 +22,33 @@ T = TypeVar("T")
 
 
 class Process:
-    """One process of a rank. There is one such object for it in each process that calls it."""
+    """A rank's process. Each process that calls it has one such object for it."""
 
     def __init__(self, key: str, channel: Channel, place: Place | None = None) -> None:
         self.key = key
         self.channel = channel
         self.known = place
         self.ahead: float = 0.0
-        """Seconds by which its clock is ahead of this process's."""
+        """Seconds that its clock is ahead of this process's."""
         self.death: Death | None = None
         self.log: RankLog | None = None
-        """What it writes, where the run of this process keeps that."""
+        """Its output, if the run of this process keeps that."""
         self.spawns: WeakSet[Spawn] = WeakSet()
         self.line: str = token_hex(8)
-        """Names the calls that are sent with this object; they are numbered."""
+        """Identifies the calls that are sent through this object, which are numbered."""
         self.sent = 0
         _processes[key] = self
 
     @property
     def is_there(self) -> bool:
-        """Whether it has started, and lives."""
+        """True if it has started and lives."""
         return self.death is None and self.known is not None
 
     def __reduce__(self) -> tuple[Callable[..., "Process"], tuple[object, ...]]:
         return _process, (self.key, self.channel, self.known)
 
     def died(self, reason: str) -> Death:
-        """Remember that the process is gone, for all actors in it."""
+        """Record that the process is gone, for all actors in it."""
         if self.death is None:
             place = self.known
             pid, host = (place.pid, place.host) if place else (0, "an unknown host")
@@ -61,7 +61,7 @@ class Process:
 
 _processes: WeakValueDictionary[str, Process] = WeakValueDictionary()
 _met: dict[str, Process] = {}
-"""Those that came with a handle: another handle finds the connection that the first one made."""
+"""Processes that came with a handle. Later handles find the connection of the first one."""
 
 
 def _process(key: str, channel: Channel, place: Place | None) -> Process:
@@ -75,14 +75,14 @@ class Spawn:
     def __init__(
         self, key: str, name: str, ranks: Sequence[Rank], processes: Sequence[Process], *, together: bool
     ) -> None:
-        """`together`: its ranks wait for each other, so that no call is cancelled on one of them."""
+        """`together`: its ranks wait for each other, so no call is cancelled on only one of them."""
         self.key = key
         self.name = name
         self.ranks = ranks
         self.together = together
         self.processes: list[Process] = list(processes)
         self.dead: Process | None = None
-        """One that is gone; where the ranks wait for each other, none takes a call then."""
+        """A process that is gone. If the ranks wait for each other, none takes calls any more."""
         for process in self.processes:
             process.spawns.add(self)
 
@@ -90,7 +90,7 @@ class Spawn:
         return partial(Spawn, together=self.together), (self.key, self.name, self.ranks, self.processes)
 
     def move(self, index: int, process: Process) -> None:
-        """The actor's rank is in another process from now on."""
+        """Move one rank of the actor to another process."""
         self.processes[index] = process
         process.spawns.add(self)
         self.dead = next((each for each in self.processes if each.death), None)
@@ -116,17 +116,17 @@ class RankMember:
 
     @property
     def place(self) -> str:
-        """Its process and host, where they are known by now."""
+        """Its process and host, as far as they are known."""
         known = self.process.known
         return f"process {known.pid} on {known.host}" if known else "a process that is being made"
 
     @property
     def process(self) -> Process:
-        """Where it runs."""
+        """The process that it runs in."""
         return self.spawn.processes[self.index]
 
     def check(self, endpoint: str) -> None:
-        """Raise `MeshStopped` or `RankDied` where no call can be taken."""
+        """Raise `MeshStopped` or `RankDied` if it takes no calls."""
         if self.stopped:
             raise self.refusal(endpoint)
         dead = self.spawn.dead if self.spawn.together else self.process if self.process.death else None
@@ -134,13 +134,13 @@ class RankMember:
             raise self.obituary(endpoint, dead)
 
     def refusal(self, endpoint: str) -> MeshStopped:
-        """What a stopped actor answers."""
+        """Return the error of a stopped actor."""
         return MeshStopped(
             f"{self.spawn.name}.{endpoint} was called on rank {self.rank.index}, but the actor is stopped"
         )
 
     def obituary(self, endpoint: str, process: Process) -> MeshStopped | RankDied:
-        """What is raised when a process of the mesh is gone: because the mesh was stopped, or else."""
+        """Return the error for a process that is gone: the mesh was stopped, or the rank died."""
         if self.stopped or process.death is None:
             return self.refusal(endpoint)
         found = self.spawn.processes.index(process) if process in self.spawn.processes else self.index
@@ -149,23 +149,23 @@ class RankMember:
         return RankDied(*where, death.pid, death.host, death.reason, death.written)
 
     def failed(self, endpoint: str, failure: Failure) -> RankFailed:
-        """What is raised when the rank raised."""
+        """Return the error for an exception on the rank."""
         rank = self.rank
         error = RankFailed(self.spawn.name, rank.index, rank.axes, endpoint, failure.reason, failure.traceback)
         error.__cause__ = unpacked(failure.cause)
         return error
 
     def delivered(self, process: Process, endpoint: str, reply: Reply) -> object:
-        """What is here. Raises `RankDied` (or `MeshStopped`) if the process is gone, `RankFailed` if it got lost."""
+        """Return the reply's value. `RankDied` or `MeshStopped` if the process is gone, `RankFailed` if it got lost."""
         if isinstance(reply.error, Gone):
             process.died(str(reply.error))
             raise self.obituary(endpoint, process)
-        if isinstance(reply.error, Broken):  # not what the actor raised: an argument could not be unpickled, or so
+        if isinstance(reply.error, Broken):  # not raised by the actor: perhaps an argument could not be unpickled
             raise self.failed(endpoint, Failure(reply.error.reason, reply.error.traceback))
         return reply.value
 
     def opened(self, endpoint: str, value: object) -> object:
-        """The result. Raises `RankFailed` or `MeshStopped` if the answer says so."""
+        """Return the result. Raises `RankFailed` or `MeshStopped` if the answer says so."""
         if isinstance(value, Failure):
             raise self.failed(endpoint, value)
         if isinstance(value, Stopped):
@@ -173,13 +173,13 @@ class RankMember:
         return value
 
     def again(self, process: Process) -> None:
-        """The actor is to be made again, in this process."""
+        """Prepare to construct the actor again, in this process."""
         self.attempt += 1
         self.stopped = False
         self.spawn.move(self.index, process)
 
     async def construct(self, environment: Mapping[str, str], recipe: Ref) -> None:
-        """Make the actor in its process."""
+        """Construct the actor in its process."""
         wanted = Construction(self.spawn.key, self.attempt, self.rank, environment, recipe)
         process = self.process
         reply = process.channel.request("construct", wanted)
@@ -188,7 +188,7 @@ class RankMember:
         self.is_made = True
 
     async def stop(self) -> None:
-        """Cancel the actor's calls, wait for their end, and let it go."""
+        """Cancel the actor's calls, wait for their end, and drop the actor."""
         self.stopped = True
         process = self.process
         if process.is_there:
@@ -199,7 +199,7 @@ class RankMember:
 
 
 class Sent:
-    """One endpoint call, or stream, on one member."""
+    """A sent call, or stream, on one member."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Sent:
         consumed: bool = False,
         seen: Callable[[float, float], None] | None = None,
     ) -> None:
-        """`seen`: told when it began and ended on the rank, on the clock of this process."""
+        """`seen`: called with its start and end on the rank, on the clock of this process."""
         self._seen = seen
         self._timed = seen is not None
         self._began = clock() if seen else 0.0
@@ -225,23 +225,23 @@ class Sent:
         given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
         send = partial(channel.call, ask, given, stream=stream)
         self.reply: Reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
-        self.process.sent += 1  # only what was sent is waited for by what comes after it
+        self.process.sent += 1  # later calls wait only for sent ones
 
     @property
     def has_failed(self) -> bool:
-        """Whether something else came back than a result."""
+        """True if the answer is not a result."""
         if self.reply.error is not None:
             return True
         value = self.reply.value
         return isinstance(cast("tuple[object, ...]", value)[0] if self._timed else value, Failure | Stopped)
 
     async def answer(self) -> object:
-        """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
+        """Return the result, or None at a stream's end. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
         await self.reply.here()
         return self.result()
 
     def result(self) -> object:
-        """As `answer`, when it is here."""
+        """Return the result, like `answer`, once it is here."""
         value = self.member.delivered(self.process, self.endpoint, self.reply)
         self.ended = True
         if self._timed:
@@ -250,21 +250,21 @@ class Sent:
         return self.member.opened(self.endpoint, value)
 
     async def next(self) -> object:
-        """A stream's next value, or `Over`."""
+        """Return a stream's next value, or `Over`."""
         reply = self._channel.request("next", self.process.line, self.number)
         await reply.here()
         return self.member.delivered(self.process, self.endpoint, reply)
 
     def cancel(self) -> None:
-        """Cancel it on the rank, once, unless it has ended: a second time would cut its clean-up short.
+        """Cancel it on the rank once, unless it has ended. A second time would interrupt its clean-up.
 
-        On an actor whose ranks wait for each other it goes on there.
+        On an actor whose ranks wait for each other it continues there.
         """
         if not self.ended and self.process.death is None:
             self.ended = True
             if not self.member.spawn.together:
                 self._channel.tell("cancel", self.process.line, self.number)
-            self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer
+            self._note(self._began, clock())  # as seen from here: nobody waits for the rank's answer
 
     def _note(self, began: float, ended: float) -> None:
         if self._seen is not None:
@@ -273,9 +273,9 @@ class Sent:
 
 
 async def clock_ahead(ask: Callable[[], Awaitable[float]], times: int = 5) -> float:
-    """Seconds by which another machine's clock is ahead of this one's: from the quickest of some answers.
+    """Measure how many seconds another machine's clock is ahead of this one's, by the quickest of several answers.
 
-    It errs by half of that answer's time at most (Cristian 1989).
+    The error is at most half of that answer's time (Cristian 1989).
     """
     found: list[tuple[float, float]] = []
     for _ in range(times):
@@ -287,7 +287,7 @@ async def clock_ahead(ask: Callable[[], Awaitable[float]], times: int = 5) -> fl
 
 
 def sendable(where: str, send: Callable[[], T]) -> T:
-    """Do what pickles a call's arguments. Raises `ContractError` for what cannot be pickled, such as a lock."""
+    """Run `send`, which pickles a call's arguments. ContractError for values that cannot be pickled, such as a lock."""
     carry_modules()
     try:
         return send()

@@ -11,46 +11,46 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOM: Final = 16 * 2**20
-"""Bytes after which a file is begun anew; the one before stays, as MESH-RANK.log.1."""
+"""Size in bytes at which a new file begins. The previous one stays as MESH-RANK.log.1."""
 _LINES: Final = 30
 _LETTERS: Final = 400
-"""Of a line, where the last ones are told."""
+"""Characters of a line when the last lines are quoted."""
 _NEAR: Final = _LINES * _LETTERS
 _MARK: Final = "--- process "
 
 
 class LogFolder:
-    """The files of one mesh. The folder stays open: a run may rename it, and rotating must not miss it then."""
+    """The log files of one mesh. The folder stays open, because a run may rename it and rotation must still find it."""
 
     def __init__(self, place: Path) -> None:
-        """`place`: FOLDER/MESH. The folder is made where it is missing."""
+        """`place`: FOLDER/MESH. Creates a missing folder."""
         place.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor: int = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._mesh = place.name
         finalize(self, os.close, self.descriptor)
 
     def of(self, rank: int) -> "RankLog":
-        """That of a rank."""
+        """Return the log of a rank."""
         return RankLog(self.descriptor, f"{self._mesh}-{rank}.log", keeps=self)
 
 
 class RankLog:
-    """One file. What the disk does not take is lost: a log ends no run."""
+    """One log file. Text that the disk does not take is lost: a log never ends a run."""
 
     def __init__(self, folder: int, name: str, keeps: object = None) -> None:
-        """`folder`: its descriptor; `keeps`: what must not be closed before."""
+        """`folder`: its descriptor. `keeps`: an object that must stay open as long."""
         self.folder = folder
         self._keeps = keeps
         self.name = name
         self.catch_up: Callable[[], None] = lambda: None
-        """Called before the last lines are read, where something may still be on its way here."""
+        """Called before the last lines are read, to fetch output that is still on its way."""
 
     def begin(self, pid: int, host: str) -> None:
-        """Another process writes from here on."""
+        """Note that another process writes from here on."""
         self.append(f"{_MARK}{pid} on {host}, {time.strftime('%d %b %H:%M:%S')} ---\n".encode())
 
     def append(self, text: bytes) -> None:
-        """Write on; where the file has no room, the one before it goes."""
+        """Append text. A full file replaces the previous one."""
         with suppress(OSError):
             file = self._opened(os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
@@ -64,7 +64,7 @@ class RankLog:
                 os.close(file)
 
     def last(self) -> str:
-        """The last lines of the process that writes now, under the name of the file; empty where it wrote nothing."""
+        """Return the last lines of the present process, with the file's name. Empty if it wrote nothing."""
         self.catch_up()
         lines = self._near_the_end().decode(errors="replace").splitlines()
         began = max((at for at, line in enumerate(lines) if line.startswith(_MARK)), default=-1)

@@ -18,54 +18,54 @@ from meshrl.engines.hosting.process import Process, RankMember
 from meshrl.engines.hosting.rank_log import LogFolder
 
 GRACE: Final = 5.0
-"""Seconds that a process has to end its calls when its mesh goes. One that computes without a pause is killed then."""
+"""Seconds that a process has to end its calls when its mesh ends. One that computes without a pause is then killed."""
 _LATECOMERS: Final = 10.0
-"""Seconds that a mesh which may begin with fewer ranks waits for the next of the others."""
+"""Seconds that a mesh with enough ranks waits for each further one."""
 
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """A place for one rank: a process, or the next one there if it dies."""
+    """A place for one rank: a process, or its successor if it dies."""
 
     reservation: "Reservation"
     index: int
     threads: int
     remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
-    """Held while what is there is made again."""
+    """Held while its content is made again."""
 
     @property
     def process(self) -> Process:
-        """The process that is there now."""
+        """The present process."""
         return self.reservation.processes[self.index]
 
 
 class Reservation(ABC):
-    """What one mesh holds of its engine."""
+    """The resources that one mesh holds of its engine."""
 
     def __init__(self, count: int, threads: int, cpus: float, min_ranks: int = 0, log: str = "") -> None:
-        """`threads`: of each rank; `cpus`: cores that it has for itself; `min_ranks`: ranks that are enough to begin.
+        """`threads`: of each rank. `cpus`: reserved cores of each rank. `min_ranks`: ranks that are enough to start.
 
         `log`: as in `Engine.reserve`.
         """
         self.logs: LogFolder | None = LogFolder(Path(log)) if log else None
         self.named: Mapping[str, str] = {"mesh": Path(log).name, "logs": f"{log}-*.log"} if log else {}
-        """Whose ranks these are, and where they write, for log lines."""
+        """The mesh and its log files, for log lines."""
         self.min_ranks: int = min_ranks or count
         self.cpus: float = cpus * count
-        """Cores that are reserved in all."""
+        """Reserved cores in total."""
         self.members: list[RankMember] = []
         self.environments: dict[int, Mapping[str, str]] = {}
-        """What each rank finds there, by its number."""
+        """The environment of each rank, by its number."""
         self.slots: list[ProcessSlot] = [ProcessSlot(self, index, threads) for index in range(count)]
         self.meeting: asyncio.Lock = asyncio.Lock()
-        """Held while an actor is made: its ranks may wait for each other."""
+        """Held while an actor is made, because its ranks may wait for each other."""
         self.released: bool = False
         self.processes: list[Process] = []
 
     async def settle(self, slots: Sequence[ProcessSlot] | None = None) -> None:
-        """Wait until processes run, and make the environment of these ranks anew. Says what it waits for.
+        """Wait until processes run, and make the environment of these ranks again. Logs what it waits for.
 
-        Without `slots` all of them, or `min_ranks`: what has come a little later than these is taken, too.
+        Without `slots` it waits for all, or for `min_ranks` and any that start a little later.
         """
         for slot in self.slots[len(self.processes) :]:
             self.processes.append(self.begin(slot))
@@ -79,24 +79,24 @@ class Reservation(ABC):
             await self.say_missing(len(wanted) - len(places))
 
         min_ranks = self.min_ranks if slots is None else len(slots)
-        # All are asked anew: each names a port that is free now.
+        # Ask all again, so that each names a port that is free now.
         await patiently(enough([put(slot) for slot in wanted], min_ranks), say)
         self.environments.update(environments(places, len(self.slots), self.slots[0].threads))
 
     @abstractmethod
     async def place(self, slot: ProcessSlot) -> Place:
-        """Where a slot's process is, when it runs. ConfigError where it does not start."""
+        """Return the place of a slot's process, once it runs. ConfigError if it does not start."""
 
     async def say_missing(self, missing: int) -> None:
-        """Say that so many processes have not started yet."""
+        """Log the number of processes that have not started yet."""
         log.info("waiting for ranks to start", **self.named, missing=missing, of=len(self.slots))
 
     async def prepare(self, slots: Sequence[ProcessSlot]) -> None:  # noqa: B027 -- most have nothing to do
-        """Do what comes before processes are begun anew where they have died."""
+        """Prepare for new processes in place of dead ones."""
 
     @abstractmethod
     def begin(self, slot: ProcessSlot) -> Process:
-        """Ask for a process. It comes when there is room."""
+        """Request a process. It starts when there is room."""
 
     @abstractmethod
     def kill(self, process: Process) -> None:
@@ -104,14 +104,14 @@ class Reservation(ABC):
 
     @property
     def has_died(self) -> bool:
-        """Whether a process is gone."""
+        """True if a process is gone."""
         return any(process.death for process in self.processes)
 
     def revive(self, slots: Sequence[ProcessSlot]) -> None:
-        """Begin a new process where one has died."""
+        """Request a new process in place of each dead one."""
         for slot in slots:
             if slot.process.death is not None:
-                self.kill(slot.process)  # perhaps it was only out of reach; its place must be free
+                self.kill(slot.process)  # it may only be unreachable, and its place must be free
                 self.processes[slot.index] = self.begin(slot)
 
     async def end(self, members: Sequence[RankMember], *, failed: bool = False) -> None:
@@ -130,14 +130,14 @@ class Reservation(ABC):
             self.kill(stops[stop].process)
 
     def forget(self, members: Sequence[RankMember]) -> None:
-        """These actors have been stopped."""
+        """Drop actors that were stopped."""
         self.members = [each for each in self.members if each not in members]
 
     async def release(self) -> None:
-        """End the processes and give everything back."""
+        """End the processes and free all resources."""
         self.released = True
         for member in self.members:
-            member.stopped = True  # whoever calls from now on is told so, not that a process has died
+            member.stopped = True  # later calls raise MeshStopped, not RankDied
         stops = [asyncio.ensure_future(member.stop()) for member in self.members]
         try:
             if stops:
@@ -145,7 +145,7 @@ class Reservation(ABC):
             leaves = [process.channel.request("leave") for process in self.processes if process.is_there]
             await asyncio.wait_for(asyncio.gather(*leaves, return_exceptions=True), GRACE)
         except TimeoutError:
-            pass  # one that computes without a pause: what it leaves is swept by the next process that shares memory
+            pass  # it computes without a pause: the next process that shares memory sweeps its segments
         finally:
             for stop in stops:
                 stop.cancel()
@@ -154,7 +154,7 @@ class Reservation(ABC):
 
 
 async def enough(waits: Sequence[Coroutine[object, object, None]], min_ranks: int) -> None:
-    """Wait for all, or for `min_ranks` of them and a moment more. Raises the first failure where too few are left."""
+    """Wait for all, or for `min_ranks` of them and a moment more. If too few are left, the first failure is raised."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     waiting, failed = set(tasks), list[BaseException]()
     try:
@@ -176,9 +176,9 @@ async def enough(waits: Sequence[Coroutine[object, object, None]], min_ranks: in
 
 
 def environments(places: Mapping[int, Place], ranks: int, threads: int) -> dict[int, dict[str, str]]:
-    """What each rank finds in `os.environ`, so that `torch.distributed` needs nothing else.
+    """Return the environment variables of each rank, which are all that `torch.distributed` needs.
 
-    `places`: of those that begin together, by their number among all the `ranks` of the mesh.
+    `places`: of the processes that begin together, by their number among all the `ranks` of the mesh.
     """
     ranks_on = Counter(place.node for place in places.values())
     first = places[min(places)]

@@ -13,27 +13,27 @@ from meshrl.engines.hosting.messages import Door
 from meshrl.events import clock
 
 KNOCKS: Final = 10
-"""How often a host is asked within its patience."""
+"""Number of connection attempts within a host's patience."""
 
 
 class Watched(Protocol):
-    """What is on a host."""
+    """Something on a host."""
 
     def lose(self, reason: str) -> None:
-        """The host is given up: whoever waits for this is told so, and nothing that comes from it later counts."""
+        """Give the host up. Waiting tasks get the reason, and anything that arrives later is ignored."""
         ...
 
 
 class Vigil:
-    """Over one host, on the loop that runs where it is made.
+    """Watches one host, on the loop that runs where it is made.
 
-    A knock is a new connection to a port where the host's own kernel answers: it neither waits for a process that
-    computes, nor inherits the long pauses of a connection that was cut. A host is given up when nothing has come of any
-    knock for its `patience`. Time in which this process itself did not run is no silence of the host's.
+    A knock is a new connection to a port, which the host's kernel answers. It does not wait for a process that
+    computes, and it avoids the long pauses of a connection that was cut. A host is given up if no knock succeeded
+    within its `patience`. Time in which this process did not run does not count.
     """
 
     def __init__(self, door: Door, knock: Callable[[Door], Awaitable[bool]]) -> None:
-        """`knock`: whether the host has answered."""
+        """`knock`: returns True if the host has answered."""
         self._door = door
         self._knock = knock
         self._waiting: set[Reply] = set()
@@ -42,7 +42,7 @@ class Vigil:
         self._heard = False
 
     def attend(self, reply: Reply, there: Watched) -> None:
-        """Watch until the reply is here; `there`: what it is awaited from."""
+        """Watch until the reply is here. `there`: where it comes from."""
         if reply.is_here:
             return
         self._there.add(there)
@@ -85,7 +85,7 @@ class Vigil:
 
 
 def silence(door: Door) -> str:
-    """Why a host was given up."""
+    """Say why a host was given up."""
     return (
         f"nothing was heard of its host ({door.ip}) for {door.patience:g} s, which is run.patience: the host or its "
         "network is down"
@@ -93,10 +93,10 @@ def silence(door: Door) -> str:
 
 
 async def knocked(door: Door) -> bool:
-    """Whether the host takes a connection. A process that computes may hear of it late, its kernel does not."""
+    """Return True if the host accepts a connection. Its kernel does so even while its process computes."""
     with socket.socket(socket.AF_INET6 if ":" in door.ip else socket.AF_INET) as knock:
         knock.setblocking(False)
-        with suppress(OSError):  # TimeoutError is one
+        with suppress(OSError):  # including TimeoutError
             async with asyncio.timeout(door.patience):
                 await asyncio.get_running_loop().sock_connect(knock, (door.ip, door.port))
         try:
@@ -110,6 +110,6 @@ _vigils: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Door, Vigil]] = WeakK
 
 
 def vigil(door: Door) -> Vigil:
-    """The one over this host, on the loop that runs now."""
+    """Return the vigil over this host, on the loop that runs now."""
     kept = _vigils.setdefault(asyncio.get_running_loop(), {})
     return kept.setdefault(door, Vigil(door, knocked))

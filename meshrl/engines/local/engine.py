@@ -29,7 +29,7 @@ class LocalEngine:
     ) -> None:
         self.cores: int = cores or free_cores()
         self.inline_bytes = inline_bytes
-        self.shares_memory = False  # a value is handed on by reference
+        self.shares_memory = False  # a value is passed by reference
         self._isolates = isolates
         self._slots: list[LocalSlot] = []
         self._members: list[LocalMember] = []
@@ -122,7 +122,7 @@ class LocalEngine:
         finally:
             for index in results.waiting.copy():
                 works[index].cancel()
-            del works, results  # a failure would lead, by its traceback and these, to itself, and keep the arguments
+            del works, results  # a failure's traceback refers to these, and the cycle would keep the arguments
 
     async def stream(
         self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
@@ -144,7 +144,7 @@ class LocalEngine:
         return [Work(endpoint, each, reply, index, isolate=self._isolates) for index, each in enumerate(requests)]
 
     def _answer(self, value: object) -> object:
-        """What the caller sees of a result."""
+        """Return a result as the caller gets it."""
         held = put_large(value, self.put, self.inline_bytes)
         return isolated(held) if self._isolates else held
 
@@ -209,7 +209,7 @@ class _Values:
         self._arrived = asyncio.Event()
 
     async def arrival(self) -> bool:
-        """Wait for a value; False when all generators have ended. Raises the first failure, after what came before."""
+        """Wait for a value. False if all generators have ended. Raises the first failure, after earlier values."""
         while self._error is None and self._open and not self._values:
             self._arrived.clear()
             await self._arrived.wait()
@@ -218,14 +218,14 @@ class _Values:
         return bool(self._values)
 
     def take(self) -> object:
-        """The next value. Its rank goes on, unless one of the ranks has failed."""
+        """Return the next value. Its rank continues, unless a rank has failed."""
         value, taken = self._values.popleft()
         if self._error is None:
             taken()
         return value
 
     async def run(self, work: Work) -> None:
-        """Run the generator; one that is consumed waits while a value of its own is not taken."""
+        """Run a generator. A consumed one waits until the reader takes its value."""
         loop = work.member.loop
         free = asyncio.Semaphore(1)
         values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())

@@ -18,15 +18,15 @@ from meshrl.errors import MeshStopped, RankFailed
 from meshrl.mesh import OnSpan, Rank, Request, own_place, rank_context, resolve
 
 PATIENCE: Final = 10.0
-"""Seconds in which a rank's thread is to come to the end of its calls, once they are cancelled."""
+"""Seconds that a rank's thread has to end its cancelled calls."""
 _ENGINES = str(Path(__file__).parents[1])
 
 
 class LocalSlot:
-    """A place for one rank. Its thread runs while actors live on it; without a core it is the caller's own loop."""
+    """A place for one rank. Its thread runs while actors live on it. Without a core, it uses the caller's loop."""
 
     def __init__(self, cores: int, turns: Turns) -> None:
-        """`turns`: where calls begin if the loop is the caller's."""
+        """`turns`: starts calls if the loop is the caller's."""
         self.cores = cores
         self.turns: Turns | None = None if cores else turns
         self.threads: int = max(1, cores)
@@ -35,7 +35,7 @@ class LocalSlot:
         self._actors = 0
 
     def enter(self) -> asyncio.AbstractEventLoop:
-        """The loop for one more actor; the first starts the thread."""
+        """Return the loop for one more actor. The first actor starts the thread."""
         if not self.cores:
             return asyncio.get_running_loop()
         self._actors += 1
@@ -46,7 +46,7 @@ class LocalSlot:
         return self._loop
 
     def leave(self, *, blocked: bool = False) -> None:
-        """One actor less; the last ends the thread, unless that is `blocked`: then it ends when it can."""
+        """Remove one actor. The last one ends the thread. A `blocked` thread ends when it can."""
         if not self.cores:
             return
         self._actors -= 1
@@ -62,9 +62,9 @@ def _run(loop: RankLoop) -> None:
         try:
             loop.run_forever()
             break
-        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task: whoever awaits the task gets it
+        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task, which belongs to whoever awaits it
             continue
-    # What arrived together with the stop still gets its answer.
+    # Answer the calls that arrived together with the stop.
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
@@ -92,7 +92,7 @@ class LocalMember:
         self._remake: Callable[[], Awaitable[None]] | None = None
 
     async def construct(self, create: type, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
-        """Make the actor, on its own thread."""
+        """Construct the actor, on its own thread."""
         self._remake = partial(self.construct, create, arguments, keywords)
         arguments, keywords = sendable(f"{self.name}.__init__", arguments, keywords)
 
@@ -106,7 +106,7 @@ class LocalMember:
         await self._on_rank(make())
 
     async def restart(self) -> None:
-        """Stop the actor and make it again; one restart after another."""
+        """Stop the actor and construct it again. Restarts run one after another."""
         async with self._restarting:
             await self.stop()
             self.stopped, self._stopping = False, None
@@ -115,7 +115,7 @@ class LocalMember:
                 await self._remake()
 
     async def stop(self) -> None:
-        """Cancel the actor's calls, wait for their end, and let it go. It goes on where the caller is cancelled."""
+        """Cancel the actor's calls, wait for their end, and drop it. It continues if the caller is cancelled."""
         if self._stopping is None:
             self.stopped = True
             self.attempt += 1
@@ -124,7 +124,7 @@ class LocalMember:
 
     async def _end(self) -> None:
         async def cancel() -> None:
-            await asyncio.sleep(0)  # a task that has not begun could not say that it was stopped
+            await asyncio.sleep(0)  # a task that has not begun could not report the stop
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,7 +133,7 @@ class LocalMember:
         blocked = False
         try:
             await asyncio.wait_for(self._on_rank(cancel()), PATIENCE if self.slot.cores else None)
-        except TimeoutError:  # a call blocks the thread, so that no turn comes in which to cancel it
+        except TimeoutError:  # a call blocks the thread, so it cannot be cancelled
             blocked = True
             log.warning(f"{self.name} on rank {self.rank.index} does not end: a call blocks its thread, which is left")
         finally:
@@ -144,7 +144,7 @@ class LocalMember:
         await asyncio.wrap_future(task)
 
     def endpoint(self, name: str) -> Callable[..., object]:
-        """The instance's bound method."""
+        """Return the instance's bound method."""
         method: Callable[..., object] = getattr(self._instance, name)
         return method
 
@@ -155,11 +155,11 @@ class LocalMember:
 
     @property
     def context(self) -> Context:
-        """A fresh context for one call, in which `current_rank()` is this rank."""
+        """Return a new context for one call, in which `current_rank()` is this rank."""
         return self._context.copy()
 
     def failure(self, endpoint: str, error: BaseException) -> RankFailed:
-        """What the caller sees of an exception."""
+        """Return the error that the caller gets for an exception."""
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
         shown = [*traceback.format_list(own), *traceback.format_exception_only(error)]
@@ -173,16 +173,16 @@ class Reply(Protocol):
     seen: OnSpan | None
 
     async def run(self, work: "Work") -> None:
-        """Run the endpoint, on the rank, and hand on what comes of it."""
+        """Run the endpoint on the rank, and pass on its values."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Told, on the rank, that a work ended without a result."""
+        """Called on the rank when a work ends without a result."""
         ...
 
 
 class Work:
-    """One endpoint call on one member: sent from the caller's thread, run on the rank's."""
+    """An endpoint call on one member: sent from the caller's thread, run on the rank's."""
 
     __slots__ = (
         "_attempt",
@@ -198,7 +198,7 @@ class Work:
     )
 
     def __init__(self, endpoint: str, request: Request, reply: Reply, index: int, *, isolate: bool) -> None:
-        """`index`: which of the reply's works it is. `isolate`: give the rank copies of the arguments."""
+        """`index`: the number of this work in the reply. `isolate`: give the rank copies of the arguments."""
         self.member: LocalMember = cast("LocalMember", request.member)
         if self.member.stopped:
             raise _stopped(self.member, endpoint)
@@ -215,10 +215,10 @@ class Work:
         self._began = 0.0
 
     def send(self) -> None:
-        """Start on the rank's thread; the reply is told if the actor stops before or while it runs."""
+        """Start on the rank's thread. The reply fails if the actor stops before its end."""
         try:
             post(self.member.loop, self._start)
-        except RuntimeError as error:  # the loop was closed a moment ago
+        except RuntimeError as error:  # the loop was just closed
             raise _stopped(self.member, self.endpoint) from error
 
     async def call(self) -> object:
@@ -228,19 +228,19 @@ class Work:
         return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:
-        """Cancel the rank's coroutine; from any thread. One that has ended needs none."""
+        """Cancel the rank's coroutine, from any thread. No effect after its end."""
         with suppress(RuntimeError):
             post(self.member.loop, self._cancel)
 
     def begin(self) -> tuple[Coroutine[object, object, None], Context] | None:
-        """As a turn on a loop: what is to be run, unless it was cancelled or the actor is stopped."""
+        """Return what to run at its turn, or None if it was cancelled or the actor is stopped."""
         if self._attempt != self.member.attempt:
             self.reply.fail(_stopped(self.member, self.endpoint))
             return None
         return None if self._dropped else (self._run(), self.member.context)
 
     def pause(self, task: asyncio.Task[None]) -> None:
-        """It runs in this task; keep it, so that it can be cancelled."""
+        """Keep the task that it runs in, to cancel it."""
         self._task = task
         self.member.begin(task)
 
@@ -252,7 +252,7 @@ class Work:
             self.pause(self.member.loop.create_task(work, context=context))
 
     def note(self) -> None:
-        """Say when it ran, before its answer."""
+        """Report its times, before its answer."""
         if self.reply.seen is not None:
             self.reply.seen(self.index, self._began, self.member.loop.time())
 
@@ -265,7 +265,7 @@ class Work:
             self.note()
             stopped = self.member.stopped
             self.reply.fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+        except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
             self.note()
             self.reply.fail(self._failure(error))
 
@@ -286,13 +286,13 @@ def _stopped(member: LocalMember, endpoint: str) -> MeshStopped:
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
     """Run a callback on a loop: at once if it is this thread's. RuntimeError if the loop is closed."""
-    if asyncio._get_running_loop() is loop:  # noqa: SLF001 -- None where none runs, without an exception
+    if asyncio._get_running_loop() is loop:  # noqa: SLF001 -- None if none runs, without an exception
         callback(*arguments)
     else:
         loop.call_soon_threadsafe(callback, *arguments)
 
 
 def answer(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
-    """Run a callback on the caller's loop; a caller that is gone needs no answer."""
+    """Run a callback on the caller's loop. If that is closed, nobody needs the answer."""
     with suppress(RuntimeError):
         post(loop, callback, *arguments)

@@ -10,7 +10,7 @@ from meshrl.mesh import Ref
 
 
 class LocalRef(Ref):
-    """A value that ranks of this process share. It is not copied: nobody can write it."""
+    """A value that ranks of this process share. It is not copied, because nobody can write to it."""
 
     def __init__(self, value: object) -> None:
         self.value: object = value
@@ -21,5 +21,5 @@ class LocalRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The values. Python values in them, which could be written, are copied where a column is put together."""
+        """Return the values. Mutable Python values are copied when a column is put together."""
         return [each.value for each in cast("Sequence[LocalRef]", held)]

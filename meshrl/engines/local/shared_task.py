@@ -1,4 +1,4 @@
-"""Calls on ranks that share a loop: they begin in order, and those that end without a pause share a task."""
+"""Calls on ranks that share a loop. They start in order, and calls that end without a pause share a task."""
 
 import asyncio
 from collections import deque
@@ -12,38 +12,38 @@ class Turn(Protocol):
     """One call."""
 
     def begin(self) -> tuple[Coroutine[object, object, None], Context] | None:
-        """What is to be run, and where; None if it is not to begin any more."""
+        """Return the coroutine and the context to run. None if the call must not start any more."""
         ...
 
     def pause(self, task: asyncio.Task[None]) -> None:
-        """It waits for the first time; from here on the task is its own."""
+        """Take over the task, because the call waits for the first time."""
         ...
 
 
 class Turns:
-    """The calls that have arrived on the ranks of a mesh, all in one loop, and have not begun.
+    """The calls that have arrived on the ranks of a mesh, all in one loop, and have not started.
 
-    Each begins in a task that no other call runs in meanwhile, so that `asyncio.timeout` and cancellation are what they
-    always are. One that ends without a pause leaves its task to the next: with thousands of ranks, tasks and what hangs
-    on them would be most of what Python's garbage collector walks over. So a call must not have its task cancelled
-    after its end: with `call_soon(task.cancel)` and no pause it would cancel another one.
+    Each call runs alone in its task until its end, so `asyncio.timeout` and cancellation work as usual. A call that
+    ends without a pause leaves its task to the next. With thousands of ranks, tasks and their objects would otherwise
+    be most of what Python's garbage collector visits. So nobody may cancel a call's task after the call:
+    `call_soon(task.cancel)` without a pause would cancel another call.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Turn] = deque()
         self._task: asyncio.Task[None] | None = None
-        """The last one that was made to take turns, while it takes any."""
+        """The task that was made last, while it takes calls."""
         self._made = count(1)
 
     def add(self, turn: Turn) -> None:
-        """Let a call begin after those that came before."""
+        """Let a call start after the earlier ones."""
         self._waiting.append(turn)
         if self._task is None or self._task.done():
             self._go_on(1)
 
     def _go_on(self, tasks: int) -> None:
         for _ in range(min(tasks, len(self._waiting))):
-            # Not by the loop's task factory: an eager one would run calls before the task is known here.
+            # Bypass the loop's task factory: an eager one would run calls before the task is stored here.
             self._task = asyncio.Task(
                 self._run(), loop=asyncio.get_running_loop(), name=f"turns {next(self._made)}", context=Context()
             )
@@ -54,7 +54,7 @@ class Turns:
         def pause() -> None:
             turn.pause(task)
             self._task = None
-            self._go_on(2)  # others may pause as well: so thousands begin within a few turns of the loop
+            self._go_on(2)  # others may pause too, so thousands start within a few turns of the loop
 
         while self._waiting:
             turn = self._waiting.popleft()
@@ -65,14 +65,14 @@ class Turns:
             await cast("Awaitable[None]", steps)
             if steps.paused:
                 return
-            # The call did that to itself; it is not for the next. `uncancel` leaves a mark that only asyncio reads.
+            # The call cancelled itself, which must not hit the next. `uncancel` leaves a mark that only asyncio reads.
             if task.cancelling() or task._must_cancel:  # type: ignore[attr-defined]  # noqa: SLF001
                 self._go_on(1)
                 return
 
 
 class _Steps:
-    """Runs a coroutine, awaited, in a context other than the task's; `pause` is told when it first waits."""
+    """Awaits a coroutine in a context other than the task's. Calls `pause` when it first waits."""
 
     def __init__(self, work: Coroutine[object, object, None], context: Context, pause: Callable[[], None]) -> None:
         self._work = work
@@ -94,9 +94,9 @@ class _Steps:
         return waits
 
     def throw(self, error: BaseException) -> object:
-        """A cancellation, which is the coroutine's to see."""
+        """Pass a cancellation to the coroutine."""
         return self._context.run(self._work.throw, error)
 
     def close(self) -> None:
-        """The loop ends before the coroutine."""
+        """Close the coroutine, because the loop ends first."""
         self._context.run(self._work.close)

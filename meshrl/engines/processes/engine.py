@@ -22,7 +22,7 @@ from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Ref, Resources, Share
 
 _FILES: Final = 65536
-"""Open files that are enough. Where 2**30 are allowed, as in some containers, what closes all of them takes minutes."""
+"""Enough open files. If 2**30 are allowed, as in some containers, closing all of them takes minutes."""
 
 
 class PoolCaller(Caller):
@@ -39,15 +39,15 @@ class PoolCaller(Caller):
 class ProcessEngine(HostingEngine, PoolCaller):
     """Ranks as processes of this machine.
 
-    `modules`: packages that ranks will need, such as `meshrl_torch`: imported once for all. For `inline_bytes` see
-    `Engine`. `share`: what ranks may keep in shared memory.
+    `modules`: packages that ranks need, such as `meshrl_torch`, which are imported once for all. For `inline_bytes` see
+    `Engine`. `share`: the shared memory that ranks may use.
     """
 
     def __init__(
         self,
         modules: Sequence[str] = (),
         inline_bytes: int = INLINE_BYTES,
-        share: Share = Share(),  # noqa: B008 -- it never changes
+        share: Share = Share(),  # noqa: B008 -- immutable
     ) -> None:
         _raise_file_limit()  # ranks inherit it
         super().__init__(inline_bytes, shares_memory=True)
@@ -55,10 +55,10 @@ class ProcessEngine(HostingEngine, PoolCaller):
         self._launcher = Launcher(modules, inline_bytes, share)
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
-        """Processes for `count` ranks, each pinned to the cores that it asks for, while there are any free.
+        """Start processes for `count` ranks, each pinned to the cores that it asks for, as long as some are free.
 
-        Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank gets one thread, as with
-        `cpus = 0`. Raises `ConfigError` for GPUs that this machine does not have, or has given away.
+        Without `cpus`, the ranks share the cores that no mesh holds. If none is free, a rank gets one thread, as with
+        `cpus = 0`. Raises `ConfigError` for GPUs that this machine lacks, or that other meshes hold.
         """
         reservation = _Processes(self._launcher, self._machine, count, resources, log)
         self._reservations.append(reservation)
@@ -82,7 +82,7 @@ class _Processes(Reservation):
         super().__init__(count, threads, len(self._shares[0].cores), resources.min_ranks, log)
 
     async def place(self, slot: ProcessSlot) -> Place:
-        """Where a slot's process is, when it runs. ConfigError where it does not start."""
+        """Return the place of a slot's process, once it runs. ConfigError if it does not start."""
         process = slot.process
         try:
             place = process.known = cast("Place", await process.channel.request("place"))
@@ -96,7 +96,7 @@ class _Processes(Reservation):
         """Start a process."""
         share = self._shares[slot.index]
         environment = {"OMP_NUM_THREADS": str(share.threads)}
-        if self._machine.has_gpus:  # a rank without any must not take memory of those that others have
+        if self._machine.has_gpus:  # a rank without GPUs must not take memory of GPUs of others
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         log = self.logs.of(slot.index) if self.logs else None
         channel = self._launcher.begin(environment, share.cores, log)
@@ -111,7 +111,7 @@ class _Processes(Reservation):
         self._launcher.kill(cast("SocketChannel", process.channel))
 
     async def release(self) -> None:
-        """End the processes and give everything back."""
+        """End the processes and free all resources."""
         try:
             await super().release()
         finally:
@@ -119,7 +119,7 @@ class _Processes(Reservation):
 
 
 def _raise_file_limit() -> None:
-    """As many open files as this user may have, within reason: what is leased of shared memory is one."""
+    """Raise the limit of open files as far as is useful, because each lease of shared memory is one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
     if now != resource.RLIM_INFINITY and now < wanted:

@@ -24,13 +24,13 @@ _PATIENCE: Final = 5.0
 
 
 class Launcher:
-    """The template, and a folder of sockets that only this user may enter.
+    """The template process, and a folder of sockets that only this user may enter.
 
-    The template is started at once: it imports what ranks need while this process does something else.
+    The template starts at once. It imports what ranks need while this process does something else.
     """
 
     def __init__(self, modules: Sequence[str], inline_bytes: int, share: Share) -> None:
-        """`modules`: imported before ranks are made of it, once for all of them; `share`: of shared memory."""
+        """`modules`: imported once, before ranks are forked. `share`: of shared memory."""
         self._modules = modules
         self._keeps = inline_bytes, share
         self._template: subprocess.Popen[bytes] | None = None
@@ -39,20 +39,20 @@ class Launcher:
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
         self._end: finalize[..., Launcher] | None = None
-        """Ends the template, also where the engine is dropped: what was to use it could not be made."""
+        """Ends the template, even if the engine is dropped because its user could not be made."""
         self._was_used = False
         self._inherited: Mapping[str, str] = {}
-        """The environment in which the template was started."""
+        """The environment in which the template started."""
         _launchers.add(self)
         self._started()
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None = None) -> SocketChannel:
-        """A new rank's process, which writes to `log`. Raises `ConfigError` where none can be made."""
+        """Start a rank's process, which writes to `log`. Raises `ConfigError` if that fails."""
         for _ in range(2):
             try:
                 return self._ordered(environment, cores, log)
             except (BrokenPipeError, ConnectionResetError):
-                self._lost()  # the loop has not heard of it yet
+                self._lost()  # the loop has not noticed yet
         raise ConfigError("the template process of ranks ends as soon as it starts: see its output")
 
     def _ordered(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
@@ -86,14 +86,14 @@ class Launcher:
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         try:
-            if self._was_used:  # else there is nobody to end, and it may import for a while yet
+            if self._was_used:  # else there are no ranks, and it may still import for a while
                 with suppress(subprocess.TimeoutExpired):
                     await asyncio.to_thread(self._template.wait, _PATIENCE)
         finally:
             self._forget()
 
     def let_go(self) -> None:
-        """In a process that was forked from the controller's: the template is not this one's to end."""
+        """Drop the template in a process that was forked from the controller, which alone ends it."""
         if self._control is not None:
             self._control.close()
         if self._end is not None:
@@ -101,7 +101,7 @@ class Launcher:
         self._control = self._folder = None
 
     def _forget(self) -> None:
-        """The template has ended, or does so now; what it would have removed is removed."""
+        """Remove what the template would have removed. It has ended, or ends now."""
         if self._end is not None:
             self._end()
         self._template = self._control = self._folder = None
@@ -145,7 +145,7 @@ class Launcher:
                 end.set_result(ended.how)
 
     def _lost(self) -> None:
-        """The template has died, and its ranks with it."""
+        """Handle the death of the template, which ends its ranks too."""
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
@@ -171,4 +171,4 @@ def _let_go() -> None:
         launcher.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go)  # or the template, whose engine dies, waits for the child's end too
+os.register_at_fork(after_in_child=_let_go)  # otherwise the template of a dead engine waits for the child's end too

@@ -1,4 +1,4 @@
-"""The resources of this machine, and which rank uses which of them."""
+"""The resources of this machine, and the ranks that use them."""
 
 import os
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Share(NamedTuple):
-    """What one rank has."""
+    """The resources of one rank."""
 
     threads: int
     cores: Sequence[int]
-    """Its own; empty where it shares those of others."""
+    """Its exclusive cores. Empty if it shares cores with others."""
     gpus: Sequence[str]
 
 
 class Machine:
-    """The cores and GPUs that are left."""
+    """The cores and GPUs that are free."""
 
     def __init__(self) -> None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(free_cores())
@@ -30,11 +30,11 @@ class Machine:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there are any, given away or not."""
+        """True if the machine has GPUs, free or not."""
         return bool(self._gpus)
 
     def take(self, count: int, resources: Resources) -> list[Share]:
-        """Shares for so many ranks. ConfigError for what this machine does not have, or has given away."""
+        """Take shares for `count` ranks. ConfigError for resources that this machine lacks, or has given away."""
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
         if resources.custom:
@@ -50,7 +50,7 @@ class Machine:
         return shares
 
     def give_back(self, shares: Sequence[Share], resources: Resources) -> None:
-        """What `take` gave."""
+        """Return the shares from `take`."""
         for share in shares:
             self._cores = sorted([*self._cores, *share.cores])
             for gpu in share.gpus:
@@ -77,7 +77,7 @@ class Machine:
 
 
 def _gpus() -> list[str]:
-    """Those that this process may use, by their number."""
+    """List the numbers of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]

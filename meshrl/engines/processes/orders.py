@@ -1,4 +1,4 @@
-"""The messages between the engine and its template process, each after its length in four bytes."""
+"""The messages between the engine and its template process, each preceded by its length in four bytes."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ _LENGTH: Final = Struct("<I")
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """Make a rank's process. The socket that it answers on comes along, and the folder of `log`."""
+    """Start a rank's process. The socket that it answers on is sent along, and the folder of `log`."""
 
     key: str
     folder: str
-    """Where it works."""
+    """Its current folder."""
     paths: Sequence[str]
-    """Where it finds modules."""
+    """Its import path."""
     environment: Mapping[str, str]
     cores: Sequence[int]
-    """That it is pinned to; empty: to none."""
+    """The cores that it is pinned to. Empty: not pinned."""
     token: bytes
     inline_bytes: int
     share: Share
-    """Of shared memory."""
+    """Its share of shared memory."""
     log: str = ""
-    """The file for what it writes, in a folder that comes along; empty: it writes where the engine does."""
+    """The file for its output, in a folder that is sent along. Empty: it writes to the engine's output."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
@@ -38,7 +38,7 @@ class Kill(msgspec.Struct, tag="kill", frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """A rank's process has ended."""
+    """Report that a rank's process has ended."""
 
     key: str
     how: str
@@ -48,7 +48,7 @@ Order: TypeAlias = Begin | Kill | Ended
 
 
 def send(control: socket.socket, order: Order, files: Sequence[int] = ()) -> None:
-    """Send an order whole, with files that are open here."""
+    """Send a whole order, with open files."""
     frame = msgspec.msgpack.encode(order)
     whole = _LENGTH.pack(len(frame)) + frame
     sent = socket.send_fds(control, [whole], list(files))
@@ -56,7 +56,7 @@ def send(control: socket.socket, order: Order, files: Sequence[int] = ()) -> Non
 
 
 def receive(control: socket.socket) -> tuple[Order, list[int]] | None:
-    """The next order, with the files that came along; None where the other side is gone."""
+    """Receive the next order, with its files. None if the other side is gone."""
     head, files, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
     while head and len(head) < _LENGTH.size:
         more = control.recv(_LENGTH.size - len(head))

@@ -8,32 +8,32 @@ from typing import Final
 from meshrl.engines.hosting import RankLog
 
 _AT_ONCE: Final = 65536
-"""Bytes, which are as many as a pipe holds."""
+"""Size in bytes of a read, which is the capacity of a pipe."""
 _REST: Final = 16
-"""Pipes full that are read of a rank that has ended: something that it started may write for ever."""
+"""Most reads from a rank's pipe after its end, because a process that it started may write forever."""
 
 
 class Output:
-    """The two pipes of a rank, of which the template reads one end."""
+    """The two pipes of a rank. The template reads one end of each."""
 
     def __init__(self, log: RankLog) -> None:
-        """`log`: its folder is closed in the end."""
+        """`log`: its folder is closed at the end."""
         self._log = log
         self._reads: dict[int, int] = {}
-        """The ends that are read, each with the stream of the rank that goes there."""
+        """The ends to read, each with the output stream of the rank that it carries."""
         self._writes: dict[int, int] = {}
         for stream in (1, 2):
             read, write = os.pipe()
             self._reads[read], self._writes[write] = stream, stream
 
     def taken(self) -> None:
-        """In the rank: what it writes goes there from now on."""
+        """Redirect the output, in the rank."""
         for end, stream in self._writes.items():
             os.dup2(end, stream)
         self.let_go()
 
     def begun(self, pid: int, host: str, ready: selectors.BaseSelector) -> None:
-        """In the template: the rank has the other ends."""
+        """Start reading, in the template, once the rank has the other ends."""
         self._log.begin(pid, host)
         for end in self._writes:
             os.close(end)
@@ -43,26 +43,26 @@ class Output:
             ready.register(end, selectors.EVENT_READ, self)
 
     def pass_on(self, end: int, ready: selectors.BaseSelector) -> bool:
-        """Hand on what is there; False where there was nothing."""
-        if end not in self._reads:  # the rank was buried this moment
+        """Pass on what was written. False if there was nothing."""
+        if end not in self._reads:  # the rank was just buried
             return False
         try:
             text = os.read(end, _AT_ONCE)
         except BlockingIOError:
             return False
-        if not text:  # nobody writes there any more
+        if not text:  # no writer is left
             ready.unregister(end)
             os.close(end)
             del self._reads[end]
             return False
         self._log.append(text)
-        with suppress(OSError):  # where nobody reads it any more
+        with suppress(OSError):  # if no reader is left
             while text:
                 text = text[os.write(self._reads[end], text) :]
         return True
 
     def finish(self, ready: selectors.BaseSelector) -> None:
-        """The rank has ended: hand on what is left."""
+        """Pass on the rest after the rank has ended."""
         for end in list(self._reads):
             for _ in range(_REST):
                 if not self.pass_on(end, ready):
@@ -72,7 +72,7 @@ class Output:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close what is open here."""
+        """Close the ends that are open here."""
         for end in (*self._reads, *self._writes, self._log.folder):
             os.close(end)
         self._reads.clear()

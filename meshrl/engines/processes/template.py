@@ -1,8 +1,8 @@
 """The process that forks ranks: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
 
-It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
-and goes; when it is gone itself, Linux kills them. `PATHS`: the PYTHONPATH of ranks and of what they start; here
-it is the whole path of the controller.
+It has one thread, and imports once what all ranks need. When its engine ends in any way, it kills the ranks and exits.
+If it dies itself, Linux kills them. `PATHS` is the PYTHONPATH of ranks and of the processes that they start. The
+template itself gets the whole path of the controller.
 """
 
 import asyncio
@@ -30,22 +30,22 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Do what the engine orders until it is gone."""
+    """Obey the engine's orders until it is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
     folder, modules, paths = sys.argv[2:]
     os.environ["PYTHONPATH"] = paths
     if not paths:
         del os.environ["PYTHONPATH"]
     for module in modules.split(",") if modules else ():
-        with suppress(Exception):  # told by the rank that needs it
+        with suppress(Exception):  # the rank that needs it reports the error
             import_module(module)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's to hear: it ends the ranks in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it: it ends the ranks in order
     Template(control).run()
-    shutil.rmtree(folder, ignore_errors=True)  # of the sockets, where the engine was killed
+    shutil.rmtree(folder, ignore_errors=True)  # the folder of sockets, if the engine was killed
 
 
 class Template:
-    """Forks ranks and buries them."""
+    """Forks ranks, and reaps them."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -60,7 +60,7 @@ class Template:
         signal.set_wakeup_fd(self._bell.fileno())
 
     def run(self) -> None:
-        """Until the engine is gone."""
+        """Run until the engine is gone."""
         with self._ready as ready:
             ready.register(self._control, selectors.EVENT_READ)
             ready.register(self._news, selectors.EVENT_READ)
@@ -79,7 +79,7 @@ class Template:
                 self._end()
 
     def _obey(self) -> bool:
-        """Do the next order; False where there are no more."""
+        """Execute the next order. False if there are no more."""
         received = receive(self._control)
         if received is None:
             return False
@@ -96,8 +96,8 @@ class Template:
 
     def _fork(self, order: Begin, listening: int, output: Output | None) -> None:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # where nobody reads it any more
-                stream.flush()  # or every rank has what is left in it
+            with suppress(OSError, ValueError):  # if no reader is left
+                stream.flush()  # otherwise every rank inherits the buffered text
         template = os.getpid()
         try:
             pid = os.fork()
@@ -106,7 +106,7 @@ class Template:
             if output:
                 output.let_go()
             return
-        with suppress(OSError):  # done here and there: neither waits for the other
+        with suppress(OSError):  # in both processes, so that neither waits for the other
             os.setpgid(pid, pid or os.getpid())
         if pid:
             self._ranks[pid] = order.key
@@ -128,7 +128,7 @@ class Template:
             faulthandler.enable()
             _become_rank(order, listening, template)
             status = 0
-        except BaseException:  # noqa: BLE001 -- nobody else will tell
+        except BaseException:  # noqa: BLE001 -- nothing else reports it
             traceback.print_exc()
             sys.stderr.flush()
         finally:
@@ -145,7 +145,7 @@ class Template:
                 if output := self._outputs.pop(pid, None):
                     output.finish(self._ready)
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
-        sweep()  # what they leave; what is still read, its last reader removes
+        sweep()  # their segments; the last reader removes those in use
 
     def _end(self) -> None:
         for pid in self._ranks:
@@ -155,12 +155,12 @@ class Template:
                 pass
         for output in self._outputs.values():
             output.finish(self._ready)
-        sweep()  # what killed processes leave
+        sweep()  # the segments of killed processes
 
 
 def _kill(pid: int) -> None:
-    """End a rank, and the processes that it has started."""
-    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all of them have ended
+    """Kill a rank, and the processes that it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # PermissionError on macOS, if all of them have ended
         os.killpg(pid, signal.SIGKILL)
 
 
@@ -174,17 +174,17 @@ def _how(code: int) -> str:
 def _become_rank(order: Begin, listening: int, template: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a rank is killed in the end, whatever a pipe's buffer holds
+            stream.reconfigure(line_buffering=True)  # a rank is killed at its end, which would lose buffered text
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != template:  # it was gone before the system was asked to tell
+        if os.getppid() != template:  # it died before this process asked for the signal
             os._exit(1)
         if order.cores:
             os.sched_setaffinity(0, order.cores)
     work_as(order.folder, order.paths)
     os.environ.update(order.environment)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork
+        sys.modules["numpy.random"].seed()  # Python's own is seeded again at each fork
     pool.join(order.share, hands_on=True)
     asyncio.set_event_loop(loop := asyncio.new_event_loop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
@@ -196,7 +196,7 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
     while True:
         try:
             loop.run_forever()
-        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task: whoever awaits the task gets it
+        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task, which belongs to whoever awaits it
             continue
 
 

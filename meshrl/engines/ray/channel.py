@@ -33,7 +33,7 @@ _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
 
 class Signal(Protocol):
-    """A method of a Ray actor of which nobody awaits the answer."""
+    """A method of a Ray actor, called without waiting for the answer."""
 
     def remote(self, *arguments: object) -> object:
         """Send a call."""
@@ -44,16 +44,16 @@ class Method(Protocol):
     """A method of a Ray actor."""
 
     def remote(self, *arguments: object) -> Awaitable[object]:
-        """Send a call; what is awaited is the answer."""
+        """Send a call. Await the result for the answer."""
         ...
 
     def options(self, *, name: str) -> "Method":
-        """The same method, called under this name."""
+        """Return the same method, called under this name."""
         ...
 
 
 class RayChannel(Channel):
-    """To one actor of Ray, a `RankProcess`: by its socket from the same machine, by Ray from elsewhere."""
+    """The channel to a `RankProcess`, an actor of Ray: through its socket on the same machine, else through Ray."""
 
     def __init__(self, handle: object, place: Place | None = None) -> None:
         self.handle = handle
@@ -62,18 +62,18 @@ class RayChannel(Channel):
         self._stop: Stop | None = None
         self._near: SocketChannel | None = None
         self._open: set[Reply] = set()
-        """Those that come by Ray and are not here."""
+        """Replies that Ray carries and that have not arrived."""
         self._cancelled = False
-        """Whether one was cancelled, so that the process may have seen calls of later numbers."""
+        """True if a call was cancelled, so the process may have seen later numbers."""
         self.farewell: Callable[[], Awaitable[None]] | None = None
-        """What is to be done when the process is gone, before anybody is told."""
+        """Runs when the process is gone, before anybody learns it."""
         self._lost = ""
         """Why nothing is sent to it any more."""
         if place:
             self.found(place)
 
     def found(self, place: Place) -> None:
-        """The process is there: from now on it is reached by the shortest way."""
+        """Set the place of the process. From now on it is reached the shortest way."""
         self._place = place
         if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
@@ -84,11 +84,11 @@ class RayChannel(Channel):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was given up."""
+        """True if it was given up."""
         return bool(self._lost)
 
     def lose(self, reason: str) -> None:
-        """The process is given up, whether it lives or not."""
+        """Give the process up, alive or not."""
         self._lost = reason
         self._give_up()
         if self._near is not None:
@@ -101,7 +101,7 @@ class RayChannel(Channel):
         ray.kill(cast("ActorHandle[object]", self.handle), no_restart=True)
 
     def close(self) -> None:
-        """Let the process go. One that was killed has left its folder."""
+        """Drop the process. A killed one has left its folder."""
         self._give_up()
         if self._near is not None:
             self._near.close()
@@ -119,7 +119,7 @@ class RayChannel(Channel):
         if self._lost:
             return self._refused()
         if self._near is not None:
-            with suppress(NotHere):  # Ray brings to the rank what is on another machine, past this process
+            with suppress(NotHere):  # Ray brings values from other machines to the rank, past this process
                 return self._near.call(ask, given, stream=stream)
         far = self._near is not None or self._cancelled or len(self._open) >= CYCLE // 2
         name = label(ask, whole=far)
@@ -135,7 +135,7 @@ class RayChannel(Channel):
         return self._reply(_method(self.handle, service).remote(*map(pack, arguments)))
 
     def tell(self, service: Service, *arguments: object) -> None:
-        """The same, where nobody waits for the answer."""
+        """Send a request that needs no answer."""
         if self._lost:
             return
         if self._near is not None:
@@ -162,7 +162,7 @@ class RayChannel(Channel):
     async def _arrive(self, reply: Reply, sent: Awaitable[object]) -> None:
         try:
             value, error = await _answer(sent), None
-        except _Unknown as failure:  # it would go on with a call whose answer nobody hears
+        except _Unknown as failure:  # it would continue with a call whose answer is lost
             self.lose(str(failure))
             await asyncio.to_thread(self.kill)
             return
@@ -170,13 +170,13 @@ class RayChannel(Channel):
             if isinstance(failure, Gone) and self.farewell:
                 await self.farewell()
             value, error = None, failure
-        except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+        except BaseException as failure:  # noqa: BLE001 -- a value's code may raise anything; the waiter gets it
             value, error = None, Broken(f"{type(failure).__name__}: {failure}")
         reply.arrive(value, error)
 
 
 class _Unknown(Exception):
-    """Nobody knows whether a call has run: the connection broke before the answer came."""
+    """The connection broke before the answer came, so it is unknown whether the call ran."""
 
 
 def _method(handle: object, name: str) -> Method:
@@ -202,12 +202,12 @@ async def _answer(sent: Awaitable[object]) -> object:
         raise Broken(f"{type(error).__name__}: {error}") from None
     try:
         return unpack(parcel)
-    except Exception as error:  # a value's own code may raise anything; who waits for it hears it
+    except Exception as error:  # a value's code may raise anything; the waiter gets it
         raise Broken(f"{type(error).__name__}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:
-    """The one line of Ray's account that says what happened."""
+    """Return the line of Ray's report that says what happened."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     line = lines[-1] if lines else type(error).__name__
     detail = line.partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
@@ -217,17 +217,17 @@ def _reason(error: BaseException) -> str:
 
 
 def label(ask: Ask, *, whole: bool) -> str:
-    """A call as the name of Ray's task. `whole`: its number may be too far from those that the rank has seen.
+    """Encode a call as the name of Ray's task. `whole`: its number may be too far from those that the rank has seen.
 
-    As an argument it would make an empty call a fifth slower. Ray keeps some kilobytes for each name that it has seen,
-    on both sides, so names come again: a number travels modulo `CYCLE`, where the rank knows the rest.
+    As an argument it would make an empty call a fifth slower. Ray keeps some kilobytes for each name, on both sides, so
+    names repeat: a number is sent modulo `CYCLE`, and the rank completes it.
     """
     number = f"={ask.number}" if whole else str(ask.number % CYCLE)
     return f"{ask.endpoint} {ask.key} {ask.line} {number} {ask.consumed:d} {ask.timed:d}"
 
 
 def current_ask(whole: Callable[[str, int], int]) -> Ask:
-    """What the task that runs now was asked. `whole`: the number of a line's call, from what is told of it."""
+    """Decode the call of the running task. `whole`: returns the number of a line's call from its remainder."""
     endpoint, key, line, number, consumed, timed = str(ray.get_runtime_context().get_task_name()).split()
     told = int(number[1:]) if number.startswith("=") else whole(line, int(number))
     return Ask(endpoint, key, line, told, consumed == "1", timed == "1")

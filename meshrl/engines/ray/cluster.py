@@ -27,25 +27,25 @@ from meshrl.mesh import Resources, free_cores
 T = TypeVar("T")
 
 NOTHING: Final[Amounts] = {"memory": 1}
-"""What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
+"""The reservation of a rank without needs. Ray refuses an empty request, and one byte is always available."""
 _ANSWER: Final = 10.0
-"""Seconds within which a cluster's address must take a connection."""
+"""Seconds within which a cluster's address must accept a connection."""
 _AGAIN: Final = 0.5
-"""Seconds between two looks for nodes that answer again."""
+"""Seconds between two checks whether silent nodes answer again."""
 _LAG: Final = 1.0
-"""Seconds until Ray has seen everywhere what a node gave back."""
+"""Seconds until all of Ray has seen what a node gave back."""
 
 
 class Cluster:
-    """This process's connection to Ray. A cluster that was started here is stopped here, any other goes on."""
+    """This process's connection to Ray. Stops the cluster at the end only if it was started here."""
 
     def __init__(
         self, address: str | None, patience: float, packages: Sequence[str], told: Callable[[str], None]
     ) -> None:
-        """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own.
+        """`address`: HOST:PORT, or `auto`. None: RAY_ADDRESS, or without it a new cluster.
 
-        `patience`: seconds after which a node that cannot be reached is given up; `told`: called where that is the
-        head, with the reason. `packages`: as of `Versions`.
+        `patience`: seconds after which an unreachable node is given up. `told`: called with the reason if that is the
+        head. `packages`: see `Versions`.
         """
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._patience = patience
@@ -55,16 +55,16 @@ class Cluster:
         self._head: Door | None = None
         self._home: Home | None = None
         self._open = Reply()
-        """Here when this is closed."""
+        """Arrives when this is closed."""
         self._gone = asyncio.Event()
         """Set when the head is given up."""
         self.lost: str = ""
-        """Why the cluster can be asked for nothing any more."""
+        """Why the cluster cannot be used any more."""
         self.silent: dict[str, Door] = {}
-        """Nodes that do not answer, which Ray takes for living ones up to a minute longer."""
+        """Nodes that do not answer. Ray may consider them alive for up to another minute."""
 
     async def connect(self) -> None:
-        """Connect, once. Raises `ConfigError` where no cluster answers, or none any more."""
+        """Connect, once. Raises `ConfigError` if no cluster answers, or it was lost."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
         await asyncio.shield(self._connecting)
@@ -81,17 +81,17 @@ class Cluster:
 
     @property
     def home(self) -> Home:
-        """Where this process is, once it is connected."""
+        """The place of this process, once it is connected."""
         return cast("Home", self._home)
 
     def lose(self, reason: str) -> None:
-        """The head is given up: without it no rank is found, made or ended, and Ray waits for it in vain."""
+        """Give the head up. Without it no rank can be found, made or ended, and Ray waits for it in vain."""
         self.lost = f"Ray's head is gone, without which no rank can be used: {reason}"
         self._gone.set()
         self._told(self.lost)
 
     async def nodes(self) -> list[Node]:
-        """The living nodes. Those that do not answer within the patience are `silent`."""
+        """Return the living nodes. Those that do not answer within the patience become `silent`."""
         found = await self.ask(nodes)
         doors = [Door(node.address, node.port, self._patience) for node in found]
         answers = await asyncio.gather(*map(knocked, doors))
@@ -107,25 +107,25 @@ class Cluster:
                 self.silent.pop(node, None)
 
     async def check(self, nodes: Mapping[str, str]) -> None:
-        """Raise `ConfigError` where a node has other versions than this process; as of `Versions.check`."""
+        """Raise `ConfigError` if a node has other versions than this process. See `Versions.check`."""
         if not self.is_ours:
             await self._versions.check(nodes)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
-        """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""
+        """Return the nodes with only the cores that are free now: two free ones may be on different nodes."""
         from ray._private.state import available_resources_per_node  # noqa: PLC0415 -- Ray has no public way to ask
 
         free = cast("Mapping[str, Amounts]", await self.ask(available_resources_per_node))
         return [node._replace(has={**node.has, "CPU": free.get(node.id, {}).get("CPU", 0)}) for node in among]
 
     async def free(self) -> Amounts:
-        """What is not taken now. It lags behind by a moment."""
+        """Return the free resources, a moment late."""
         return cast("Amounts", await self.ask(ray.available_resources))
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """What Ray's head answers. `ConfigError` where it is given up before: Ray would go on waiting."""
+        """Ask Ray's head. Raises `ConfigError` if the head is given up first, for which Ray would wait forever."""
         answer: Future[T] = Future()
-        # This process may end before it comes, for which threads of the loop's own would keep it.
+        # A daemon thread, because threads of the loop would keep this process from ending before the answer.
         Thread(target=_answer, args=(question, answer), name="meshrl-ray-head", daemon=True).start()
         waits: list[asyncio.Task[object]] = [
             asyncio.create_task(_heard(answer)),
@@ -141,7 +141,7 @@ class Cluster:
         return answer.result()
 
     async def free_cores(self, expected: float) -> float:
-        """The cores that are not taken. What was just given back is seen late: wait a moment for those expected."""
+        """Return the number of free cores. Released ones show up late, so wait a moment for the expected number."""
         free, until = 0.0, time.monotonic() + _LAG
         while free < expected and time.monotonic() < until:
             free = (await self.free()).get("CPU", 0)
@@ -150,12 +150,12 @@ class Cluster:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was started here, so that nobody else uses it."""
+        """True if the cluster was started here, so nobody else uses it."""
         connecting = self._connecting
         return bool(connecting and connecting.done() and connecting.result() == "started")
 
     async def close(self) -> None:
-        """Disconnect; stop the cluster if it was started here."""
+        """Disconnect, and stop the cluster if it was started here."""
         self._open.arrive(None)
         connecting, self._connecting = self._connecting, None
         if connecting is None or connecting.cancelled():
@@ -165,7 +165,7 @@ class Cluster:
                 ray.shutdown()
 
     async def _is_there(self) -> bool:
-        """Whether Ray can take its leave of the head. Else it would wait for it, and keep this process from its end."""
+        """True if Ray can disconnect from the head. Otherwise it would wait, and keep this process from ending."""
         if self.lost or not (self._head and await knocked(self._head)):
             atexit.unregister(ray.shutdown)
             atexit.register(_leave)
@@ -174,9 +174,9 @@ class Cluster:
 
 
 def _leave() -> None:
-    """End this process after all else that is done at its end: Ray, which has not taken its leave, would crash it."""
+    """End this process after all other exit handlers. Ray, which has not disconnected, would crash it."""
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # noqa: SLF001 -- what was registered earlier comes later
+    atexit._run_exitfuncs()  # noqa: SLF001 -- earlier registrations run later
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -191,14 +191,14 @@ def _answer(question: Callable[[], T], answer: "Future[T]") -> None:
         return
     try:
         found = question()
-    except Exception as error:  # noqa: BLE001 -- who waits for the answer is told
+    except Exception as error:  # noqa: BLE001 -- the waiter gets it
         answer.set_exception(error)
     else:
         answer.set_result(found)
 
 
 _Link: TypeAlias = Literal["started", "joined", "found"]
-"""Whether the cluster is our own, or the connection, or neither."""
+"""The origin of the connection: a cluster that was started here, one that was joined, or an existing connection."""
 
 
 async def _connect(address: str | None) -> _Link:
@@ -208,9 +208,9 @@ async def _connect(address: str | None) -> _Link:
         cores = free_cores()
         say = partial(log.info, "starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # The first line of a log imports what writes it, for which Ray need not wait.
+        # The first log line imports its writer, and Ray need not wait for that.
         said = asyncio.get_running_loop().run_in_executor(None, say)
-        # Not in a thread of its own: Ray's processes would end with that.
+        # Not in a separate thread: Ray's processes would end with it.
         began = time.monotonic()
         try:
             with _own_sigterm():
@@ -236,7 +236,7 @@ async def _connect(address: str | None) -> _Link:
 
 @contextmanager
 def _own_sigterm() -> Generator[None]:
-    """Keep the handler of SIGTERM, where there is one: Ray puts its own in its place, which ends the process."""
+    """Keep a handler of SIGTERM. Ray replaces it by one that ends the process."""
     handler = signal.getsignal(signal.SIGTERM)
     if not callable(handler) or current_thread() is not main_thread():
         yield
@@ -246,14 +246,14 @@ def _own_sigterm() -> Generator[None]:
     except SystemExit as ended:
         if ended.code != signal.SIGTERM:
             raise
-        handler(signal.SIGTERM, None)  # which has not heard of it
+        handler(signal.SIGTERM, None)  # it has not heard of it
         raise asyncio.CancelledError from None
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
 async def _reach(address: str) -> None:
-    """Ray itself tries for a minute, and then ends the process."""
+    """Check that the address accepts a connection. Ray itself would try for a minute, and then end the process."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_ANSWER):
@@ -272,10 +272,10 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
 
 
 def room_for(asked: Amounts, has: Amounts) -> int:
-    """How many ranks that ask for so much fit on a node at most."""
+    """Return the number of ranks with this request that fit on a node."""
     rooms = [
         floor(has.get(name, 0)) * floor(1 / amount + 1e-9)
-        if name == "GPU" and amount < 1  # a share does not lie across two GPUs
+        if name == "GPU" and amount < 1  # a share cannot span two GPUs
         else floor(has.get(name, 0) / amount + 1e-9)
         for name, amount in asked.items()
     ]
@@ -283,18 +283,18 @@ def room_for(asked: Amounts, has: Amounts) -> int:
 
 
 def amounts(resources: Resources, cpus: int) -> Amounts:
-    """What each rank reserves of Ray."""
+    """Return the resources that each rank reserves from Ray."""
     wanted = {"CPU": float(cpus), "GPU": resources.gpus, **resources.custom}
     return {name: amount for name, amount in wanted.items() if amount} or NOTHING
 
 
 def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
-    """Whether the nodes could hold so many ranks if they were idle."""
+    """True if the nodes could hold that many ranks if they were idle."""
     return sum(room_for(asked, node.has) for node in nodes) >= count
 
 
 def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterable[Door] = ()) -> None:
-    """Raise `NoRoom` where they could not, not even idle. `silent`: of nodes that do not answer."""
+    """Raise `NoRoom` if even idle nodes could not hold the ranks. `silent`: nodes that do not answer."""
     if not has_room(count, asked, nodes):
         room = sum(room_for(asked, node.has) for node in nodes)
         lines = [f"  {node.address} has {written(node.has)}" for node in nodes]
@@ -306,7 +306,7 @@ def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterab
 
 
 def written(amounts: Amounts) -> str:
-    """Amounts as people read them; memory and Ray's own marks are left out."""
+    """Write amounts for people, without memory and Ray's own markers."""
     own = ("node:", "object_store_memory", "accelerator_type:", "memory", "bundle_group_")
     shown = {name: amount for name, amount in amounts.items() if not name.startswith(own) and "_group_" not in name}
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"

@@ -21,35 +21,35 @@ from meshrl.errors import ConfigError
 from meshrl.user_code import copied, find_copies
 
 MOST: Final = 64 * 2**20
-"""Bytes of files that are carried."""
+"""Most bytes of files that are copied."""
 CODE: Final = frozenset({".py", ".so"})
 TEXTS: Final = frozenset({".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
-"""What configures code, and is carried with it. Models and data lie where all nodes see them."""
+"""Text files that configure code, and are copied with it. Models and data must be where all nodes see them."""
 MOST_OF_A_TEXT: Final = 8 * 2**20
-"""Bytes; a larger one is data."""
+"""Size in bytes above which a text file counts as data."""
 _ENVIRONMENT: Final = "pyvenv.cfg"
 _CONDA: Final = "conda-meta"
 _RUN: Final = "metrics.jsonl"
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-"""Folders of installed packages, of whichever environment."""
+"""Folders of installed packages, in any environment."""
 _TOO_WIDE: Final = frozenset({Path("/"), Path.home()})
-"""Folders of which a module's own file is taken alone."""
+"""Folders from which only a module's own file is taken."""
 _OURS: Final = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("meshrl", "backends", "algorithms"))
 _LARGEST: Final = 5
-"""Files that an error names."""
+"""Number of files that an error names."""
 
 
 class Package(NamedTuple):
     """The code, as one file."""
 
     uri: str
-    """Under which Ray keeps it: it has the hash of the content."""
+    """Its name in Ray's storage, with the hash of the content."""
     folders: Sequence[str]
-    """Those of this machine that it has files of: of the first in a folder `0`, and so on."""
+    """Folders of this machine with files in it. The files of the first are in folder `0`, and so on."""
     content: bytes
 
     def upload(self) -> None:
-        """Give it to Ray's head, which hands it to the nodes, unless it is there. This waits for the head."""
+        """Upload it to Ray's head unless it is there. The head passes it to the nodes. Blocks."""
         from ray._private.runtime_env.packaging import (  # noqa: PLC0415 -- Ray has no public way for an actor's alone
             package_exists,
             pin_runtime_env_uri,
@@ -62,16 +62,16 @@ class Package(NamedTuple):
 
 
 def has_working_dir() -> bool:
-    """Whether Ray itself brings a folder to all nodes, as of `ray job submit --working-dir`."""
+    """True if Ray itself brings a folder to all nodes, as with `ray job submit --working-dir`."""
     return "working_dir" in ray.get_runtime_context().runtime_env
 
 
 def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Package | None:
-    """What ranks on other nodes may import: these folders, and the modules that are not installed.
+    """Package the code that ranks on other nodes may import: these folders, and modules that are not installed.
 
-    Of a package that is imported its own folder is taken, of a module all beside it. None where there is nothing.
-    Texts of more than `MOST_OF_A_TEXT` are left out, and named in the log. ConfigError where the rest is more than
-    `MOST`, with the largest files.
+    An imported package brings its own folder, and a module everything next to it. Returns None if there is nothing.
+    Texts of more than `MOST_OF_A_TEXT` are left out and logged. ConfigError with the largest files if the rest exceeds
+    `MOST`.
     """
     found: dict[Path, set[Path]] = {}
     for root, part in {*_asked(folders), *_imported(modules)}:
@@ -91,7 +91,7 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for index, (root, files) in enumerate(sorted(found.items())):
             for file in sorted(files):
-                # Without its time: the same content is the same package.
+                # Without a time, so that the same content makes the same package.
                 name = zipfile.ZipInfo(f"{index}/{file.relative_to(root)}")
                 archive.writestr(name, file.read_bytes(), zipfile.ZIP_DEFLATED)
     content = packed.getvalue()
@@ -104,25 +104,25 @@ def _is_data(file: Path) -> bool:
 
 
 def _is_theirs(file: str) -> bool:
-    """Whether nodes have it without us."""
+    """True if nodes have it already."""
     own = file.startswith(f"{sys.base_prefix}{os.sep}lib{os.sep}") or not _INSTALLED.isdisjoint(Path(file).parts)
     return own or is_installed(file) or file.startswith(_OURS)
 
 
 def _asked(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Of each: the folder on the import path, and what to take of it."""
+    """Yield for each folder its place on the import path, and the part to take."""
     for folder in (each.absolute() for each in folders):
         if folder not in _TOO_WIDE and not _is_theirs(f"{folder}{os.sep}"):
             yield (folder.parent if (folder / "__init__.py").exists() else folder), folder
 
 
 def _imported(modules: Mapping[str, ModuleType]) -> Iterator[tuple[Path, Path]]:
-    """The same of each module that is neither installed nor of meshrl."""
+    """Yield the same for each module that is neither installed nor part of meshrl."""
     for name, module in modules.items():
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith((".py", ".so")) or _is_theirs(file):
             continue
-        path = Path(file).absolute()  # with its links, as the import path has it
+        path = Path(file).absolute()  # with its links, as on the import path
         depth = name.count(".") + (path.stem == "__init__")
         if depth == 0 or name in ("__main__", "__mp_main__"):
             root, part = path.parent, path.parent
@@ -130,13 +130,13 @@ def _imported(modules: Mapping[str, ModuleType]) -> Iterator[tuple[Path, Path]]:
             root, part = path.parents[depth], path.parents[depth - 1]
         else:
             continue
-        yield root, path  # whatever .gitignore says of it
+        yield root, path  # even if .gitignore names it
         if part not in _TOO_WIDE:
             yield root, part
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What is carried of a folder: not what .gitignore names, nor runs, environments and what begins with a dot."""
+    """Yield the files to copy: not those in .gitignore, nor runs, environments and names that begin with a dot."""
     ignored = [*_ignored_above(folder)]
     for here, folders, files in os.walk(folder):
         place = Path(here)
@@ -159,7 +159,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
-    """Those of the repository that a folder is in."""
+    """Yield the .gitignore patterns above a folder, within its repository."""
     above = list(folder.parents)
     top = next((number for number, each in enumerate([folder, *above]) if (each / ".git").exists()), 0)
     for each in above[:top]:
@@ -167,7 +167,7 @@ def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
 
 
 def _ignored(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
-    with suppress(OSError, ValueError):  # it may be no text, or have patterns that nobody knows
+    with suppress(OSError, ValueError):  # it may be no text, or have invalid patterns
         lines = (folder / ".gitignore").read_text("utf-8").splitlines()
         yield folder, PathSpec.from_lines("gitwildmatch", lines)
 
@@ -190,16 +190,16 @@ def _check_size(files: Iterable[Path]) -> None:
 
 
 def _has_all(folder: Path, copy: Path) -> bool:
-    """Whether a folder has each file of a copy, with the same content."""
+    """True if a folder has each file of a copy, with the same content."""
     files = [each.relative_to(copy) for each in copy.rglob("*") if each.is_file() and "__pycache__" not in each.parts]
     return all((folder / each).is_file() and filecmp.cmp(folder / each, copy / each, shallow=False) for each in files)
 
 
 def settle_in(folders: Sequence[str], paths: Sequence[str]) -> None:
-    """On a rank, whose current folder is the package's: have what it imports found there.
+    """Set up the imports of a rank whose current folder is the package's.
 
-    `folders`: those of the package; `paths`: the controller's import path. Where this machine has a folder too, and in
-    it all that the copy has, as on a shared disk, that is used. Else the copy goes before it.
+    `folders`: those of the package. `paths`: the controller's import path. If this machine has a folder with all files
+    of the copy, as on a shared disk, that folder is used. Otherwise the copy comes first.
     """
     here = Path.cwd()
     copies = {Path(folder): here / str(index) for index, folder in enumerate(folders)}

@@ -24,7 +24,7 @@ class RayCaller(Caller):
     """The part of the engine that works in every process of the cluster."""
 
     def put(self, value: object) -> Ref:
-        """Keep a value for the processes of this machine, and for others when it is sent there."""
+        """Keep a value for the processes of this machine, and for others once it is sent there."""
         return HostRef.put(value)
 
     def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
@@ -34,19 +34,19 @@ class RayCaller(Caller):
 class RayEngine(HostingEngine, RayCaller):
     """Ranks as processes of a Ray cluster.
 
-    `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
-    without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
-    already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`:
-    seconds after which another host that cannot be reached is given up, with the ranks on it. `packages`: those whose
-    versions have to be the same on each node, beside Python, meshrl and torch. `code`: folders of the user's that ranks
-    import from, beside what this process has imported; other nodes are given copies.
+    `address`: HOST:PORT of a cluster, or `auto` for the one on this machine. None: RAY_ADDRESS, or without it a new
+    cluster of this machine's cores, which `close` stops. If the program has called `ray.init`, that connection is used.
+    For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`: seconds to wait for an
+    unreachable host before its ranks count as lost. `packages`: packages whose versions must agree on each node,
+    besides Python, meshrl and torch. `code`: the user's folders that ranks import from, besides what this process has
+    imported. Other nodes get copies.
     """
 
     def __init__(
         self,
         address: str | None = None,
         inline_bytes: int = INLINE_BYTES,
-        share: Share = Share(),  # noqa: B008 -- it never changes
+        share: Share = Share(),  # noqa: B008 -- immutable
         patience: float = PATIENCE,
         packages: Sequence[str] = (),
         code: Sequence[Path] = (),
@@ -60,16 +60,16 @@ class RayEngine(HostingEngine, RayCaller):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the cluster is this machine's own, to which no other is ever added."""
+        """True if Ray runs on this machine alone."""
         return self._cluster.is_ours
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
-        """Processes for `count` ranks, when the cluster has room for them.
+        """Start processes for `count` ranks, once the cluster has room for them.
 
-        Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
-        and gets one thread. So it is with `cpus` on a cluster that was started here, as on the local engine. Raises
-        `NoRoom` for what the cluster could not give if it were idle, and `ConfigError` where a node that it could use
-        has other versions than this process.
+        Without `cpus`, the ranks share the cores that no mesh holds. If none is free, a rank reserves nothing and gets
+        one thread. On a cluster that was started here, the same holds with `cpus`, as on the local engine. Raises
+        `NoRoom` for resources that even the idle cluster could not give, and `ConfigError` if a usable node has other
+        versions than this process.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
@@ -86,7 +86,7 @@ class RayEngine(HostingEngine, RayCaller):
                 fits = (cpus for cpus in range(most, 0, -1) if has_room(count, amounts(resources, cpus), free))
                 cpus = next(fits, 0)
             else:
-                # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
+                # On our cluster, it could only wait for other meshes of this run, which may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
             keeps = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
@@ -97,7 +97,7 @@ class RayEngine(HostingEngine, RayCaller):
         return await self._settled(reservation)
 
     async def _packaged(self, nodes: Iterable[Node], resources: Resources) -> Package | None:
-        """The code that ranks need, where one of them may be on another machine, and Ray has not brought it there."""
+        """Package the code for ranks that may be on another machine, unless Ray has brought it there."""
         apart = any(node.address != self._cluster.home.door.ip for node in nodes) or resources.min_ranks
         if self._cluster.is_ours or not apart or has_working_dir():
             return None

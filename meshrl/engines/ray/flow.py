@@ -8,33 +8,33 @@ from typing import Final
 from meshrl.mesh import Bytes
 
 PIECE: Final = 1 << 20
-"""Bytes of a piece: a machine hands on what it has while the next piece comes."""
+"""Bytes of a piece. A machine forwards one piece while the next arrives."""
 
 
 class Flow:
-    """All of them here, or some on their way."""
+    """The bytes of a value, which are here or arrive."""
 
     def __init__(self, head: bytes, buffers: Sequence[Bytes], *, here: bool) -> None:
-        """`head`: what the value is unpickled from, with the buffers; `here`: whether these are filled."""
+        """`head`: the pickle of the value without its buffers. `here`: True if the buffers are filled."""
         self.head: Final = head
         self.sizes: Final = [buffer.nbytes for buffer in buffers]
         """Bytes of each buffer."""
         self.pieces: Final = [each[start : start + PIECE] for each in buffers for start in range(0, len(each), PIECE)]
         self.whole: Final[Future[None]] = Future()
-        """Done when all is here; has the error where it never comes."""
+        """Done when all bytes are here. Has the error if they never come."""
         self._here = 0
         self._changed = threading.Condition()
         if here:
             self.came(len(self.pieces))
 
     def came(self, number: int) -> None:
-        """So many pieces are here."""
+        """Note that this many pieces are here."""
         with self._changed:
             self._here = number
             self._changed.notify_all()
 
     def end(self, error: Exception | None = None) -> None:
-        """It is whole, or has failed."""
+        """Note that all bytes are here, or the failure."""
         with self._changed:
             if error is None:
                 self.whole.set_result(None)
@@ -43,7 +43,7 @@ class Flow:
             self._changed.notify_all()
 
     def piece(self, number: int) -> Bytes:
-        """One of them, when it is here. Raises what the flow has failed with."""
+        """Wait for a piece and return it. Raises the flow's failure."""
         with self._changed:
             self._changed.wait_for(lambda: number < self._here or self.whole.done())
         if number >= self._here:

@@ -1,4 +1,4 @@
-"""The network interface with a given address, to tell gloo where to listen."""
+"""The network interface with a given address, on which gloo is to listen."""
 
 import fcntl
 import socket
@@ -8,11 +8,11 @@ from typing import Final
 
 _SIOCGIFADDR: Final = 0x8915
 _NAME: Final = 15
-"""Letters of an interface's name."""
+"""Most characters of an interface's name."""
 
 
 def interface_of(ip: str) -> str | None:
-    """The interface with this IPv4 address; None where there is none, or where the system cannot be asked."""
+    """Return the interface with this IPv4 address. None if there is none, or the system does not say."""
     if not sys.platform.startswith("linux"):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

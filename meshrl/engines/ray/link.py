@@ -18,55 +18,54 @@ from meshrl.engines.ray.flow import Flow
 from meshrl.mesh import Bytes, address_of
 
 IN_FLIGHT: Final = 2
-"""Pieces of a value that are under way at once."""
+"""Number of a value's pieces in flight at once."""
 
 
 class Meeting(NamedTuple):
-    """Where the two find each other."""
+    """The address at which both processes meet."""
 
     name: str
-    """Of the group."""
+    """The name of the group."""
     ip: str
     port: int
 
 
 class _Group(Protocol):
-    """What torch's types do not say of a group."""
+    """The methods that torch's types lack."""
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> dist.Work:
-        """Begin to send a tensor to one process."""
+        """Start to send a tensor to one process."""
         ...
 
     def recv(self, tensors: Sequence[torch.Tensor], of: int, tag: int) -> dist.Work:
-        """Begin to fill a tensor with what one process sends."""
+        """Start to receive a tensor from one process."""
         ...
 
 
 class Link:
-    """One end of a group: values go from its first process to its second, several at once, each by its number.
+    """One end of a group. Its first process sends numbered values to its second, several at once.
 
-    When one of the two dies, or an operation takes longer than the patience, all that is under way fails. A link that
-    failed serves no more.
+    If one of the two dies, or an operation exceeds the patience, all transfers fail. A failed link stays unusable.
     """
 
     def __init__(self, ip: str, patience: float, meeting: Meeting | None = None) -> None:
-        """`ip`: of this machine; `patience`: seconds; `meeting`: where the second waits, if this is the first."""
+        """`ip`: of this machine. `patience`: in seconds. `meeting`: where the second waits, if this is the first."""
         self._patience = timedelta(seconds=patience)
         self._rank = int(meeting is None)
         _, at, port = meeting or Meeting("", ip, 0)
         self._store = TCPStore(at, port, is_master=meeting is None, timeout=self._patience, wait_for_workers=False)
         self.meeting: Final = meeting or Meeting(token_hex(8), ip, self._store.port)
         self.numbers: Final = count()
-        """For the values that the second asks for."""
+        """Numbers for the values that the second process requests."""
         self.failed: str = ""
-        """Why it serves no more."""
+        """Why it is unusable."""
         self.used: float = time.monotonic()
-        """When a piece last went by it."""
+        """Time of the last piece that passed."""
         self._group: _Group | None = None
         self._making = threading.Lock()
 
     def send(self, flow: Flow, number: int) -> None:
-        """Send a value, each piece as soon as it is here; this waits. RuntimeError where that fails."""
+        """Send a value, each piece as soon as it is here. Blocks. RuntimeError if that fails."""
         under_way: deque[dist.Work] = deque()
         try:
             for index in range(len(flow.pieces)):
@@ -81,7 +80,7 @@ class Link:
             raise
 
     def receive(self, flow: Flow, number: int) -> None:
-        """Fill the pieces of a value as they come; this waits. RuntimeError where that fails, of the flow too."""
+        """Receive the pieces of a value. Blocks. RuntimeError if the link or the flow fails."""
         under_way: deque[dist.Work] = deque()
         try:
             for index in range(len(flow.pieces) + IN_FLIGHT):
@@ -106,12 +105,12 @@ class Link:
             return self._group
 
     def _fail(self, error: Exception) -> None:
-        """Let the group go: its connection closes when nothing waits there any more."""
+        """Drop the group. Its connection closes when nothing waits on it any more."""
         with self._making:
             self.failed = self.failed or str(error)
             self._group = None
 
 
 def _tensor(memory: Bytes) -> torch.Tensor:
-    """The same memory, which the caller keeps; torch would warn of what is read-only here."""
+    """Return the same memory as a tensor. The caller keeps it. torch would warn that it is read-only."""
     return torch.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(address_of(memory)), dtype=torch.uint8)

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _PAUSE: Final = 1.0
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files."""
 _AT_ONCE: Final = 2**20
-"""Bytes of a file that are taken at one look; of more than that, the last ones."""
+"""Most bytes of a file for each check. Of more, only the last ones are taken."""
 _MARKS: Final = re.compile(rb"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
-"""Lines by which Ray tells itself who writes."""
+"""Lines by which Ray marks the writer."""
 _LAST: Final = 3.0
-"""Seconds that a node has to give what a dead rank wrote last."""
+"""Seconds that a node has to deliver the last output of a dead rank."""
 
 
 def read_on(files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
-    """What each of these files of this machine has from a place on, and the place after that."""
+    """Read these files of this machine, each from an offset. Returns the new bytes and the next offset."""
     return [_read_on(Path(file), since) for file, since in files]
 
 
@@ -36,7 +36,7 @@ def _read_on(file: Path, since: int) -> tuple[bytes, int]:
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
-            since = since if since <= size else 0  # Ray has begun it anew
+            since = since if since <= size else 0  # Ray has started a new file
             opened.seek(max(since, size - _AT_ONCE))
             return _MARKS.sub(b"", opened.read()), opened.tell()
     except OSError:
@@ -47,7 +47,7 @@ class Reader:
     """Reads files on another node."""
 
     async def read_on(self, files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
-        """As the function of this name."""
+        """Call the function of this name."""
         return read_on(files)
 
 
@@ -56,15 +56,15 @@ class _Remote(Protocol):
 
 
 class Node:
-    """The ranks of one node. Those of this machine's are read at once, those of others by an actor there."""
+    """The ranks of one node. Files of this machine are read at once, others by an actor on the node."""
 
     def __init__(self, name: str, *, is_here: bool) -> None:
         self._reader = None if is_here else _reader(name)
         self._ranks: WeakKeyDictionary[Process, dict[str, int]] = WeakKeyDictionary()
-        """How much of each file was taken."""
+        """The offset that each file was read up to."""
         self._taking = asyncio.Lock()
         self._gone = False
-        """Whether the node did not answer."""
+        """True if the node did not answer."""
         self._task = asyncio.create_task(self._follow())
 
     def add(self, process: Process, files: Sequence[str], log: RankLog) -> None:
@@ -74,7 +74,7 @@ class Node:
             log.catch_up = self._take
 
     async def look(self) -> None:
-        """Take what is new."""
+        """Take new output."""
         if self._reader is None:
             self._take()
             return
@@ -84,7 +84,7 @@ class Node:
             self._keep(wanted, await read_on.remote([(file, since) for _, file, since in wanted]))
 
     async def last(self) -> None:
-        """Take what a rank wrote before it died; what cannot be had in a moment is done without."""
+        """Take the last output of a dead rank, if it comes within a moment."""
         if not self._gone:
             try:
                 async with asyncio.timeout(_LAST):
@@ -93,7 +93,7 @@ class Node:
                 self._gone = True
 
     async def close(self) -> None:
-        """Take what is there, and let the node go."""
+        """Take the remaining output, and drop the node."""
         self._task.cancel()
         await self.last()
         if self._reader is not None:
@@ -105,7 +105,7 @@ class Node:
             while not self._gone:
                 await asyncio.sleep(_PAUSE)
                 await self.look()
-        except RayError:  # its ranks say so
+        except RayError:  # its ranks report it
             self._gone = True
 
     def _take(self) -> None:
@@ -129,13 +129,13 @@ def _reader(node: str) -> "ActorHandle[Reader]":
 
 
 class RankLogs:
-    """The nodes that have ranks whose logs are kept."""
+    """The nodes with ranks whose logs are kept."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
 
     def follow(self, process: Process) -> None:
-        """Bring what a process writes from now on, and what it has written, to its log."""
+        """Copy all output of a process to its log, old and new."""
         place, log = process.known, process.log
         if place is None or log is None:
             return
@@ -146,11 +146,11 @@ class RankLogs:
         node.add(process, place.files, log)
 
     async def last(self, node: str) -> None:
-        """Have what ranks of a node wrote last."""
+        """Take the last output of a node's ranks."""
         if node in self._nodes:
             await self._nodes[node].last()
 
     async def close(self) -> None:
-        """Take what is there, and let the nodes go."""
+        """Take the remaining output, and drop the nodes."""
         nodes, self._nodes = list(self._nodes.values()), {}
         await asyncio.gather(*(node.close() for node in nodes))

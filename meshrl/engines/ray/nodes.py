@@ -9,7 +9,7 @@ import ray
 from meshrl.engines.hosting import Door, boot
 
 Amounts: TypeAlias = Mapping[str, float]
-"""How much of each of Ray's resources."""
+"""The amount of each of Ray's resources."""
 
 
 class Node(NamedTuple):
@@ -18,9 +18,9 @@ class Node(NamedTuple):
     id: str
     address: str
     port: int
-    """At which Ray's own process of the node takes connections."""
+    """The port of Ray's own process on the node."""
     has: Amounts
-    """In all, also what is taken."""
+    """All its resources, taken ones included."""
 
 
 class Home(NamedTuple):
@@ -35,12 +35,12 @@ class Home(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine."""
+        """True if it is this machine."""
         return self.boot == boot()
 
 
 def nodes() -> list[Node]:
-    """The living nodes, as the head knows them; this waits for it."""
+    """Return the living nodes that the head knows. Blocks."""
     found = cast("list[dict[str, object]]", ray.nodes())
     return [
         Node(
@@ -55,7 +55,7 @@ def nodes() -> list[Node]:
 
 
 def home(patience: float) -> Home:
-    """This machine. `patience`: seconds after which others give it up when they cannot reach it."""
+    """Describe this machine. `patience`: seconds after which others give it up if they cannot reach it."""
     own = ray.get_runtime_context().get_node_id()
     here = next(node for node in nodes() if node.id == own)
     return Home(socket.gethostname(), boot(), Door(here.address, here.port, patience))

@@ -1,7 +1,7 @@
 """A value as Ray carries it to another machine: its bytes, its buffers, and its references to Ray's store.
 
-Ray counts the references of an object that it pickles itself, and would not count one that is made meanwhile, as those
-are of values that lie in this machine's shared memory. So they are all made before.
+Ray counts references to objects that it pickles itself. It would miss references that are made during pickling, as for
+values in this machine's shared memory. So all are made before.
 """
 
 import io
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Parcel(NamedTuple):
-    """A value on its way."""
+    """A value in transit."""
 
     head: bytes
     buffers: list[NDArray[np.uint8]]
@@ -45,19 +45,19 @@ def _carrying(refs: "list[ObjectRef[object]]", to: Stop | None = None) -> "Gener
 
 
 def carried() -> "list[ObjectRef[object]] | None":
-    """The references of the parcel that is being packed or unpacked; None where none is."""
+    """Return the references of the parcel that is being packed or unpacked. None outside of that."""
     refs: list[ObjectRef[object]] | None = getattr(_under_way, "refs", None)
     return refs
 
 
 def addressee() -> Stop | None:
-    """The rank that the parcel is for that is being packed, where that is one on another machine."""
+    """Return the rank that gets the parcel that is being packed, if it is on another machine."""
     to: Stop | None = getattr(_under_way, "to", None)
     return to
 
 
 def pack(value: object, to: Stop | None = None) -> Parcel | None:
-    """The value as a parcel, which goes there; None for None."""
+    """Pack a value for a rank. None stays None."""
     if value is None:
         return None
     carry_modules()
@@ -68,7 +68,7 @@ def pack(value: object, to: Stop | None = None) -> Parcel | None:
 
 
 def unpack(parcel: Parcel | None) -> object:
-    """The value again, its arrays read-only."""
+    """Unpack the value, with read-only arrays."""
     if parcel is None:
         return None
     with _carrying(parcel.refs):

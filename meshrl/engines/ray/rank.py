@@ -24,7 +24,7 @@ from meshrl.mesh import Share, pool
 
 
 class RankProcess:
-    """One process for one rank of a mesh: a `Host`, whose calls are the tasks of a Ray actor."""
+    """The process of one rank: a `Host`, whose calls are the tasks of a Ray actor."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class RankProcess:
         controller: Home,
         carried: Sequence[str],
     ) -> None:
-        """`controller`: where that is; `carried`: folders of a `Package`. The rest: see `work_as`, `Host`, `pool`."""
+        """`controller`: its place. `carried`: folders of a `Package`. The others: see `work_as`, `Host` and `pool`."""
         settle_in(carried, paths)
         work_as(folder, paths)
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only mapped values are fetched this way
         pool.join(share, hands_on=True)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._relay = Relay(HostRef.put)
@@ -47,7 +47,7 @@ class RankProcess:
         self._controller = controller
 
     async def place(self) -> Parcel | None:
-        """Where this is, a free port, and how others reach it. From now on this process ends without its controller."""
+        """Return the place of this process and a free port. From now on it ends if it loses its controller."""
         self._host.keep_loop()
         if self._socket is None:
             RayRef.here = await asyncio.to_thread(home, self._controller.door.patience)
@@ -59,7 +59,8 @@ class RankProcess:
             self._socket = str(path), token
             self._host.leaving = partial(remove_folder, path.parent)
         ip = cast("str", ray.util.get_node_ip_address())
-        # Else gloo listens where the host's own name leads, which on Debian is 127.0.1.1: no other host finds it there.
+        # Else gloo listens on the address of the host's name. On Debian that is 127.0.1.1, unreachable from other
+        # hosts.
         if interface := interface_of(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         node = ray.get_runtime_context().get_node_id()
@@ -68,7 +69,7 @@ class RankProcess:
         return pack(place._replace(ip=ip, node=node, socket=self._socket, door=door, files=_written_to()))
 
     def lose(self, reason: str) -> None:
-        """The controller cannot be reached, and gives this rank up: so that nothing is done twice, it ends at once."""
+        """End this process at once. The unreachable controller gives this rank up, and no work may run twice."""
         log.warning(
             "a rank ends because its controller counts it as lost", controller=str(self._controller), reason=reason
         )
@@ -76,33 +77,33 @@ class RankProcess:
         os._exit(1)
 
     async def clock(self) -> Parcel | None:
-        """Seconds on this machine's clock."""
+        """Return the seconds of this machine's clock."""
         return pack(await self._host.clock())
 
     async def construct(self, wanted: Parcel) -> Parcel | None:
-        """Make an actor."""
+        """Construct an actor."""
         return pack(await self._host.construct(cast("Construction", unpack(wanted))))
 
     async def call(self, given: Parcel | None = None) -> Parcel | None:
-        """Call the endpoint that the task's name says."""
+        """Call the endpoint in the task's name."""
         ask = current_ask(self._host.whole)
         return pack(await self._host.call(ask, _arguments(given)))
 
     async def stream(self, given: Parcel | None = None) -> Parcel | None:
-        """Run the generator that the task's name says to its end; `next` gives its values."""
+        """Run the generator in the task's name to its end. `next` returns its values."""
         ask = current_ask(self._host.whole)
         return pack(await self._host.stream(ask, _arguments(given)))
 
     async def next(self, line: Parcel, number: Parcel) -> Parcel | None:
-        """The next value of a stream."""
+        """Return the next value of a stream."""
         return pack(await self._host.next(cast("str", unpack(line)), cast("int", unpack(number))))
 
     async def cancel(self, line: Parcel, number: Parcel) -> None:
-        """Cancel a call or close a stream, also one that has not arrived yet."""
+        """Cancel a call or close a stream, even before it arrives."""
         self._host.cancel(cast("str", unpack(line)), cast("int", unpack(number)))
 
     async def stop(self, key: Parcel, attempt: Parcel) -> None:
-        """Cancel an actor's calls, wait for their end, and let it go."""
+        """Cancel an actor's calls, wait for their end, and drop the actor."""
         await self._host.stop(cast("str", unpack(key)), cast("int", unpack(attempt)))
 
     @ray.method(concurrency_group=RELAY)
@@ -117,15 +118,15 @@ class RankProcess:
 
     @ray.method(concurrency_group=RELAY)
     async def answers(self) -> None:
-        """It does, whatever else it computes or waits for."""
+        """Answer. This works while the process computes or waits."""
 
     async def leave(self) -> None:
-        """The mesh goes: give back memory that would outlive this process, which is killed now."""
+        """Give back memory that would outlive this process. The mesh ends, and this process is killed next."""
         self._host.leave()
 
 
 def _written_to() -> Sequence[str]:
-    """Ray's files of this process; none where it has no file of its own."""
+    """Return Ray's output files of this process, if it has any of its own."""
     from ray._private.worker import global_worker  # noqa: PLC0415 -- Ray has no public way to ask
 
     files: list[str] = [global_worker.get_out_file_path(), global_worker.get_err_file_path()]

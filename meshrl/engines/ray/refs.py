@@ -25,13 +25,13 @@ carries(register_pickle_by_value, ObjectRef)
 
 
 class HostRef(PoolRef):
-    """A value in this machine's shared memory, which is copied into Ray's store when it is sent to another machine."""
+    """A value in this machine's shared memory. It is copied into Ray's store when it is sent to another machine."""
 
     __slots__ = ("_far",)
 
     @classmethod
     def put(cls, value: object) -> Self:
-        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room."""
+        """Keep a value. Its numpy arrays are read without a copy. DataError if there is no room."""
         _check_open()
         return super().put(value)
 
@@ -43,31 +43,31 @@ class HostRef(PoolRef):
 
 
 class RayRef(Ref):
-    """A value in Ray's object store. In one process there is one such object for it."""
+    """A value in Ray's object store. Each process has one such object for it."""
 
     __slots__ = ("__weakref__", "_lost", "_near", "_route", "_stops", "home", "ref", "way")
 
     here: ClassVar[Home | None] = None
-    """Where what this process puts lies, if it is a rank."""
+    """The place of this process, if it is a rank."""
 
     def __init__(self, ref: "ObjectRef[object]", home: Home | None = None, route: Route = ()) -> None:
-        """`route`: by which it comes to this machine. Where the last is none of its ranks, Ray brings it."""
+        """`route`: its way to this machine. If that does not end at one of its ranks, Ray brings the value."""
         self.ref: ObjectRef[object] = ref
         self.way: str = "the object store"
         self.home: Home | None = home
-        """Where the process is that has put it, and without which nobody can fetch it."""
+        """The process that keeps it, without which nobody can fetch it."""
         self._lost = ""
         """Why nobody waits for it any more."""
         self._near: HostRef | None = None
-        """Where a process of this machine finds it, once it was sent to one, or has come by its route."""
+        """Its copy in this machine's shared memory, after it was sent to a process here or came by its route."""
         self._route = route
         self._stops = {stop.home.boot: stop for stop in route}
-        """By which machines it goes, in this order, and the first rank on each that it was sent to."""
+        """The machines on its way, in order, and the first rank on each that received it."""
         _known[ref.binary()] = self
 
     @classmethod
     def put(cls, value: object) -> "RayRef":
-        """Keep a value; numpy arrays in it are read without a copy on the same machine."""
+        """Keep a value. Processes of the same machine read its numpy arrays without a copy."""
         _check_open()
         parcel = pack(value)
         ref: ObjectRef[object] = ray.put(parcel)
@@ -76,7 +76,7 @@ class RayRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The values, arrays read-only. Raises `DataLost` if one is lost."""
+        """Return the values, with read-only arrays. Raises `DataLost` if one is lost."""
         wanted = cast("Sequence[RayRef]", held)
         if not ray.is_initialized():
             raise DataLost("the ranks of an engine", "the engine is closed")
@@ -85,20 +85,20 @@ class RayRef(Ref):
         if elsewhere := [*(each for each in wanted if each.is_far), *(stored[each] for each in missing)]:
             await asyncio.gather(*(each.come() for each in elsewhere))
         mapped = {each: each.ref for each in wanted if not each.is_near}
-        try:  # what is on this machine is only mapped: faster at once than awaited one by one
+        try:  # mapping what is on this machine at once is faster than awaiting each
             parcels = dict(zip(mapped, cast("list[Parcel]", ray.get(list(mapped.values()))), strict=True))
             return [unpack(parcels[each]) if each in parcels else each.mapped() for each in wanted]
         except ObjectLostError:
-            return [each.mapped() for each in wanted]  # one of them says where it lay
+            return [each.mapped() for each in wanted]  # one of these reports where it was
 
     @property
     def is_near(self) -> bool:
-        """Whether it is in this machine's shared memory."""
+        """True if it is in this machine's shared memory."""
         return self._near is not None
 
     @property
     def is_far(self) -> bool:
-        """Whether it is known to be on other machines alone."""
+        """True if it is only on other machines, as far as is known."""
         return not self.is_near and bool(self._route) and not self._route[0].home.is_here
 
     async def come(self) -> None:
@@ -108,7 +108,7 @@ class RayRef(Ref):
                 stop = self._route[-1]
                 told = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
                 copy = cast("HostRef", pickle.loads(cast("bytes", told)))  # noqa: S301 -- of this run's own ranks
-                copy.value()  # or it is lost
+                copy.value()  # raises if it is lost
                 self._near, self.way = copy, "collectives"
                 return
             except (RayError, DataLost, Gone) as error:
@@ -120,13 +120,13 @@ class RayRef(Ref):
                 await (unless_silent(first, self.ref) if first else unless_lost(self.home, self.ref))
         except Gone as gone:
             self._lost = str(gone)
-        except ObjectLostError:  # told where it is mapped
+        except ObjectLostError:  # reported where it is mapped
             pass
         if self._lost:
             raise DataLost(self._where, self._lost)
 
     def mapped(self) -> object:
-        """The value, which is on this machine. Raises `DataLost` if it is lost."""
+        """Return the value, which is on this machine. Raises `DataLost` if it is lost."""
         if self._near is not None:
             return self._near.value()
         try:
@@ -136,13 +136,13 @@ class RayRef(Ref):
             raise DataLost(self._where, reason) from None
 
     def goes_by(self, route: Route) -> None:
-        """It is told by which machines it comes to this one, where that is not known."""
+        """Set its way to this machine, unless that is known."""
         if not self._stops:
             self._route = route
             self._stops = {stop.home.boot: stop for stop in route}
 
     def route_to(self, to: Stop | None) -> Route:
-        """By which machines it goes to a rank; where that is not known, from which it goes."""
+        """Return its way to a rank. If that is unknown, return where it starts."""
         if not self._stops or to is None:
             return tuple(self._stops.values())[:1]
         self._stops.setdefault(to.home.boot, to)
@@ -165,7 +165,7 @@ class RayRef(Ref):
 
 
 def _check_open() -> None:
-    if not ray.is_initialized():  # Ray would join whatever cluster it finds
+    if not ray.is_initialized():  # otherwise Ray would join any cluster that it finds
         raise MeshStopped("the engine is closed: nothing more can be sent to its ranks")
 
 

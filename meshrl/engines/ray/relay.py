@@ -1,7 +1,7 @@
-"""Relay of large values to several machines: each machine forwards to the next what it has received.
+"""Relay of large values to several machines: each machine forwards what it receives to the next.
 
-So a value leaves its own machine once, and is everywhere soon after the time of one copy. On each machine one rank, the
-first that was sent it, takes it into the shared memory, for all that are there.
+A value leaves its machine once, and is everywhere soon after the time of one copy. On each machine, the first rank that
+gets the value takes it into the shared memory, for all processes there.
 """
 
 import asyncio
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from meshrl.engines.ray.link import Link, Meeting
 
 RELAY: Final = "relay"
-"""The concurrency group of a `RankProcess` that hands values on: it has a thread of its own, so no call delays it."""
+"""The concurrency group of a `RankProcess` that forwards values. It has its own thread, so no call delays it."""
 LARGE: Final = 1 << 23
-"""Bytes of the smallest value that goes so."""
+"""Size in bytes of the smallest value that is relayed."""
 _GRACE: Final = 3.0
-"""Seconds for which a value that has come is kept for the next machine."""
+"""Seconds that a received value is kept for the next machine."""
 _REMEMBERED: Final = 1000
-"""Values of which it is known that they were here."""
+"""Number of received values that are remembered."""
 _IDLE: Final = 600.0
-"""Seconds after which a link that nothing comes by is let go: its other end may be dead, which it does not hear."""
+"""Seconds of silence after which a link is dropped. Its other end may be dead, which it does not notice."""
 _ALIGNED: Final = 64
 
 T = TypeVar("T")
 K = TypeVar("K")
 Key: TypeAlias = "list[ObjectRef[object]]"
-"""One reference, in a list: Ray would fetch what it is given as it is."""
+"""One reference, in a list. Ray would fetch a bare argument."""
 
 
 class Wire(NamedTuple):
-    """By what a value is to come."""
+    """The link that carries a value."""
 
     meeting: "Meeting"
     number: int
-    """Of the value, among those that come by it."""
+    """The number of the value on the link."""
 
 
 async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
-    """What comes from a machine. Raises `Gone` if that is given up before."""
+    """Await something from a machine. Raises `Gone` if the machine is given up first."""
     waits = asyncio.ensure_future(coming)
     waiting = _Waiting()
     waits.add_done_callback(lambda _: waiting.reply.arrive(None))
@@ -72,7 +72,7 @@ async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
 
 
 async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
-    """What comes by a rank. Raises `Gone` if its machine is given up before, or it answers nothing for its patience."""
+    """Await something from a rank. Raises `Gone` if its machine is given up, or it is silent for its patience."""
     patience = stop.home.door.patience
     waits, silent = asyncio.ensure_future(unless_lost(stop.home, coming)), 0
     answer = _answer(stop)
@@ -93,38 +93,38 @@ async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
 
 def _answer(stop: Stop) -> asyncio.Future[object]:
     answer = asyncio.ensure_future(stop.handle.answers.remote())
-    answer.add_done_callback(lambda came: came.cancelled() or came.exception())  # who dies fails what is waited for
+    answer.add_done_callback(lambda came: came.cancelled() or came.exception())  # its death fails what is awaited
     return answer
 
 
 class _Waiting:
-    """Somebody waits for a value of another machine."""
+    """A task that waits for a value from another machine."""
 
     def __init__(self) -> None:
         self.reply = Reply()
 
     def lose(self, reason: str) -> None:
-        """That machine is given up."""
+        """Give that machine up."""
         self.reply.arrive(None, Gone(reason))
 
 
 class Relay:
-    """What comes to this machine by this rank, and goes on from it."""
+    """The values that reach this machine through this rank, and go on to the next."""
 
     def __init__(self, put: Callable[[object], PoolRef]) -> None:
         """`put`: keeps a value in this machine's shared memory."""
         self._put = put
         self._flows: dict[bytes, asyncio.Task[_Arrival]] = {}
-        """What is coming, or has come just now."""
+        """Values that arrive now or did so a moment ago."""
         self._copies: OrderedDict[bytes, ref[PoolRef]] = OrderedDict()
-        """What has come, as long as anybody here reads it."""
+        """Values that have arrived, while a process here reads them."""
         self._into: dict[Handle, asyncio.Task[Link]] = {}
-        """Links from the ranks of other machines, by which values come."""
+        """Links from the ranks of other machines, which bring values."""
         self._from: dict[str, asyncio.Task[Link]] = {}
-        """The other ends of such links, by their names."""
+        """The sending ends of such links, by name."""
 
     async def host_copy(self, key: Key, route: Route) -> bytes:
-        """A value in this machine's shared memory, pickled for a process of this machine."""
+        """Return a value in this machine's shared memory, pickled for a process of this machine."""
         arrival = await self._arrival(key, route)
         await asyncio.shield(asyncio.wrap_future(arrival.flow.whole))
         if (copy := self._copy(key)) is None:
@@ -132,12 +132,12 @@ class Relay:
             self._copies[key[0].binary()] = ref(copy)
             if len(self._copies) > _REMEMBERED:
                 self._copies.popitem(last=False)
-        asyncio.get_running_loop().call_later(_GRACE, id, copy)  # kept until who asked has opened it
+        asyncio.get_running_loop().call_later(_GRACE, id, copy)  # kept until the asking process has opened it
         with in_transit():
             return pickle.dumps(copy)
 
     async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
-        """Begin to send a value: what it is unpickled from, and bytes of each buffer. None where it is here no more."""
+        """Start to send a value. Returns its pickle and the bytes of each buffer, or None if it is no longer here."""
         if not available():
             return None
         flow = await self._flow(key, route)
@@ -167,7 +167,7 @@ class Relay:
         return await asyncio.shield(self._flows[name])
 
     def _begun(self, name: bytes, begun: "asyncio.Task[_Arrival]") -> None:
-        """Forget it some time after it has come, and at once if it does not come."""
+        """Forget a value some time after its arrival, or at once if it fails."""
         if begun.cancelled() or begun.exception():
             del self._flows[name]
             return
@@ -180,7 +180,7 @@ class Relay:
         whole.add_done_callback(ended)
 
     async def _begin(self, key: Key, route: Route) -> "_Arrival":
-        """Ask the machine before this one for a value, and where it is there no more, that on which it was made."""
+        """Ask the previous machine for a value. If it is no longer there, ask the machine that made it."""
         own = route[-1].home
         if len(route) == 1:
             raise DataError("a value that was made on this machine is no longer here")
@@ -197,7 +197,7 @@ class Relay:
 
 
 class _Arrival:
-    """A value that comes into this machine's shared memory."""
+    """A value that arrives in this machine's shared memory."""
 
     def __init__(self, head: bytes, sizes: Sequence[int]) -> None:
         *starts, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
@@ -209,20 +209,20 @@ class _Arrival:
         self.flow: Final = Flow(head, [writing.memory[start:stop] for start, stop in self._spans], here=False)
 
     def value(self) -> object:
-        """It, when it is whole."""
+        """Return the value, once it is complete."""
         memory: Bytes = self._segment.memory
         return unpack(Parcel(self.flow.head, [memory[start:stop] for start, stop in self._spans], []))
 
 
 def available() -> bool:
-    """Whether this process can take part: torch is installed."""
+    """True if torch is installed, so this process can relay."""
     return find_spec("torch") is not None
 
 
 async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]", idle: float) -> "Link":
-    """The link of this key, made once for all who ask at the same time, and anew where it has failed.
+    """Return the link of this key, made once for concurrent callers, and made again after a failure.
 
-    Those that were idle for so many seconds are let go. Who receives lets go first: who sends has what it is asked by.
+    Links that were idle for `idle` seconds are dropped. The receiver drops first, because it sends the requests.
     """
     for known in [each for each, made in links.items() if made.done() and _is_over(made, idle)]:
         del links[known]
@@ -248,12 +248,12 @@ def _flowing(parcel: Parcel) -> Flow:
 
 
 def _in_thread(carry: Callable[[Flow, int], None], flow: Flow, number: int) -> None:
-    """A thread of its own: it waits most of the time, and others may wait for what it does."""
+    """Run in a new thread: it mostly waits, and others may wait for it."""
 
     def run() -> None:
         try:
             carry(flow, number)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, who waits for the value is told
+        except Exception as error:  # noqa: BLE001 -- the waiter gets it, whatever it is
             log.warning("a value is not forwarded to the next machine", error=str(error))
 
     threading.Thread(target=run, name="meshrl-relay", daemon=True).start()

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 _NODE: Final = "ray.io/node-id"
 """Ray's own label of each node."""
 CALLS_AT_ONCE: Final = 10_000
-"""Of one process. Streams and calls that wait for their turn count."""
+"""For one process. Streams and calls that wait for their turn count."""
 
 
 class RayReservation(Reservation):
-    """What one mesh holds of the cluster."""
+    """The resources that one mesh holds of the cluster."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class RayReservation(Reservation):
         log: str,
         rank_logs: RankLogs,
     ) -> None:
-        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`.
+        """`asked`: the request of each rank. `keeps`: arguments of a `RankProcess`. `log`: as in `Engine.reserve`.
 
-        `package`: the code that ranks need which their machines may not have.
+        `package`: code that ranks need and their machines may lack.
         """
         cpus = asked.get("CPU", 0)
         super().__init__(count, max(1, int(cpus)), cpus, resources.min_ranks, log)
@@ -70,16 +70,16 @@ class RayReservation(Reservation):
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
-        # A group is there whole or not at all: ranks that come and go have one each, which is made anew elsewhere.
+        # Ray grants a group whole or not at all. Ranks that may come and go have one each, to move it to another node.
         groups, self._each = (count, 1) if resources.min_ranks else (1, count)
         self._strategy = resources.placement.upper()
         self._avoided: dict[int, Mapping[str, Door]] = {}
-        """By group, the nodes where it is not put, because they did not answer when it was made."""
+        """Nodes that a group avoids because they did not answer when it was made."""
         self._groups = [self._group(number) for number in range(groups)]
         self.processes: list[Process] = [self.begin(slot) for slot in self.slots]
 
     def _group(self, number: int) -> PlacementGroup:
-        """Resources for ranks on nodes that answer: Ray itself would put them on one that it takes for living."""
+        """Reserve resources for ranks on nodes that answer. Ray may consider a dead node alive."""
         avoided = self._avoided[number] = dict(self._cluster.silent)
         labels = {_NODE: f"!in({','.join(avoided)})"} if avoided else {}
         bundles = [dict(self.asked)] * self._each
@@ -88,12 +88,12 @@ class RayReservation(Reservation):
         return made
 
     async def _regroup(self, number: int) -> None:
-        """Give up the resources of ranks, and ask for others on the nodes that answer now."""
+        """Give up the resources of ranks, and request others on nodes that answer now."""
         old, self._groups[number] = self._groups[number], self._group(number)
         await self._cluster.ask(partial(remove_placement_group, old))
 
     async def prepare(self, slots: Sequence[ProcessSlot]) -> None:
-        """Have ranks elsewhere whose node was given up, and give Ray the code again, which it may have dropped."""
+        """Move ranks away from nodes that were given up. Upload the code again, which Ray may have dropped."""
         for slot in slots:
             channel, known = cast("RayChannel", slot.process.channel), slot.process.known
             if self._each == 1 and channel.is_lost and known and known.door:
@@ -103,7 +103,7 @@ class RayReservation(Reservation):
             await self._cluster.ask(self._package.upload)
 
     async def say_missing(self, missing: int) -> None:
-        """Say that so many processes have not started yet. If resources are missing: what each asks, what is free."""
+        """Log the number of processes that have not started. If resources are missing, log requested and free ones."""
         if await self._cluster.ask(self._has_its_resources):
             await super().say_missing(missing)
             return
@@ -112,12 +112,12 @@ class RayReservation(Reservation):
         log.info("waiting for resources for ranks", **self.named, missing=missing, of=of, each_asks=asks, free=free)
 
     def _has_its_resources(self) -> bool:
-        """Whether Ray has reserved what the ranks ask for, so that only their processes are still to start."""
+        """True if Ray has reserved the resources, so only the processes still have to start."""
         tables = [cast("Mapping[str, object]", placement_group_table(group)) for group in self._groups]
         return all(table["state"] == "CREATED" for table in tables)
 
     async def place(self, slot: ProcessSlot) -> Place:
-        """Where a rank's process is. One that comes and goes is sought on all nodes again when a silent one answers."""
+        """Return the place of a rank's process. A rank that may come and go tries all nodes again when one answers."""
         while self._each == 1 and (avoided := self._avoided[slot.index]):
             placing = asyncio.ensure_future(self._sought(slot))
             heard = asyncio.ensure_future(self._cluster.one_answers(avoided))
@@ -134,9 +134,9 @@ class RayReservation(Reservation):
         return await self._sought(slot)
 
     async def _sought(self, slot: ProcessSlot) -> Place:
-        """Where a rank's process is. One that never ran is asked for once more.
+        """Return the place of a rank's process. Requests a process that never ran once more.
 
-        Ray may have sought it on a node of which it finds out only now that it has died.
+        Ray may have tried a node whose death it notices only now.
         """
         process = slot.process
         try:
@@ -164,7 +164,7 @@ class RayReservation(Reservation):
         )
 
     async def _placed(self, process: Process) -> Place:
-        """Where it is, when it runs. From now on it is watched."""
+        """Return its place, once it runs. From now on it is watched."""
         channel = cast("RayChannel", process.channel)
         place = cast("Place", await channel.request("place"))
         await self._check(process, place)
@@ -178,15 +178,15 @@ class RayReservation(Reservation):
         return place
 
     async def _check(self, process: Process, place: Place) -> None:
-        """Raise `ConfigError` where it is on a node with other versions, as one that has joined may be."""
+        """Raise `ConfigError` if its node has other versions, as a new node may."""
         try:
             await self._cluster.check({place.node: f"{place.host} ({place.ip})"})
         except ConfigError as refused:
-            process.died(str(refused))  # so that it is made anew, perhaps elsewhere
+            process.died(str(refused))  # so that it is made again, perhaps elsewhere
             raise
 
     async def release(self) -> None:
-        """End the processes and give everything back."""
+        """End the processes and free all resources."""
         try:
             await super().release()
         finally:
@@ -200,7 +200,7 @@ class RayReservation(Reservation):
             remove_placement_group(group)
 
     def begin(self, slot: ProcessSlot) -> Process:
-        """Ask Ray for a process. It comes when its resources are free."""
+        """Request a process from Ray. It starts when its resources are free."""
         group, bundle = divmod(slot.index, self._each)
         strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         custom = {name: amount for name, amount in self.asked.items() if name not in ("CPU", "GPU", "memory")}
@@ -211,7 +211,7 @@ class RayReservation(Reservation):
             resources=custom,
             scheduling_strategy=strategy,
             max_concurrency=CALLS_AT_ONCE,
-            enable_task_events=False,  # one thing less to do for every call
+            enable_task_events=False,  # less work for every call
             runtime_env={"working_dir": self._package.uri} if self._package else None,
         )
         paths = [path or str(Path.cwd()) for path in sys.path]

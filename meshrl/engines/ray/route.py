@@ -1,4 +1,4 @@
-"""The route of a large value: which machine sends to which."""
+"""The route of a large value: the machines that pass it on."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -21,14 +21,14 @@ class Handle(Protocol):
 
 
 class Stop(NamedTuple):
-    """A rank by which a value goes."""
+    """A rank on the route of a value."""
 
     handle: Handle
     home: Home
 
 
 Route: TypeAlias = Sequence[Stop]
-"""One rank on each machine, from that on which a value lies to the one where it is wanted. Empty: Ray brings it."""
+"""One rank on each machine, from the machine that holds a value to the one that needs it. Empty: Ray brings it."""
 
 near: Final[list[Stop]] = []
-"""Ranks of this machine that hand on what lies here; where this process is one, itself first."""
+"""Ranks of this machine that forward its values. If this process is one, it comes first."""

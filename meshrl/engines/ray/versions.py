@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from meshrl.errors import ConfigError
 
 ALWAYS: Final = ("meshrl", "torch")
-"""Packages that are compared in every run, beside those of its backends."""
+"""Packages that are compared in every run, besides those of its backends."""
 _PYTHON: Final = "Python"
 _COLUMNS: Final = ("node", "package", "here", "there")
 _MISSING: Final = "not installed"
@@ -24,9 +24,9 @@ class _Remote(Protocol):
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of Python and of packages where this runs, without that of a build (`+cpu`).
+    """Return the versions of Python and packages in this process, without build labels (`+cpu`).
 
-    It travels to nodes by value, and needs nothing but Python there: a node may have no meshrl.
+    It travels to nodes by value and needs nothing but Python there, because a node may lack meshrl.
     """
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 -- where it runs
     from platform import python_version  # noqa: PLC0415 -- the same
@@ -41,10 +41,10 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 
 
 class Versions:
-    """Those of this process, which a node must have too."""
+    """The versions of this process, which nodes must have too."""
 
     def __init__(self, packages: Iterable[str], patience: float) -> None:
-        """`packages`: those of the run's backends; what is not installed here is not asked of a node either.
+        """`packages`: those of the run's backends. Packages that are not installed here are not compared.
 
         `patience`: seconds that nodes have to answer.
         """
@@ -52,12 +52,12 @@ class Versions:
         self._here = {name: version for name, version in found.items() if version != _MISSING}
         self._patience = patience
         self._same: set[str] = set()
-        """Nodes that were found to have the same."""
+        """Nodes that were found to agree."""
 
     async def check(self, nodes: Mapping[str, str]) -> None:
-        """Raise `ConfigError`, with a table, where nodes have others. `nodes`: by Ray's id, how people call each.
+        """Raise `ConfigError`, with a table, if nodes differ. `nodes`: display names by Ray's id.
 
-        Each is asked once, but one that does not answer in time is asked again when a rank is there.
+        Each node is asked once. One that does not answer in time is asked again when it has a rank.
         """
         if not (unknown := [node for node in nodes if node not in self._same]):
             return
@@ -76,7 +76,7 @@ class Versions:
             raise ConfigError(table(self._here, others))
 
     async def _ask(self, node: str) -> dict[str, str] | None:
-        """What a node has; None where it cannot say."""
+        """Return the versions of a node. None if it does not answer."""
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(installed).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
         try:
@@ -86,7 +86,7 @@ class Versions:
 
 
 def table(here: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> str:
-    """What is told of nodes that have other versions than this one: the difference, and what to do."""
+    """Describe the nodes whose versions differ from this one's: the difference, and what to do."""
     rows = [
         (node, package, version, there[package])
         for node, there in others.items()
@@ -108,7 +108,7 @@ def table(here: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> s
 
 
 def _differ(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Packages of other versions there. One that is missing is told by the rank that needs it, meshrl by this."""
+    """Packages with other versions there. A rank reports a missing package that it needs, and this reports meshrl."""
     return [
         package
         for package, version in here.items()

@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
 NEWS: Final = 1.0
-"""Seconds, at most, from the end of a connection to the news of how the process has ended. It takes milliseconds."""
+"""Most seconds from the end of a connection to the report how the process ended. It takes milliseconds."""
 
 
 class Address(NamedTuple):
-    """Where a process answers."""
+    """The address of a process."""
 
     path: str
     token: bytes
 
 
 class SocketChannel(Channel):
-    """To one process of this machine. It connects where and when it is first used."""
+    """The channel to one process of this machine. It connects on first use, in the process that uses it."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.end: asyncio.Future[str] | None = None
-        """How the process has ended, where somebody here watches it."""
+        """How the process ended, if it is watched from here."""
         self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type["SocketChannel"], tuple[Address]]:
@@ -45,11 +45,11 @@ class SocketChannel(Channel):
         return self._connected().ask(service, None, arguments or None)
 
     def tell(self, service: Service, *arguments: object) -> None:
-        """The same, where nobody waits for the answer."""
+        """Send a request that needs no answer."""
         self._connected().tell(service, arguments)
 
     def close(self, reason: str = "its engine was closed") -> None:
-        """Let the process go. Who still waits for it is told that it is gone, and why."""
+        """Drop the process. Waiting tasks get `Gone` with the reason."""
         for line in list(self._lines.values()):
             line.close(reason)
 
@@ -68,7 +68,7 @@ class _Line:
         self._end = end
         self._asked = 0
         self._waiting: dict[int, tuple[Reply, list[Segment]]] = {}
-        """Who waits for which answer, and what of a question is kept until then."""
+        """The replies that are awaited, and the segments of each question that are kept until then."""
         self._gone = ""
         self._connection: Connection | None = None
         try:
@@ -84,11 +84,11 @@ class _Line:
             return
         self._connection = Connection(there, self._received, self._ended)
         self._connection.send(address.token)
-        if end is not None:  # children that it has forked may hold the connection
+        if end is not None:  # its forked children may hold the connection
             end.add_done_callback(self._heard)
 
     def ask(self, service: Kind, ask: Ask | None, arguments: object) -> Reply:
-        """Send a question; its answer."""
+        """Send a question, and return its reply."""
         values, segments = dumped(arguments)
         number = self._asked
         self._asked += 1
@@ -101,13 +101,13 @@ class _Line:
         return reply
 
     def tell(self, service: Service, arguments: object) -> None:
-        """Send what has no answer."""
+        """Send a message that needs no answer."""
         if self._connection is not None:
             values, _ = dumped(arguments)
             self._connection.send(encode(Question(-1, service, None, values)))
 
     def close(self, reason: str) -> None:
-        """Let the process go. Who waits for it is told that it is gone, and why."""
+        """Drop the process. Waiting tasks get `Gone` with the reason."""
         if self._connection is not None:
             self._connection.close()
             self._fail(reason)
@@ -124,14 +124,14 @@ class _Line:
         value, error = None, None
         try:
             value = loaded(answer.value)
-        except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+        except BaseException as failure:  # noqa: BLE001 -- a value's code may raise anything; the waiter gets it
             error = Broken("".join(traceback.format_exception_only(failure)).strip())
         reply.arrive(value, error)
         if answer.leased and self._connection is not None:
             self._connection.send(encode(Taken(answer.number)))
 
     def _ended(self) -> None:
-        """The process is gone: who waits is told so, and how it ended if that is known in a moment."""
+        """The process is gone. Tell waiting tasks how it ended, if that is known in a moment."""
         self._connection = None
         self._gone = "it was killed, ran out of memory or crashed"
         if self._end is None or self._end.done():

@@ -14,18 +14,18 @@ from meshrl.errors import described
 
 _LENGTH: Final = Struct("<I")
 LONGEST: Final = (1 << 32) - 1
-"""Bytes of a frame."""
+"""Most bytes of a frame."""
 _CHUNK: Final = 1 << 18
-"""Bytes that are read at once."""
+"""Bytes of one read."""
 
 
 class Connection:
-    """One end, on the loop that runs where it is made. Frames arrive whole, and in their order."""
+    """One end, on the loop that runs where it is made. Frames arrive whole and in order."""
 
     def __init__(
         self, end: socket.socket, received: Callable[[bytes], None], ended: Callable[[], None], most: int = LONGEST
     ) -> None:
-        """`received` is told each frame, `ended`, once, that the other side is gone. `most`: bytes of a frame."""
+        """`received`: gets each frame. `ended`: called once when the other side is gone. `most`: bytes of a frame."""
         end.setblocking(False)
         leave_to_parent(end)
         self.socket = end
@@ -35,12 +35,12 @@ class Connection:
         self._ended = ended
         self._arrived = bytearray()
         self._waiting: list[memoryview] = []
-        """What the socket did not take yet."""
+        """Bytes that the socket has not taken yet."""
         self._open = True
         self._loop.add_reader(end, self._read)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame, now or when the other side has room. Where it is gone, nothing happens."""
+        """Send a frame, now or when the other side has room. No effect if it is gone."""
         if not self._open:
             return
         if len(frame) > LONGEST:
@@ -55,7 +55,7 @@ class Connection:
             self._loop.add_writer(self.socket, self._write)
 
     def close(self) -> None:
-        """Close this end; nobody is told."""
+        """Close this end, without calling `ended`."""
         if self._open:
             self._open = False
             with suppress(RuntimeError):  # the loop is closed
@@ -64,12 +64,12 @@ class Connection:
             self.socket.close()
 
     def _taken(self, part: memoryview) -> int:
-        """How many bytes the socket took."""
+        """Return the number of bytes that the socket took."""
         try:
             return self.socket.send(part)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # the reader hears of it
+        except OSError:  # the reader notices it
             return len(part)
 
     def _write(self) -> None:
@@ -99,7 +99,7 @@ class Connection:
             self._arrived += some[len(some) - left :]
 
     def _deliver(self, arrived: bytes | bytearray) -> int:
-        """Hand on the whole frames; how many bytes are left."""
+        """Pass on the whole frames. Returns the number of bytes that are left."""
         at, most = 0, len(arrived)
         try:
             while self._open and most - at >= _LENGTH.size:
@@ -112,7 +112,7 @@ class Connection:
                     break
                 at = end
                 self._received(bytes(memoryview(arrived)[begin:end]))
-        except Exception as error:  # noqa: BLE001 -- no frame is delivered twice, nor a wrong one waited out
+        except Exception as error:  # noqa: BLE001 -- deliver no frame twice, and do not wait for a wrong one
             log.warning(f"a connection is closed, because its frame could not be read: {described(error)}")
             self._end()
         return most - at if self._open else 0
@@ -127,7 +127,7 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def leave_to_parent(own: socket.socket) -> None:
-    """Close a socket in processes that are forked from this one: in theirs it would outlive this one's death."""
+    """Close a socket in forked processes, where it would outlive this process."""
     _sockets.add(own)
 
 

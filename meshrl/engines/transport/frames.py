@@ -12,39 +12,39 @@ from meshrl.engines.hosting import Ask, Pickler, Service
 from meshrl.mesh import Segment, in_transit, seal_arrays
 
 TOKEN_BYTES: Final = 32
-"""Of the secret that a caller shows first."""
+"""Bytes of the secret that a caller shows first."""
 
 
 Kind: TypeAlias = Service | Literal["call", "stream"]
-"""What is asked for."""
+"""Kinds of questions."""
 
 
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
     """A call, or another service."""
 
     number: int
-    """Of the connection's questions, from 0."""
+    """The number of the question on its connection, from 0."""
     service: Kind
     ask: Ask | None
-    """Of a call or a stream."""
+    """For a call or stream."""
     values: bytes
-    """Arguments; empty where there are none."""
+    """The arguments. Empty if there are none."""
 
 
 class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
-    """What came of a question."""
+    """The answer to a question."""
 
     number: int
     value: bytes
     """Empty for None."""
     leased: bool = False
-    """Whether shared memory in it is kept until its reader says that he has it."""
+    """True if its shared memory is kept until the reader has confirmed it."""
     broken: bool = False
-    """Whether the value is a text that says why the question did not get through."""
+    """True if the value is a text that says why the question was lost."""
 
 
 class Taken(msgspec.Struct, array_like=True, tag="t", frozen=True):
-    """The answer's shared memory is leased by its reader."""
+    """Confirms that the reader has leased the answer's shared memory."""
 
     number: int
 
@@ -57,7 +57,7 @@ _PLAIN: Final = (int, float, str, bytes, bool)
 
 
 def dumped(value: object) -> tuple[bytes, list[Segment]]:
-    """A value as bytes, and the shared memory that it names, to be kept until it has arrived."""
+    """Pickle a value, and list its shared memory, to keep until it has arrived."""
     if value is None:
         return b"", []
     if type(value) in _PLAIN:
@@ -69,7 +69,7 @@ def dumped(value: object) -> tuple[bytes, list[Segment]]:
 
 
 def loaded(values: bytes) -> object:
-    """The value again, its arrays read-only. It comes from a process that has shown the secret of this run."""
+    """Unpickle a value, with read-only arrays. It comes from a process that has shown the secret of this run."""
     if not values:
         return None
     value: object = pickle.loads(values)  # noqa: S301 -- see above

@@ -13,21 +13,21 @@ from meshrl.errors import DataError, DataLost
 from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
 
 _ALIGNED = 64
-"""Bytes: each buffer starts at a multiple."""
+"""Bytes. Each buffer starts at a multiple."""
 
 _NAMED_FROM = 1 << 16
-"""Bytes of the smallest buffer that may stay where it lies."""
+"""Size in bytes of the smallest buffer that may stay in place."""
 _NAMED_PART = 8
-"""What stays in a segment has at least this part of the segment's bytes, which are all kept with it."""
+"""A buffer that stays in its segment has at least this part of the segment's bytes, which are all kept with it."""
 
 Span = tuple[int, int, int]
-"""In which segment a buffer lies, where it begins and where it ends."""
+"""The segment of a buffer, its start and its end."""
 Spans = tuple[Span, ...]
-"""Of all buffers; the first is the pickle itself, which refers to the others."""
+"""The spans of all buffers. The first is the pickle, which refers to the others."""
 
 
 class PoolRef(Ref):
-    """A value that was written once. In one process there is one such object for it, which leases the memory."""
+    """A value that was written once. Each process has one such object for it, which leases the memory."""
 
     __slots__ = ("__weakref__", "_inner", "_lost", "_segments", "_spans")
 
@@ -36,7 +36,7 @@ class PoolRef(Ref):
     def __init__(
         self, segments: Sequence[Segment], spans: Spans, lost: str = "", inner: Sequence[Segment] = ()
     ) -> None:
-        """`segments`: first its own; none where they are gone (`lost`: why); `inner`: those that the value names."""
+        """`segments`: its own comes first, none if they are gone (`lost`: why). `inner`: those that the value names."""
         self._segments = segments
         self._spans = spans
         self._lost = lost
@@ -44,9 +44,9 @@ class PoolRef(Ref):
 
     @classmethod
     def put(cls, value: object) -> Self:
-        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room.
+        """Keep a value. Its numpy arrays are read without a copy. DataError if there is no room.
 
-        Large ones that lie in shared memory already, and that nobody can write any more, stay there.
+        Large arrays that are in shared memory already and cannot be written any more stay there.
         """
         carry_modules()
         buffers: list[pickle.PickleBuffer] = []
@@ -70,11 +70,11 @@ class PoolRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The values, arrays read-only. Raises `DataLost` if one is lost."""
+        """Return the values, with read-only arrays. Raises `DataLost` if one is lost."""
         return [each.value() for each in cast("Sequence[PoolRef]", held)]
 
     def value(self) -> object:
-        """What is kept. `DataLost` where it is lost."""
+        """Return the value. Raises `DataLost` if it is lost."""
         if not self._segments:
             raise DataLost("a rank of this machine", f"the rank has died or was stopped ({self._lost})")
         memory = [segment.memory for segment in self._segments]
@@ -85,7 +85,7 @@ class PoolRef(Ref):
         return self.reduced()
 
     def reduced(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
-        """As it is pickled for a process of this machine."""
+        """Pickle it for a process of this machine."""
         if not self._segments:
             return type(self), ((), self._spans, self._lost)
         for segment in (*self._segments, *self._inner):
@@ -104,16 +104,16 @@ def _received(kind: type[PoolRef], places: Sequence[tuple[str, int]], spans: Spa
         return known
     try:
         made = kind([Segment(path, nbytes) for path, nbytes in places], spans)
-    except DataError as error:  # told where it is fetched: nobody hears what is raised here
+    except DataError as error:  # reported by `fetch`: an error raised here would be lost
         return kind((), spans, str(error))
     _known[own] = made
     return made
 
 
 def _laid_out(parts: Sequence[memoryview], named: Mapping[int, Span]) -> tuple[list[Span], list[int], int]:
-    """Where each part lies; which parts are to be written there; and the bytes that those take.
+    """Return the span of each part, the parts to write, and their total size in bytes.
 
-    Columns of the same rows share the array that says where rows begin: it is written once.
+    Columns of the same rows share the array of offsets, which is written once.
     """
     spans: list[Span] = []
     fresh: list[int] = []
@@ -131,7 +131,7 @@ def _laid_out(parts: Sequence[memoryview], named: Mapping[int, Span]) -> tuple[l
 
 
 def _in_place(parts: Sequence[memoryview]) -> tuple[list[Segment], dict[int, Span]]:
-    """Segments in which parts can stay, and which parts those are: their numbers, and where they lie."""
+    """Return the segments in which parts can stay, and the spans of these parts by number."""
     found: dict[str, tuple[Segment, dict[int, tuple[int, int]]]] = {}
     for number, part in enumerate(parts):
         if part.readonly and part.nbytes >= _NAMED_FROM and (place := pool.find(part)) is not None:

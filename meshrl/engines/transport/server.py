@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _BACKLOG: Final = 1024
 _PAUSE: Final = 1.0
-"""Seconds until somebody is let in again where this process has too many files open."""
+"""Seconds before it accepts again when this process has too many open files."""
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket at a path, which takes connections from now on."""
+    """Open a socket at a path, which accepts connections from now on."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.bind(str(path))
     made.listen(_BACKLOG)
@@ -37,7 +37,7 @@ def listen(path: Path) -> socket.socket:
 
 
 class Server:
-    """Takes connections on the loop that runs where it is made."""
+    """Accepts connections on the loop that runs where it is made."""
 
     def __init__(self, listening: socket.socket, token: bytes, host: Host) -> None:
         listening.setblocking(False)
@@ -51,7 +51,7 @@ class Server:
     def _accept(self) -> None:
         try:
             end, _ = self._listening.accept()
-        except OSError as error:  # gone before it was taken; or there is no room for it now
+        except OSError as error:  # it left before it was accepted, or there is no room now
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listening)
@@ -66,7 +66,7 @@ class Server:
 
 
 def _user(end: socket.socket) -> int | None:
-    """The user of the process at the other end; None where this system does not say."""
+    """Return the user of the process at the other end. None if the system does not say."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -75,7 +75,7 @@ def _user(end: socket.socket) -> int | None:
 
 
 class _Peer:
-    """One process that calls."""
+    """A process that calls."""
 
     def __init__(self, end: socket.socket, token: bytes, host: Host, callers: "set[_Peer]") -> None:
         self._token = token
@@ -83,7 +83,7 @@ class _Peer:
         self._callers = callers
         self._known = False
         self._kept: dict[int, list[Segment]] = {}
-        """Shared memory that answers name, until their reader has it."""
+        """Shared memory that answers name, kept until their reader has it."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(end, self._received, self._ended, TOKEN_BYTES)
@@ -106,7 +106,7 @@ class _Peer:
         arguments, lost = None, None
         try:
             arguments = loaded(question.values)
-        except BaseException as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+        except BaseException as error:  # noqa: BLE001 -- a value's code may raise anything; the caller gets it
             lost = error
         if question.service == "cancel":
             self._host.cancel(*cast("tuple[str, int]", arguments))
@@ -150,7 +150,7 @@ class _Peer:
 
 
 def _broken(question: Question, error: BaseException) -> bytes:
-    """The answer of what did not get through."""
+    """Answer a question that was lost."""
     reason = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
     text = f"{reason}\n{''.join(traceback.format_exception(error))}"
     return encode(Answer(question.number, text.encode(errors="backslashreplace"), broken=True))
