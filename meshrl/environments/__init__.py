@@ -19,4 +19,4 @@ __all__ = [
 MODELS = "none"
 
 ROLES = {"Environment": "meshrl.environments:FunctionEnvironment", "Reward": "meshrl.rewards:FunctionReward"}
-"""What the backend `function` offers to the registry."""
+"""The roles of the backend `function`, for the registry."""

@@ -118,7 +118,7 @@ class FunctionEnvironment(Environment):
             try:
                 instance = self._instances[_number(batch, index)] = self._make()
                 return _text(await _awaited(instance.reset(row)), "reset"), None
-            except RAISED as error:  # a user's class may raise anything; it is data
+            except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
                 return str(prompts[index]), await self._broken(_number(batch, index), error)
 
@@ -157,7 +157,7 @@ class FunctionEnvironment(Environment):
         return batch
 
     async def _let_go(self, number: int) -> str | None:
-        """What its `close` raised, where it has one."""
+        """Drop an instance. Returns the error of its `close`, if it has one that raised."""
         instance = self._instances.pop(number, None)
         try:
             close: Callable[[], object] | None = getattr(instance, "close", None)
@@ -174,7 +174,7 @@ class FunctionEnvironment(Environment):
 
 
 class _OneTurn:
-    """An environment of one turn: a reward function judges it."""
+    """An environment of one turn, scored by a reward function."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -189,22 +189,22 @@ class _OneTurn:
 
 
 class Retry:
-    """Tries at the row's answer: 1 for the first, `decay` times as much for each later one, 0 while it is wrong."""
+    """Repeated attempts at the row's answer. Reward: 1 for the first, times `decay` for each later one, 0 if wrong."""
 
     def __init__(self, decay: float = 0.5, again: str = "{prompt}") -> None:
-        """`again`: what is shown after a wrong try, with {prompt} and {completion}."""
+        """`again`: the text after a wrong attempt, with {prompt} and {completion}."""
         self._worth = 1.0
         self._decay = decay
         self._again = again
         self._row: Row = {}
 
     def reset(self, row: Row) -> str:
-        """The task's prompt."""
+        """Return the task's prompt."""
         self._row = row
         return str(row["prompt"])
 
     def step(self, completion: str) -> Step:
-        """Compare with the answer."""
+        """Compare the completion with the answer."""
         prompt = str(self._row["prompt"])
         if exact_match(prompt, completion, self._row):
             return "", self._worth, True

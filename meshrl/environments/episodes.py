@@ -87,7 +87,7 @@ class Episodes(Sampler):
         await self._sampler.abort()
 
     async def _begin(self, rows: Batch, beside: bool) -> Batch:
-        """Rows with an environment each; those that have one go on. Episodes beside training are -1, -2, ..."""
+        """Give each row an environment. Rows that have one continue. Episodes outside training are -1, -2, ..."""
         if "episode" in rows and all(name in rows for name in _RUNNING):
             if len(np.unique(rows.row("episode"))) != len(rows):
                 raise DataError("an episode cannot be continued twice: continue aborted rows with n = 1")
@@ -111,8 +111,8 @@ class Episodes(Sampler):
         )
 
     async def _draw(self, live: Batch, sampling: Sampling) -> Batch:
-        """A turn of each row, its text in `said`; the sampler is shown all that came before as a prompt."""
-        asked = Batch(dict(live.columns))  # without the origins, which a batch that is repeated each turn outgrows
+        """Sample a turn of each row, with its text in `said`. The sampler gets everything before it as a prompt."""
+        asked = Batch(dict(live.columns))  # without origins, which would overflow after many turns
         if "tokens" in live:
             this_turn = _places(live.tokens) >= np.repeat(
                 np.asarray(live.row("turn_start"), np.int64), live.tokens.lengths
@@ -143,9 +143,9 @@ class Episodes(Sampler):
         )
 
     async def _answer(self, live: Batch) -> tuple[Batch, Batch]:
-        """What the environment makes of a turn: rows that are over, and those that go on."""
+        """Send a turn to the environment. Returns the rows that are over, and those that continue."""
         broken = np.array([error is not None for error in live.objects("reward_error")], np.bool_)
-        full = live.row("turn_start") == live.tokens.lengths  # the sampler found no room for another token
+        full = live.row("turn_start") == live.tokens.lengths  # the sampler had no room for another token
         asks = np.flatnonzero(~(broken | full))
         asked = live.select(asks)
         told = await self._on_its_rank(self._environment.step, asked.assign(completion=list(asked.objects("said"))))
@@ -176,7 +176,7 @@ class Episodes(Sampler):
         return after.select(over).drop(*_RUNNING), after.select(~over)
 
     async def _on_its_rank(self, call: _Call, rows: Batch) -> Batch:
-        """Ask the environment of each row where its episode lives; in this order."""
+        """Call the environment of each row on the episode's rank. Keeps the order."""
         asked = Batch({name: column for name, column in rows.columns.items() if not isinstance(column, Ragged)})
         if not len(asked):
             return asked.assign(
@@ -191,12 +191,12 @@ def _bools(values: Array) -> NDArray[np.bool_]:
 
 
 def _places(column: Ragged) -> NDArray[np.int64]:
-    """The number of each token in its row, int64[tokens]."""
+    """Return the number of each token in its row, int64[tokens]."""
     return np.arange(len(column.values)) - np.repeat(column.offsets[:-1], column.lengths)
 
 
 def _oldest(versions: Ragged, mask: NDArray[np.bool_], otherwise: Array) -> NDArray[np.int32]:
-    """The oldest version of each row's learned tokens, int32[rows]; `otherwise` where it has none."""
+    """Return the oldest version of each row's learned tokens, int32[rows]. Rows without any get `otherwise`."""
     known = np.where(mask, versions.values, _NEWEST)
     oldest = np.minimum.reduceat(known, versions.offsets[:-1]) if len(versions) else np.zeros(0, np.int32)
     return np.where(oldest == _NEWEST, otherwise, oldest).astype(np.int32)

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from meshrl.errors import DataError
 
 _Z: Final = 1.959963984540054
-"""The 97.5 percent quantile of a standard normal distribution: 95 percent lie within plus and minus it."""
+"""The 97.5 percent quantile of a standard normal distribution: 95 percent are within plus and minus this."""
 _RESAMPLES: Final = 2000
 
 
@@ -22,14 +22,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def powers_of_2(n: int) -> list[int]:
-    """Those up to n, and n: the k of pass@k."""
+    """Return the powers of 2 up to n, and n: the k of pass@k."""
     return sorted({*(1 << power for power in range(n.bit_length())), n})
 
 
 def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
-    """The chance that of k completions of a prompt one is right, from the right ones among n, float64[prompts].
+    """Estimate the chance that one of k completions of a prompt is right, float64[prompts].
 
-    `correct`: int[prompts], how many of the n completions of each prompt are right. It is the unbiased estimator
+    `correct`: int[prompts], the number of right completions among the n of each prompt. This is the unbiased estimator
     `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv:2107.03374), equation 1, as a product without large numbers.
     DataError unless 1 <= k <= n and each count is from 0 to n.
     """
@@ -40,15 +40,15 @@ def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
         raise DataError(f"pass@{k}: counts from {counts.min()} to {counts.max()} of {n} completions: from 0 to {n}")
     number = np.arange(1, n + 1, dtype=np.float64)
     factors = np.maximum(1.0 - k / number, 0.0)
-    # The chance that none is right: the product of 1 - k / i over i from n - c + 1 to n.
+    # The chance that none is right is the product of 1 - k / i over i from n - c + 1 to n.
     tails = np.concatenate([[1.0], np.cumprod(factors[::-1])])
     return 1.0 - tails[counts]
 
 
 def wilson(right: int, of: int) -> Estimate:
-    """A share of independent trials, with Wilson's score interval (1927), which holds for few trials and near 0 and 1.
+    """Estimate a share of independent trials, with Wilson's interval (1927): good for few trials and near 0 and 1.
 
-    DataError where there are no trials.
+    Raises DataError if there are no trials.
     """
     if of < 1:
         raise DataError(f"the share of {right} in {of} trials: there must be at least one trial")
@@ -59,10 +59,10 @@ def wilson(right: int, of: int) -> Estimate:
 
 
 def bootstrap(values: ArrayLike, seed: int) -> Estimate:
-    """The mean of one value a prompt, with the interval that resampling prompts gives (Efron 1979, percentiles).
+    """Estimate the mean of one value for each prompt. The interval resamples prompts (Efron 1979, percentiles).
 
-    `values`: float[prompts]. Which prompts there are is what is uncertain: completions of a prompt are not resampled.
-    The seed decides every bit. DataError where there are no prompts.
+    `values`: float[prompts]. The uncertainty is that of the choice of prompts. Completions of a prompt are not
+    resampled. The seed determines every bit. DataError if there are no prompts.
     """
     given = np.asarray(values, np.float64)
     if not given.size:

@@ -72,7 +72,7 @@ async def judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Sco
     """
     greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
     sampled = await _scored(await rollout(sampler, prompts, sampling), score)
-    # Only the rows drawn last have the newest token, and of the greedy ones no token column is brought here.
+    # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
     newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
     errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
@@ -116,7 +116,7 @@ def evaluate_during(
     drawn = BesideSampling(
         n=config.n,
         max_tokens=sampling.max_tokens,
-        temperature=config.temperature or sampling.temperature or 1.0,  # a greedy run's would draw n times the same
+        temperature=config.temperature or sampling.temperature or 1.0,  # n greedy samples would all be equal
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         ignore_eos=sampling.ignore_eos,

@@ -32,30 +32,30 @@ from meshrl.tasks import Task, TaskConfig
 
 _FILES: Final = (".jsonl", ".parquet")
 _OF_A_RUN: Final = ("mesh", "axes", "lora")
-"""Keys of a role that say where in a run it stands: here it stands alone."""
+"""Keys that place a role in a run. Here each role runs alone."""
 
 
 class Question(Config):
     """The options of `meshrl eval`."""
 
     task: str | None = None
-    """A configuration, or a .jsonl or .parquet file that the run's templates fit; nothing means the run's own."""
+    """A configuration, or a .jsonl or .parquet file that fits the run's templates. Default: the run's own task."""
     n: int = Field(default=8, ge=1, le=MOST_COMPLETIONS)
-    """Completions a prompt, for pass@k."""
+    """Completions for each prompt, for pass@k."""
     reward: str | None = None
-    """A reward function, as `reward.function` names one; nothing means the run's reward."""
+    """A reward function, named as in `reward.function`. Default: the run's reward."""
     threshold: float = 1.0
-    """The reward from which on a completion is right."""
+    """Lowest reward of a right completion."""
     rows: int | None = Field(default=None, ge=1)
-    """The first so many prompts; nothing means all."""
+    """Number of prompts, from the first on. Default: all."""
     temperature: float | None = Field(default=None, ge=0)
-    """Nothing means the run's."""
+    """Sampling temperature. Default: the run's."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """The same."""
+    """New tokens of a completion at most. Default: the run's."""
     backend: str | None = None
-    """What samples; the same."""
+    """The backend that samples. Default: the run's."""
     seed: int = 0
-    """Of what is drawn, and of the bootstrap."""
+    """Seed for sampling and for the bootstrap."""
 
     @field_validator("temperature")
     @classmethod
@@ -74,7 +74,7 @@ class Question(Config):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """What was measured; `eval.json` holds it."""
+    """The measurements, as in `eval.json`."""
 
     model: str
     task: str
@@ -84,17 +84,17 @@ class Evaluation(msgspec.Struct, frozen=True):
     threshold: float
     seed: int
     greedy: Estimate
-    """The share of prompts whose greedy completion is right, with Wilson's interval."""
+    """Share of prompts whose greedy completion is right, with Wilson's interval."""
     pass_at: dict[int, Estimate]
-    """pass@k by k, of sampled completions, with the bootstrap's interval over prompts."""
+    """pass@k of sampled completions by k, with the bootstrap's interval over prompts."""
     reward: Estimate
-    """The mean reward of sampled completions, as pass@k."""
+    """Mean reward of sampled completions, with the interval of pass@k."""
     truncated: float
-    """The share of sampled completions that were cut at the most tokens."""
+    """Share of sampled completions that were cut at the token limit."""
     reward_errors: int
 
     def lines(self) -> Iterator[tuple[str, Estimate]]:
-        """Each measure by its name."""
+        """Yield each measurement with its name."""
         yield "greedy", self.greedy
         for k, estimate in self.pass_at.items():
             yield f"pass@{k}", estimate
@@ -102,9 +102,9 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 async def evaluate_run(run: Path, question: Question) -> Evaluation:
-    """Evaluate the newest model or checkpoint of a run. The result depends only on the seed. `folder` is absolute.
+    """Evaluate the newest model or checkpoint of a run. The result depends only on the seed. `run` is absolute.
 
-    ConfigError where the run has none, DataError where there are no prompts, and what roles raise.
+    ConfigError if the run has none, DataError if there are no prompts. Errors of roles are raised too.
     """
     file = run / "config.toml"
     table = load_toml(file)
@@ -142,7 +142,7 @@ async def evaluate_run(run: Path, question: Question) -> Evaluation:
 
 
 def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:
-    """The prompts, and where they are from."""
+    """Return the prompts, and their source."""
     own = table_of(table, "task")
     if question.task is None:
         config, source = validate(TaskConfig, own, file), "held out by the run"
@@ -165,7 +165,7 @@ def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:
 
 def _sampling(file: Path, table: Table, question: Question) -> Sampling:
     drawn = validate(Sampling, table_of(table, "sampling"), file)
-    temperature = question.temperature or drawn.temperature or 1.0  # a greedy run's would draw n times the same
+    temperature = question.temperature or drawn.temperature or 1.0  # n greedy samples would all be equal
     limit = question.max_tokens or drawn.max_tokens
     return drawn.model_copy(
         update={"n": question.n, "seed": question.seed, "temperature": temperature, "max_tokens": limit}

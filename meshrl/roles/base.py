@@ -179,15 +179,15 @@ class Sampler(Actor, ABC):
 
 
 class ResumingSampler(Sampler, ABC):
-    """A sampler whose calls of `generate` last: what `abort` stops waits, and goes on in them with the next `load`.
+    """A sampler whose calls of `generate` last: what `abort` stopped waits in them, and continues with the next `load`.
 
-    A sampler that passes calls on to such a one is one too, so that a stream does not wait for its calls to end.
+    A sampler that wraps one is a ResumingSampler too, so that a stream does not wait for its calls to end.
     """
 
     @endpoint
     @abstractmethod
     async def resume(self) -> None:
-        """Go on with what `abort` stopped, with the weights that are there: no others come."""
+        """Continue what `abort` stopped, with the present weights, because no others come."""
 
 
 class Reward(Actor, ABC):

@@ -44,7 +44,7 @@ class RoleConfig(Config):
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
-    # As pydantic asks for it: narrower than in its base.
+    # Required by pydantic. Narrower than in its base.
     __pydantic_extra__: dict[  # pyright: ignore[reportIncompatibleVariableOverride]
         Annotated[str, AfterValidator(_of_a_backend)], object
     ] = Field(init=False)
@@ -64,10 +64,10 @@ class RoleConfig(Config):
 
     @classmethod
     def open_tables(cls) -> Mapping[str, type[BackendOptions]]:
-        """The schema of each installed backend's options for the role, by the backend's name."""
+        """The schema of each installed backend's options for this role, by the backend's name."""
         found: dict[str, type[BackendOptions]] = {}
         for backend in backends():
-            with suppress(BackendError):  # a backend that cannot be loaded, and that nobody has chosen
+            with suppress(BackendError):  # a backend that cannot be loaded, and is not used
                 if schema := cls._options_schema(backend):
                     found[backend] = schema
         return found
@@ -79,14 +79,14 @@ class RoleConfig(Config):
     @model_validator(mode="after")
     def _reads_options(self, info: ValidationInfo) -> Self:
         given = self.model_extra
-        if given is None:  # the subclass takes no tables other than its fields
+        if given is None:  # the subclass accepts only its fields
             return self
         named = {*given, self.backend} & backends().keys()
         schemas = {name: schema for name in sorted(named) if (schema := self._options_schema(name))}
         if given or schemas:
             fields: dict[str, Any] = {name: (schema, schema()) for name, schema in schemas.items()}
             tables = create_model("Options", __base__=Config, **fields)
-            if info.mode == "json":  # strict, as `validate` reads the table itself
+            if info.mode == "json":  # strict, like `validate`
                 given.update(tables.model_validate_json(json.dumps(given), strict=True))
             else:
                 given.update(tables.model_validate(given))
@@ -121,7 +121,7 @@ def with_options(config: C, *options: BackendOptions) -> C:
 
 
 def check_axes(config: RoleConfig, ranks: int) -> None:
-    """ConfigError if a role's axes do not multiply to the ranks of its mesh."""
+    """Raise ConfigError unless a role's axes multiply to the number of ranks of its mesh."""
     if config.axes and prod(config.axes.values()) != ranks:
         raise ConfigError(
             f"the axes {config.axes} multiply to {prod(config.axes.values())}, and the mesh {config.mesh!r} has "

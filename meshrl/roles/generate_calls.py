@@ -1,6 +1,6 @@
 """Calls of `generate` on a rank: they take turns, step by step, and loads and aborts come between steps.
 
-What every sampler needs, whatever it decodes with:
+Samplers with any kind of decoder use it:
 
     async with self._calls.begin(sampling.beside) as call:
         while rows_are_left and await call.step():
@@ -24,26 +24,26 @@ from meshrl.mesh import current_rank
 
 
 class GenerateCall:
-    """One call of `generate`, as long as it decodes."""
+    """One call of `generate`, while it decodes."""
 
     def __init__(self, calls: "GenerateCalls", number: int) -> None:
         self._calls = calls
         self.number = number
-        """How many calls came to this rank before it. Below 0: one beside training, which has no place in a record."""
+        """Number of earlier calls on this rank. Below 0 for a call outside training, which no record contains."""
         self.turn = -1
-        """How many calls began between the last load of weights and this one; -1 before it begins.
+        """Number of calls that began between the last load of weights and this one. -1 before it begins.
 
-        What random numbers hang on, together with the version: they are then the same in a run that goes on from a
-        checkpoint, in which calls are counted anew. Calls beside training count among themselves: -1, -2, ...
+        Together with the version it determines random numbers. They stay the same in a run that resumes from a
+        checkpoint, where calls are counted again. Calls outside training count separately: -1, -2, ...
         """
         self.steps: int = -1
-        """Decode steps that it has made; -1 before it begins."""
+        """Number of its decode steps. -1 before it begins."""
         self.aborted = False
 
     async def step(self) -> bool:
-        """Let others run, who bring new weights for one; then whether to make one more step, which is counted.
+        """Let other tasks run, which may load weights. Returns True to make one more step, which is counted.
 
-        False where the call was aborted: what is not finished is to be yielded as it is.
+        False if the call was aborted. Unfinished rows are then yielded as they are.
         """
         await asyncio.sleep(0)
         await self._calls.until(self.may_go_on)
@@ -53,49 +53,49 @@ class GenerateCall:
         return True
 
     def count(self) -> None:
-        """It makes a step: for who steps several calls at once, between two awaits."""
+        """Count a step. For a sampler that steps several calls at once, between two awaits."""
         self.steps += 1
         self._calls.stepped(self)
 
     def end(self) -> None:
-        """It makes no more steps, which the end of its block says too: for who still has something to yield."""
+        """End the steps before the block ends. For a call that still has something to yield."""
         self._calls.end(self)
 
     def may_go_on(self) -> bool:
-        """Whether no load or abort has to come before the next step, or the beginning."""
+        """True unless a load or abort must come before the next step, or before the first one."""
         return self.aborted or self.number < 0 or not self._calls.holds(self)
 
 
 class GenerateCalls:
-    """The calls that run on a rank, and how many loads and aborts interrupted them.
+    """The calls on a rank, and the number of loads and aborts that interrupted them.
 
-    With the places of an earlier run's interruptions (`replay`) each comes there again: a call waits for it at its
-    place, and it waits for the calls to stand there.
+    With the places of an earlier run's interruptions (`replay`), each comes there again: a call waits for it at its
+    place, and it waits until the calls have reached theirs.
     """
 
     def __init__(self) -> None:
         self._arrived = 0
         self._begun = 0
         self._begun_at_load = 0
-        """How many had begun when weights came last."""
+        """Number of calls that had begun at the last load."""
         self._running: dict[int, GenerateCall] = {}
         self._beside = 0
-        """How many began beside training since weights came last."""
+        """Number of calls outside training that began since the last load."""
         self._interruptions = 0
         self._interrupting = asyncio.Lock()
         self._aborts: list[Batch] = []
-        """The places of aborts that no load has told yet."""
+        """The places of aborts that no load has returned yet."""
         self._record: list[dict[int, int]] = []
-        """By interruption: the steps that the running calls had made, and -1 for the call that was to begin next."""
+        """For each interruption, the steps that the running calls had made, and -1 for the next call."""
         self._ended: dict[int, int] = {}
-        """In a replay: the steps of calls that have ended."""
+        """In a replay, the steps of calls that have ended."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
     async def begin(self, beside: bool = False) -> AsyncGenerator[GenerateCall]:
-        """A call that runs while the block lasts. Inside, the weights are those that it begins with.
+        """Run a call inside the block. The weights in the block are those that it begins with.
 
-        `beside`: of `Sampling.beside`; others are numbered, replayed and aborted as if it were not there.
+        `beside`: of `Sampling.beside`. Other calls are numbered, replayed and aborted as if this call did not exist.
         """
         if beside:
             self._beside += 1
@@ -114,14 +114,14 @@ class GenerateCalls:
             self._tell()
             yield call
         finally:
-            self._begun = max(self._begun, call.number + 1)  # also where it was cancelled before it began
+            self._begun = max(self._begun, call.number + 1)  # even if it was cancelled before it began
             self.end(call)
 
     @asynccontextmanager
     async def loading(self) -> AsyncGenerator[Batch]:
-        """The place between two steps of each call where new weights come, as `Sampler.load` returns it.
+        """Load weights inside the block, between two steps of each call. Yields the places for `Sampler.load`.
 
-        DataError where a call of a replayed record ended before it came to its place.
+        DataError if a call ended before its place in a replayed record.
         """
         async with self._interruption() as places:
             yield Batch.concat([*self._aborts, places])
@@ -129,7 +129,7 @@ class GenerateCalls:
             self._begun_at_load, self._beside = self._begun, 0
 
     async def abort(self) -> None:
-        """No call that runs makes another step."""
+        """Stop the running calls before their next step."""
         async with self._interruption() as places:
             self._aborts.append(places)
             for call in [each for each in self._running.values() if each.steps >= 0]:
@@ -137,9 +137,9 @@ class GenerateCalls:
                 del self._running[call.number]
 
     def replay(self, record: Batch) -> None:
-        """Let loads and aborts come at these places: what loads returned in an earlier run, one after the other.
+        """Repeat loads and aborts at these places, which the loads of an earlier run returned, one after the other.
 
-        DataError where something has begun already, or a load is missing.
+        DataError if a call or load has begun already, or a load is missing.
         """
         if self._arrived or self._interruptions:
             raise DataError(
@@ -160,23 +160,23 @@ class GenerateCalls:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a load or abort of a record is still to come."""
+        """True if a load or abort of a record is still to come."""
         return self._interruptions < len(self._record)
 
     def holds(self, call: GenerateCall) -> bool:
-        """Whether an interruption that has not come yet is to come before the call's next step, or its beginning."""
-        # None that is later has an earlier place, so the next one alone tells.
+        """True if the next interruption must come before the call's next step, or before its first one."""
+        # Later interruptions have no earlier places, so only the next one matters.
         if self._interruptions >= len(self._record):
             return False
         return call.steps >= _place(self._record[self._interruptions], call.number)
 
     def stepped(self, call: GenerateCall) -> None:
-        """Tell an interruption that waits for the call to be where it is now: after this step, at the next pause."""
+        """Report to a waiting interruption that the call is at its place: after this step, at the next pause."""
         if call.number >= 0 and self.holds(call):
             self._tell()
 
     def end(self, call: GenerateCall) -> None:
-        """The call makes no more steps."""
+        """End the steps of a call."""
         if call.number < 0:
             return
         self._running.pop(call.number, None)
@@ -185,7 +185,7 @@ class GenerateCalls:
         self._tell()
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait until something holds that only calls and interruptions of this rank change."""
+        """Wait for a condition that only calls and interruptions of this rank change."""
         while not ready():
             await self._changed.wait()
 
@@ -202,14 +202,14 @@ class GenerateCalls:
             self._tell()
 
     def _in_place(self) -> bool:
-        """Whether each call stands where the next interruption found it: at its step, or ended, or not begun."""
+        """True if each call is where the next interruption found it: at its step, ended, or not begun."""
         if self._interruptions >= len(self._record):
             return True
         places = self._record[self._interruptions]
         if self._begun < max(places):
             return False
         for number, steps in places.items():
-            # One that had made its last step, but not ended, may have ended by now: it is no different.
+            # A call after its last step may have ended by now, which makes no difference.
             if steps >= 0 and number not in self._running and self._ended.get(number) != steps:
                 rank = current_rank().index
                 raise DataError(
@@ -225,7 +225,7 @@ class GenerateCalls:
 
 
 def places_of(steps: Mapping[int, int], load: int, **found: float) -> Batch:
-    """What `load` returns: by call, how many steps it had made; and what was found of the load, as a column each."""
+    """Make the result of `load`: the steps of each call. Measurements of the load are added as columns."""
     return Batch.of(
         rank=np.full(len(steps), current_rank().index),
         load=np.full(len(steps), load),
@@ -236,5 +236,5 @@ def places_of(steps: Mapping[int, int], load: int, **found: float) -> Batch:
 
 
 def _place(places: dict[int, int], call: int) -> float:
-    """The steps that a call had made when an interruption came: -1 before it began, infinite after it ended."""
+    """Return the steps that a call had made at an interruption: -1 before its start, infinite after its end."""
     return places.get(call, -1 if call > max(places) else math.inf)

@@ -13,58 +13,58 @@ class Work:
     """The work that the ranks of a role must have memory for."""
 
     axes: Mapping[str, int]
-    """Of the role's ranks, by name."""
+    """The size of each axis of the role's ranks."""
     prompt: int
     """Tokens of the longest prompt."""
     completion: int
     """Tokens of the longest completion."""
     rows: int
-    """Of one update, or one call to generate, on all ranks together."""
+    """Rows of one update, or of one call of `generate`, on all ranks together."""
     n: int
-    """Of them, how many have the same prompt."""
+    """Number of these rows with the same prompt."""
     gpu: int
-    """Bytes of a rank's GPU; 0 where it has none, and computes on the CPU."""
+    """Bytes of a rank's GPU. 0 if it computes on the CPU."""
 
     @property
     def tokens(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         return self.prompt + self.completion
 
     @property
     def own_rows(self) -> int:
-        """Of one rank along `dp`, at most."""
+        """Most rows of one rank along `dp`."""
         return -(-self.rows // self.axes.get("dp", 1))
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a rank's memory."""
+    """One part of a rank's memory."""
 
     name: str
     nbytes: int
     during: str
-    """The call that needs it, such as `update`; "" for what is held always."""
+    """The call that needs it, such as `update`. "" if it is always held."""
     formula: str
-    """What it is made of, in words."""
+    """How it is computed, in words."""
     host: bool = False
-    """Whether it is in the host's memory, and not in the GPU's."""
+    """True if it is in the host's memory instead of the GPU's."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a role on the rank that needs most."""
+    """The memory of a role on the rank that needs the most."""
 
     terms: Sequence[Term]
     knobs: Sequence[str] = ()
-    """Settings of the role's table that would make it less, as in `fsdp.cpu_offload=true`."""
+    """Settings of the role's table that would reduce it, as in `fsdp.cpu_offload=true`."""
     notes: Sequence[str] = ()
-    """What else is to be known, such as how many rows of which length fit."""
+    """More information, such as the number of rows of a length that fit."""
 
 
 def memory_of(config: ModelConfig, work: Work) -> Memory | None:
-    """What the role's backend tells; None where it tells nothing.
+    """Return the estimate of the role's backend, or None if it has none.
 
-    ConfigError where the axes do not fit, ModelError where the model's configuration cannot be read. No weights are.
+    ConfigError if the axes do not fit, ModelError if the model's configuration cannot be read. It reads no weights.
     """
     tells = function_of(config.backend, "MEMORY")
     return None if tells is None else cast("Memory", tells(config, work))

@@ -54,7 +54,7 @@ class BackendOptions(Config):
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Whether a sampler's ranks only ask servers, so training on the same mesh does not slow it."""
+        """True if a sampler's ranks only send requests to servers, so training on the same mesh does not slow it."""
         return False
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 from meshrl.config import Config
 
 MOST_COMPLETIONS: Final = 65_536
-"""Completions of a prompt in a call at most: all of them are in memory at once."""
+"""Most completions of a prompt in a call. All of them are in memory at once."""
 
 
 class Sampling(Config):

@@ -15,9 +15,9 @@ class Address(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, gt=0, lt=65536)
     python: str | None = None
-    """The interpreter of an environment that has the server; nothing means this one."""
+    """The interpreter of an environment that has the server. Default: this one."""
     follow: bool = False
-    """Take each newer model of the run."""
+    """Load each newer model of the run."""
 
     @property
     def url(self) -> str:
@@ -31,14 +31,14 @@ class ServerConfig(Address, RoleConfig):
     role = "Server"
 
     model: str
-    """A Hugging Face folder, absolute."""
+    """A Hugging Face folder, as an absolute path."""
     name: str
-    """What those who ask call the model."""
+    """The model's name in requests."""
     dtype: Literal["float32", "bfloat16"]
     prompt: str
-    """For an example."""
+    """A prompt for the example."""
     chat: bool
-    """Whether a prompt is a user's message."""
+    """True if a prompt is sent as a user's message."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables of the chat template."""
     max_tokens: int

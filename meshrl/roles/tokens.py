@@ -10,7 +10,7 @@ from meshrl.roles.config import ModelConfig, NewModel, PolicyConfig
 from meshrl.roles.registry import function_of
 
 _CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
-"""The tokens that come before the characters in a new model's tokenizer."""
+"""The tokens before the characters in a new model's tokenizer."""
 
 
 def count_tokens(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:

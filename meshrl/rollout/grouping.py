@@ -13,7 +13,7 @@ from meshrl.mesh import Rows
 
 @dataclass(eq=False)
 class _Chunk:
-    """Rows that came together from one call of `generate`."""
+    """Rows that arrived together from one call of `generate`."""
 
     call: int
     batch: Batch
@@ -21,7 +21,7 @@ class _Chunk:
 
 @dataclass
 class _Group:
-    """What has come of a group."""
+    """The rows of a group that have arrived."""
 
     prompt: tuple[Batch, int]
     """The prompts that it was drawn with, and its row."""
@@ -29,11 +29,11 @@ class _Group:
     rows: int = 0
     oldest: int = np.iinfo(np.int64).max
     lives: set[object] = field(default_factory=set[object])
-    """Of the replicas that drew it."""
+    """The lives of the replicas that sampled it."""
 
 
 class GroupBuffer:
-    """Collects groups of `size` rows. A row is known by its `groups`; its place in a group by its call and origin."""
+    """Collects groups of `size` rows. `groups` identifies a row's group, its call and origin its place in it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -41,14 +41,14 @@ class GroupBuffer:
         self._scored = 0
 
     def expect(self, prompts: Batch) -> None:
-        """Rows of these groups will come."""
+        """Announce the groups of these prompts."""
         self._groups.update((label, _Group((prompts, row))) for row, label in enumerate(prompts.groups.tolist()))
 
     def add(self, call: int, batch: Batch, life: object = None) -> dict[int, int]:
-        """Take rows; the groups that are complete now, each with the number of the weights of its oldest token.
+        """Add rows. Returns the groups that are now complete, with the version of each group's oldest token.
 
-        `life`: of the replica that drew them. Needs `groups` and `oldest_version`. Rows of groups that are not expected
-        any more are left out. DataError where a group gets more rows than it has.
+        `life`: of the replica that sampled them. Needs `groups` and `oldest_version`. Rows of groups that are no longer
+        expected are dropped. DataError if a group gets too many rows.
         """
         complete: dict[int, int] = {}
         chunk, versions = _Chunk(call, batch), batch.row("oldest_version").tolist()
@@ -70,19 +70,19 @@ class GroupBuffer:
         return complete
 
     def put(self, batch: Batch) -> None:
-        """Take complete groups again, scored: their rows together, as `batch` gave them."""
+        """Store complete groups again, scored, with their rows in the order of `batch`."""
         self._scored += 1
         chunk = _Chunk(-self._scored, batch)
         for label, rows in _by_label(batch.groups):
             self._groups[label].pieces = [(chunk, rows)]
 
     def lose(self, labels: Iterable[int]) -> Batch:
-        """Let go of what has come of groups; their prompts."""
+        """Drop the rows of groups, and return the prompts."""
         prompts = [self._groups.pop(label).prompt for label in labels]
         return Batch.concat([batch.select([row]) for batch, row in prompts])
 
     def prompts(self, labels: Iterable[int]) -> dict[int, object]:
-        """What groups are drawn from, by their labels: texts, where those are here."""
+        """Return the prompts of groups by label: texts, if those are local."""
         rows = {label: self._groups[label].prompt for label in labels}
         return {
             label: batch.objects("prompt")[row] if "prompt" in batch and "prompt" not in batch.elsewhere else None
@@ -90,12 +90,12 @@ class GroupBuffer:
         }
 
     def incomplete(self, labels: Iterable[int]) -> list[int]:
-        """Those of which rows have not come, each once."""
+        """Return the groups with missing rows, each once."""
         expected = (label for label in dict.fromkeys(labels) if label in self._groups)
         return [label for label in expected if self._groups[label].rows < self._size]
 
     def elsewhere(self, life: object) -> list[int]:
-        """The groups of this life of a replica of which columns lie on the ranks that made them."""
+        """Return the groups of this life of a replica with columns on the ranks that made them."""
         return [
             label
             for label, group in self._groups.items()
@@ -103,11 +103,11 @@ class GroupBuffer:
         ]
 
     def attempts(self, labels: Iterable[int]) -> dict[int, object]:
-        """What tells a group from a later one of the same label, which is drawn where the first is lost."""
+        """Return objects that distinguish a group from a later one with its label, which replaces a lost one."""
         return {label: self._groups.get(label) for label in labels}
 
     def batch(self, labels: Sequence[int]) -> Batch:
-        """The rows of complete groups, in the order of these labels, each group's together in the sampler's order."""
+        """Return the rows of complete groups in the order of these labels. Rows of a group keep the sampler's order."""
         pieces: dict[_Chunk, list[Rows]] = {}
         for label in labels:
             for chunk, rows in self._groups[label].pieces:
@@ -115,20 +115,20 @@ class GroupBuffer:
         calls: dict[int, list[Batch]] = {}
         for chunk, parts in pieces.items():
             calls.setdefault(chunk.call, []).append(chunk.batch.select(np.sort(np.concatenate(parts))))
-        # Each call's rows know their order in the call.
+        # The rows of each call know their order in the call.
         whole = Batch.concat([Batch.join(parts) for _, parts in sorted(calls.items())])
         by_label = np.argsort(labels)
         place = by_label[np.searchsorted(np.asarray(labels), whole.groups, sorter=by_label)]
         return whole.select(np.argsort(place, kind="stable"))
 
     def forget(self, labels: Iterable[int]) -> None:
-        """Let go of groups, complete or not."""
+        """Drop groups, complete or not."""
         for label in labels:
             del self._groups[label]
 
 
 def _by_label(labels: Rows) -> Iterator[tuple[int, Rows]]:
-    """The rows of each label, ascending."""
+    """Yield the row numbers of each label, ascending."""
     if len(labels) == 1:
         yield int(labels[0]), np.zeros(1, np.int64)
     elif len(labels):

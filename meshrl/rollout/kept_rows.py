@@ -8,16 +8,16 @@ from typing import BinaryIO, Final
 
 _FILE: Final = "episodes.bin"
 _HEAD: Final = struct.Struct("<qqq")
-"""The group, the number in the group, and how many bytes follow."""
+"""The group, the number in the group, and the number of bytes that follow."""
 
 
 class KeptRows:
-    """Those of an earlier run, as far as its file is whole."""
+    """Recorded rows of an earlier run, up to the first damage of its file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._places: dict[tuple[int, int], deque[tuple[int, int]]] = {}
-        """Where a row is, and its bytes; of one that was drawn several times the first first."""
+        """The offset and size of each row. If it was sampled several times, the first comes first."""
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             group, number, length = _HEAD.unpack(head)
@@ -27,7 +27,7 @@ class KeptRows:
             file.seek(length, os.SEEK_CUR)
 
     def next(self, group: int, number: int) -> bytes | None:
-        """The row as it was written, the next time that it was; None where it was not."""
+        """Return the bytes of the row's next recording, or None."""
         places = self._places.get((group, number))
         if not places:
             return None
@@ -36,12 +36,12 @@ class KeptRows:
         return self._file.read(length)
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
         self._file.close()
 
 
 def read_kept_rows(folder: Path) -> KeptRows | None:
-    """Those of the run in a folder; None where it kept none."""
+    """Read the recorded rows of the run in a folder. None if it has none."""
     try:
         return KeptRows((folder / _FILE).open("rb"))
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def read_kept_rows(folder: Path) -> KeptRows | None:
 
 
 class RowKeeper:
-    """Keeps rows in a run's folder, wherever that is moved, and gives back those of the run that is followed."""
+    """Records rows in a run's folder, even after that moves, and returns those of the replayed run."""
 
     def __init__(self, folder: Path, replayed: KeptRows | None = None) -> None:
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -58,15 +58,15 @@ class RowKeeper:
 
     @property
     def replays(self) -> bool:
-        """Whether there are rows to give back."""
+        """True if there are recorded rows to return."""
         return self._replayed is not None
 
     def next(self, group: int, number: int) -> bytes | None:
-        """As `KeptRows.next`."""
+        """See `KeptRows.next`."""
         return self._replayed.next(group, number) if self._replayed else None
 
     def keep(self, group: int, number: int, row: bytes) -> None:
-        """Write a row down: the one of this number in its group."""
+        """Record a row by its number in its group."""
         if self._file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._file = os.open(_FILE, flags, 0o666, dir_fd=self._folder)
@@ -74,7 +74,7 @@ class RowKeeper:
             file.write(_HEAD.pack(group, number, len(row)) + row)
 
     def close(self) -> None:
-        """Keep and give no more."""
+        """Close the files."""
         for each in (self._folder, self._file):
             if each is not None:
                 os.close(each)

@@ -1,4 +1,4 @@
-"""Keeps a sampler busy: calls `generate` while there is room, and passes on new weights."""
+"""Keeps a sampler busy: calls `generate` when there is room, and passes on new weights."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -21,47 +21,48 @@ from meshrl.rollout.suspects import Suspects
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
-"""What publishing does to rollouts that run: they go on, with the new weights from their next token; they are finished
-first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
+"""What happens to running rollouts when weights are published. `in_flight`: they continue, with the new weights from
+the next token. `drain`: they finish first, and none starts before. `abort`: they stop, and continue with the new
+weights."""
 
 _LOT = 8
-"""While calls run, the next one begins where this part of a batch has room: many small calls decode slowly."""
+"""While calls run, a new one starts once this fraction of a batch has room, because many small calls decode slowly."""
 
 
 @dataclass(eq=False)
 class GenerateRequest:
-    """One call of `generate`, which each replica answers by itself."""
+    """One call of `generate`, which each replica answers separately."""
 
     number: int
     prompts: Batch
     sampling: Sampling
     owners: Rows
-    """The replica that draws each of them."""
+    """The replica of each row."""
     given: Mapping[int, Share]
-    """What the replicas still have of each group."""
+    """The outstanding rows of each group, by replica."""
     several: bool
-    """Whether there are several replicas; one may divide its rows by itself."""
+    """True if there are several replicas. A single one may divide its rows itself."""
     lives: dict[int, Life] = field(default_factory=dict)
-    """Of each replica that has not ended it: the life in which it began."""
+    """The life in which each unfinished replica started it."""
     began: frozenset[Life] = frozenset()
-    """Those of all that it was sent to."""
+    """The lives of all replicas that it was sent to."""
     aborted: list[Batch] = field(default_factory=list)
-    """What it did not finish."""
+    """Its unfinished rows."""
     lost: set[int] = field(default_factory=set)
-    """Groups of which nothing more is wanted: they are drawn again."""
+    """Groups that are sampled again, whose other rows are dropped."""
     unread: dict[int, Exception] = field(default_factory=dict)
-    """Of replicas, why rows that came from there could not be read."""
+    """By replica, why rows from there could not be read."""
 
     def labels(self, replica: int) -> list[int]:
-        """The groups that it has on a replica, and that are wanted."""
+        """Return the labels of its groups on a replica, without lost ones."""
         return [label for label, _ in self.shares(replica) if label not in self.lost]
 
     def shares(self, replica: int) -> list[tuple[int, Share]]:
-        """What a replica was given."""
+        """Return the shares of a replica."""
         return [each for each in self.given.items() if not self.several or each[1].replica == replica]
 
     def check(self, replica: int) -> None:
-        """DataError where a replica ended well and rows lack, or are too many."""
+        """Raise DataError if a replica ended without an error, but with missing or extra rows."""
         missing = sum(share.rows for label, share in self.shares(replica) if label not in self.lost)
         prompts = int((self.owners == replica).sum()) if self.several else len(self.prompts)
         if missing:
@@ -73,7 +74,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class StreamState:
-    """What the two sides of a stream work on."""
+    """The shared state of both sides of a stream."""
 
     ledger: StalenessLedger
     buffer: GroupBuffer
@@ -81,17 +82,17 @@ class StreamState:
     condition: Condition
     decisions: DecisionLog
     start: Callable[[Coroutine[Never, Never, None]], None]
-    """Run a task as long as the stream lasts; if it fails, so does the stream."""
+    """Run a task until the stream ends. If it fails, the stream fails."""
 
 
 class Producer:
-    """The side of a stream that faces the sampler."""
+    """The side of a stream that controls the sampler."""
 
     def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, state: StreamState) -> None:
         self.arrived: list[tuple[GenerateRequest, int, Batch | Exception | None]] = []
-        """Rows that came from a replica and, at the end of a call there, None or what it raised."""
+        """Rows that arrived from a replica. At the end of a call, None or its exception."""
         self.demand = False
-        """Whether the trainer waits for a batch."""
+        """True if the trainer waits for a batch."""
         self.sampler = sampler
         self._sampling = sampling
         self._mode = swap
@@ -100,14 +101,14 @@ class Producer:
         self.suspects: Suspects = Suspects()
         self._router = Router(parts(sampler.generate))
         self._resumable: dict[int, tuple[Batch, GenerateRequest]] = {}
-        """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""
+        """Aborted rows and their call, by its number. They continue in this order, whichever call ended first."""
         self._running: dict[int, GenerateRequest] = {}
         self._calls = 0
         self._halted = 0
-        """How many want that no call begins."""
+        """Number of tasks that let no call start."""
 
     async def run(self) -> None:
-        """Begin a call whenever there is room."""
+        """Start calls whenever there is room."""
         it = self._state
         self.replicas.begin()
         while True:
@@ -125,7 +126,7 @@ class Producer:
             call = self._request(prompts, sampling, before, decided)
             it.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
             if decided:
-                it.condition.notify_all()  # the trainer's turn may be next
+                it.condition.notify_all()  # the trainer may be next
             chunks = streams(self.sampler.generate, call.owners)(prompts.part(np.arange(len(prompts))), sampling)
             call.lives = {replica: self.replicas.life(replica) for replica in chunks}
             call.began = frozenset(call.lives.values())
@@ -133,7 +134,7 @@ class Producer:
                 it.start(self._generate(call, replica, rows))
 
     async def swap(self, weights: Weights) -> None:
-        """Give the sampler new weights, in this stream's way."""
+        """Give the sampler new weights, in the mode of this stream."""
         if self._mode == "in_flight":
             await load_into(self.sampler, weights, self.replicas.load)
             return
@@ -156,11 +157,11 @@ class Producer:
             self._state.condition.notify_all()
 
     async def read(self, call: GenerateRequest, replica: int, chunk: Batch) -> Batch:
-        """Rows of a call have come; those that are wanted, with what is to be known of them."""
+        """Read arrived rows of a call. Returns the wanted ones, with the columns that the stream reads."""
         own = ("max_tokens",) if "max_tokens" in chunk else ()
         try:
             rows = await chunk.load("groups", "aborted", "oldest_version", *own)
-        except Exception as error:  # noqa: BLE001 -- where they lay is gone: the call's end tells why, or raises this
+        except Exception as error:  # noqa: BLE001 -- its rank is gone: the call's end says why, or raises this
             call.unread[replica] = error
             return chunk.select(np.zeros(0, np.int64))
         self._router.take(call.given, rows.groups.tolist())
@@ -168,9 +169,9 @@ class Producer:
         return rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))) if call.lost else rows
 
     def end(self, call: GenerateRequest, replica: int, error: Exception | None) -> None:
-        """A call is over on a replica, and what it yielded is counted: what it lost is drawn again.
+        """Finish a call on a replica, after its rows are counted. Lost groups are sampled again.
 
-        When it is over on all of them, what it stopped goes on.
+        Once all replicas have finished, aborted rows continue.
         """
         if error := error or call.unread.get(replica):
             self.replicas.failed(call.lives[replica], error)
@@ -187,7 +188,7 @@ class Producer:
         self._state.condition.notify_all()
 
     def unread(self, labels: list[int], error: Exception) -> None:
-        """Columns of whole groups cannot be fetched, though nobody says that a replica has died: draw them again."""
+        """Sample groups again whose columns cannot be fetched, although no replica is known to have died."""
         self.replicas.unread(error)
         self._state.decisions.break_off("rows were lost on their way and drawn again")
         self._lose(labels)
@@ -195,7 +196,7 @@ class Producer:
 
     def _may_draw(self) -> bool:
         it = self._state
-        # In the synchronous loop nothing is drawn ahead of the question, not even after the last step.
+        # The synchronous loop samples nothing before a batch is requested, not even after the last step.
         if (
             self._halted
             or not self.replicas.are_enough
@@ -238,13 +239,13 @@ class Producer:
         return call
 
     async def _generate(self, call: GenerateRequest, replica: int, chunks: AsyncIterator[Batch]) -> None:
-        """Run a call to its end on a replica, whatever that is."""
+        """Run a call on a replica to its end, or its failure."""
         ended: Exception | None = None
         try:
             async for chunk in chunks:
                 self.arrived.append((call, replica, chunk))
                 self._state.condition.notify_all()
-        except Exception as error:  # noqa: BLE001 -- whatever a sampler raises may be tried again
+        except Exception as error:  # noqa: BLE001 -- anything that a sampler raises may be retried
             ended = error
         finally:
             if isinstance(chunks, AsyncGenerator):
@@ -253,7 +254,7 @@ class Producer:
         self._state.condition.notify_all()
 
     def _changed(self, why: str, death: tuple[Life, Exception] | None) -> None:
-        """The replicas are not what they were: what a life that has ended leaves undone, or held, is lost."""
+        """Handle a change of replicas. The unfinished and held rows of a life that ended are lost."""
         self._state.decisions.break_off(why)
         if death is None:
             return
@@ -270,7 +271,7 @@ class Producer:
         self._lose(list(dict.fromkeys(lost)))
 
     def _lose(self, labels: list[int]) -> None:
-        """Draw groups again, from their prompts. What is still to come of them is not wanted."""
+        """Sample groups again, from their prompts. Rows of them that still arrive are dropped."""
         it = self._state
         if not labels:
             return
@@ -284,6 +285,6 @@ class Producer:
             self._resume(rows.select(np.logical_not(np.isin(rows.groups, labels))), call)
 
     def _resume(self, rows: Batch, call: GenerateRequest) -> None:
-        """These rows of a call are to go on."""
+        """Let these rows of a call continue later."""
         if len(rows):
             self._resumable[call.number] = rows, call

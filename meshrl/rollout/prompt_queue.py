@@ -1,4 +1,4 @@
-"""The prompts that a stream of rollouts still has to sample."""
+"""The prompts that a stream of rollouts has not sampled yet."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,15 @@ from meshrl.tasks import DataCursor
 
 
 class PromptQueue:
-    """Batches of prompts of one size, dealt out some rows at a time. False when there are no more."""
+    """Batches of prompts of one size, returned some rows at a time. False when there are no more."""
 
     def __init__(self, batches: Iterable[Batch], here: DataCursor | None = None) -> None:
-        """`here`: where the run stands in its data, which leaves out what was used."""
+        """`here`: the run's position in its data. Prompts that were used are skipped."""
         self._batches = iter(batches)
         self._here = here
         self._next: deque[Batch] = deque()
         self.size: int = 0
-        """Rows of a batch, the first that came."""
+        """Rows of a batch, as in the first one."""
         bool(self)
 
     def __bool__(self) -> bool:
@@ -43,7 +43,7 @@ class PromptQueue:
             return next(self._batches, None)
 
     def take(self, most: int) -> Batch:
-        """The next prompts, at most so many and at most a batch: as many, wherever the batches begin and end."""
+        """Return the next prompts, at most `most` and at most the rows of a batch, even across batches."""
         most = min(most, self.size)
         taken: list[Batch] = []
         while most and self:
@@ -56,10 +56,10 @@ class PromptQueue:
         return Batch.concat(taken)
 
     def put_back(self, prompts: Batch) -> None:
-        """These were lost, and are the next to be drawn."""
+        """Return lost prompts to the front of the queue."""
         self._next.appendleft(prompts)
 
     @property
     def waiting(self) -> Iterator[int]:
-        """The `groups` of prompts that were taken from the batches, and not from here."""
+        """Yield the `groups` of prompts that are still queued here."""
         return (label for batch in self._next for label in batch.groups.tolist())

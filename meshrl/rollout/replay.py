@@ -1,7 +1,7 @@
-"""The logical schedule of an asynchronous run: what was sampled, published and delivered, in which order and where.
+"""The schedule of an asynchronous run: the order and places of its samplings, publications and deliveries.
 
-All else follows from the seeds. A run that follows the schedule of another computes the same bits, however the two
-differ in speed.
+Everything else follows from the seeds. A run that follows the schedule of another computes the same bits, even at
+another speed.
 """
 
 from collections import deque
@@ -27,18 +27,18 @@ Kind: TypeAlias = Literal["draw", "publish", "deliver"]
 
 
 class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, omit_defaults=True):
-    """A stream of rollouts drew so many prompts, published, or delivered these groups."""
+    """A stream of rollouts drew `count` prompts, published weights, or delivered these groups."""
 
     stream: int
     what: Kind
     count: int = 0
     groups: list[int] = []
     owners: list[int] = []
-    """Of a draw from a sampler of several replicas: the one that each row went to."""
+    """For a draw from a sampler with several replicas, the replica of each row."""
 
 
 class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
-    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt, replicas."""
+    """The configuration of a stream of rollouts: groups in a batch, the bound, completions of a prompt, replicas."""
 
     size: int
     ahead: int
@@ -49,29 +49,29 @@ class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
 
 
 class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
-    """Where the calls on a sampler's ranks stood when new weights came: what its `load` returned."""
+    """The result of a sampler's `load`: where the calls on its ranks were when new weights arrived."""
 
     sampler: int
     places: Mapping[str, list[int]]
 
 
 class Broken(msgspec.Struct, tag_field="kind", tag="broken", frozen=True):
-    """From here on a stream cannot be followed: where its rows were drawn hung on when a replica died or came."""
+    """From here on a stream cannot be replayed, because its rows depend on when a replica died or came."""
 
     stream: int
     why: str
 
 
 class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
-    """A loop of `run.steps`: what decides, beside streams, how often the sampler is given weights."""
+    """A loop of `run.steps`. Like streams, it determines how often the sampler gets weights."""
 
     steps: int
     published_every: int | None
-    """Steps between two publications for an evaluation; None where a script publishes its weights itself."""
+    """Steps between two publications for an evaluation. None if a script publishes its weights itself."""
 
 
 class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
-    """The loop of this number came to its end."""
+    """The loop of this number has ended."""
 
     loop: int
 
@@ -81,7 +81,7 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 class DecisionLog:
-    """The decisions of one stream: written down where a run keeps a schedule, and read first where it repeats one."""
+    """The decisions of one stream. A run writes them to its schedule, and a replay reads them first."""
 
     def __init__(
         self,
@@ -98,25 +98,25 @@ class DecisionLog:
         self._delivered = {label for each in self._decided if each.what == "deliver" for label in each.groups}
 
     async def begin(self) -> None:
-        """Before the first decision: tell the sampler what it is to repeat."""
+        """Give the sampler its record before the first decision."""
         if self._begin is not None:
             await self._begin()
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing says what is to be done: in a run that repeats none, or when that one had ended."""
+        """True if no recorded decision is left: the run replays none, or the replayed one had ended."""
         return not self._decided
 
     def next(self, what: Kind) -> Decision | None:
-        """What was decided next in the run that is repeated, if it is of this kind."""
+        """Return the next recorded decision, if it is of this kind."""
         return self._decided[0] if self._decided and self._decided[0].what == what else None
 
     def is_turn(self, what: Kind) -> bool:
-        """Whether this may be done now."""
+        """True if this kind of decision is allowed now."""
         return self.is_free or self.next(what) is not None
 
     def check_dropped(self, labels: AbstractSet[int]) -> None:
-        """`keep` does not want these groups. DataError where the run that is repeated trained on one."""
+        """Raise DataError if the replayed run trained on one of these groups, which `keep` drops."""
         if lost := labels & self._delivered:
             raise DataError(
                 f"`keep` drops group {min(lost)}, which the run whose schedule is replayed trained on: its rewards or "
@@ -124,7 +124,7 @@ class DecisionLog:
             )
 
     def break_off(self, why: str) -> None:
-        """Nobody can follow from here on. DataError where this run follows another: it cannot, either."""
+        """Record that the schedule cannot be replayed from here on. DataError if this run is a replay."""
         if self._decided:
             raise DataError(
                 f"the replayed schedule cannot be followed any more: {why}. Replay it again, with a sampler that lasts"
@@ -134,7 +134,7 @@ class DecisionLog:
         self._is_broken = True
 
     def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
-        """A decision was taken."""
+        """Record a decision."""
         if self._decided:
             self._decided.popleft()
         if self._write is not None:
@@ -142,20 +142,20 @@ class DecisionLog:
 
 
 class Schedule:
-    """Writes a run's schedule, and follows that of an earlier run if there is one."""
+    """Writes a run's schedule, and follows that of an earlier run if given."""
 
     def __init__(self, path: Path, replayed: Sequence[Entry] | None = None, kept_rows: KeptRows | None = None) -> None:
-        """`replayed`: what `read_schedule` gave of the run that is to be repeated; `kept_rows`: what it kept."""
+        """`replayed`: the schedule of the run to repeat, from `read_schedule`. `kept_rows`: its recorded rows."""
         self._replayed = replayed
         self.rows: RowKeeper = RowKeeper(path.parent, kept_rows)
-        """For samplers whose rows no seed draws again."""
+        """For samplers whose rows no seed reproduces."""
         self._file = path.open("wb")
         self._streams = 0
         self._loops = 0
         self._samplers: list[Sampler] = []
 
     def decisions(self, sampler: Sampler, opened: Opened) -> DecisionLog:
-        """The decisions of the next stream. DataError where it is not configured as the one that is repeated."""
+        """Return the decisions of the next stream. DataError if it is configured differently from the replayed one."""
         number, self._streams = self._streams, self._streams + 1
         before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
         if self._replayed is not None and before != [opened]:
@@ -171,10 +171,11 @@ class Schedule:
         return DecisionLog(self.write, number, decided, lambda: self._number(sampler))
 
     def loop(self, loop: Loop) -> None:
-        """A loop over steps begins. DataError where weights may come otherwise than in the run that is repeated.
+        """Begin a loop over steps. DataError if weights may arrive differently from the replayed run.
 
-        So they may with fewer steps, with other publications for an evaluation, and, where some came after the loop,
-        with more steps, which go on when the record ends. A run that had ended before, or had no weights, says nothing.
+        This happens with fewer steps, other publications for an evaluation, or more steps if weights arrived after the
+        loop. Otherwise, additional steps run free when the record ends. A run that ended earlier, or had no weights, is
+        not checked.
         """
         number, self._loops = self._loops, self._loops + 1
         entries = self._replayed or ()
@@ -187,30 +188,30 @@ class Schedule:
         self.write(loop)
 
     def end_loop(self) -> None:
-        """The loop that began last came to its end."""
+        """Record the end of the loop that began last."""
         self.write(Ended(self._loops - 1))
 
     async def load(self, sampler: Sampler, weights: Weights, load: "LoadAll | None" = None) -> None:
-        """Load weights into a sampler, at the place where the replayed run did."""
+        """Load weights into a sampler, at the place of the replayed load."""
         await self._number(sampler)
         places = await _told(await (load or sampler.load)(weights))
         if places is not None:
             self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
 
     async def _number(self, sampler: Sampler) -> None:
-        """Know the sampler; in a replay tell it, before anything else, where its weights came."""
+        """Number a sampler. In a replay, give it the places of its loads before anything else."""
         if sampler not in self._samplers:
             self._samplers.append(sampler)
             if self._replayed is not None:
                 await sampler.replay(self._record(len(self._samplers) - 1, self._replayed))
 
     def write(self, entry: Entry) -> None:
-        """Add a line."""
+        """Write a line."""
         self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the files."""
         self._file.close()
         self.rows.close()
 
@@ -221,26 +222,26 @@ class Schedule:
 
 
 DIFFERENCE: Final = "sampler_difference"
-"""The gauge of how far a sampler's log-probs are from its policy's, after it took new weights."""
+"""The gauge of the distance between a sampler's log-probs and its policy's, after it took new weights."""
 PAUSE: Final = "sampler_pause_s"
-"""The gauge of how long a sampler drew nothing while it took new weights."""
+"""The gauge of the seconds in which a sampler sampled nothing while it took new weights."""
 _REMEDY: Final = "Follow it with the configuration of that run, which its config.toml tells"
 _WORDS: Final = {"size": "prompts in a batch", "published_every": "evaluation.every"}
-"""For users, of what is called otherwise in a schedule."""
+"""Names for users, where they differ from the names in a schedule."""
 _PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
-"""The schedule of the current run, where it keeps one."""
+"""The schedule of the current run, if it keeps one."""
 
 
 newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
-"""Of samplers whose ranks come and go, or are away, the weights that they were given last: who comes is given them."""
+"""Newest weights of samplers whose ranks come and go, or are away. A rank that comes gets them."""
 LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
-"""Gives weights to those ranks of a sampler that are there; what its `load` returns, where any is."""
+"""Gives weights to the available ranks of a sampler. Returns the result of `load`, if there is a rank."""
 
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
-    """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
+    """Load weights into a sampler, as the run's schedule says if it has one. `load`: replaces the sampler's."""
     if min_ranks(sampler) or sampler in newest:
         newest[sampler] = weights
     if load is None:
@@ -252,12 +253,12 @@ async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = N
 
 
 async def load_alone(replica: Sampler, weights: Weights) -> None:
-    """Load weights into one replica of a sampler that the others have, which no schedule repeats."""
+    """Load weights into one replica of a sampler that the others have. No schedule replays this."""
     await _told(await replica.load(weights))
 
 
 async def _told(returned: Batch | None) -> Batch | None:
-    """What a load returned; what it found is noted."""
+    """Return the result of a load, and record its measurements."""
     places = await returned.load() if returned is not None else None
     for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
         if places is not None and column in places:
@@ -266,7 +267,7 @@ async def _told(returned: Batch | None) -> Batch | None:
 
 
 def _fits(there: Loop, here: Loop, entries: Sequence[Entry], number: int) -> bool:
-    """Whether the weights that the loop of this number had come in another one, too, and in the same order."""
+    """True if the weights of loop `there` would come at the same places, in the same order, in loop `here`."""
     loads = [index for index, each in enumerate(entries) if isinstance(each, Load)]
     if there == here or not loads:
         return True

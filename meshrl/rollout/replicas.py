@@ -22,17 +22,17 @@ from meshrl.weights import Weights
 T = TypeVar("T")
 
 Life: TypeAlias = tuple[int, int]
-"""A replica's number, and how many of its lives had ended before."""
+"""A replica's number, and how many of its lives have ended."""
 
 _LONGEST: Final = 60.0
-"""Seconds, at most, between two attempts to make a replica again that keeps dying."""
+"""Most seconds between two attempts to restart a replica that keeps dying."""
 
 
 class Replicas:
-    """A sampler whose ranks are replicas is one of these for each; any other is one replica.
+    """The replicas of a sampler: its ranks if they are independent, else the sampler as a whole.
 
-    One that dies is left out of every call on the sampler from then on, made again beside those that go on, and given
-    the newest weights before it is given rows. A death uses one of the `retries`, but none on a mesh with `min_ranks`.
+    All calls leave out a replica that dies. It is restarted while the others continue, and gets the newest weights
+    before any rows. A death uses one of the `retries`, except on a mesh with `min_ranks`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Replicas:
         start: Callable[[Coroutine[Never, Never, None]], None],
         changed: Callable[[str, tuple[Life, Exception] | None], None],
     ) -> None:
-        """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica ended by what."""
+        """`start`: as in `StreamState`. `changed` gets a description, and the life that ended with its error."""
         self.each: list[Sampler] = replicas(sampler)
         self._sampler = sampler
         self._min_ranks = min_ranks(sampler)
@@ -52,60 +52,60 @@ class Replicas:
         self._start = start
         self._changed = changed
         self._ended = [0] * len(self.each)
-        """Of each replica, how many lives."""
+        """Number of ended lives of each replica."""
         self._away: dict[int, Exception | None] = {}
-        """Those that are not there, and what they died of, if they have ever been there."""
+        """Unavailable replicas, with the error that ended them. None if they were never available."""
         self._idle = [0] * len(self.each)
-        """Of each replica, how many lives ended one after the other without a row."""
+        """Number of successive lives of each replica that ended without a row."""
         self._weights: Weights | None = None
-        """The newest, with which one begins that is made again."""
+        """The newest weights, which a restarted replica gets."""
         self._changing = asyncio.Lock()
-        """Held by who gives weights, or takes a replica in."""
+        """Held while weights are loaded, or a replica is taken in."""
 
     def begin(self) -> None:
-        """Wait for the replicas that are not there yet."""
-        self._weights = newest.get(self._sampler, self._weights)  # those published until now
+        """Wait for the replicas that are not available yet."""
+        self._weights = newest.get(self._sampler, self._weights)  # those published so far
         for number, replica in enumerate(self.each):
             if is_away(replica) and number not in self._away:
                 self._away[number] = None
                 self._start(self._return(number))
 
     def end(self) -> None:
-        """No stream sees to the replicas any more: whoever makes one again that is away finds the weights for it."""
+        """Store the weights for the next restart of an absent replica, because no stream manages the replicas now."""
         if self._away and self._weights is not None:
             newest[self._sampler] = self._weights
 
     @property
     def here(self) -> Rows:
-        """The numbers of those that may be given rows, int64."""
+        """The numbers of available replicas, int64."""
         return np.array([number for number in range(len(self.each)) if number not in self._away], np.int64)
 
     @property
     def are_enough(self) -> bool:
-        """Whether rows may be drawn."""
+        """True if enough replicas are available to sample rows."""
         return len(self.each) - len(self._away) >= max(1, self._min_ranks)
 
     def why_not(self) -> str:
-        """Which are waited for."""
+        """Describe the missing replicas."""
         wanted = max(1, self._min_ranks)
         told = "; ".join(f"replica {number}: {error or 'not there yet'}" for number, error in self._away.items())
         count = len(self.each)
         return f"{count - len(self._away)} of {count} replicas of the sampler are there, and {wanted} wanted: {told}"
 
     def life(self, number: int) -> Life:
-        """The life that a replica is in."""
+        """Return the present life of a replica."""
         return number, self._ended[number]
 
     def is_over(self, life: Life) -> bool:
-        """Whether what ended it has been seen to."""
+        """True if the end of this life has been handled."""
         return self._ended[life[0]] > life[1]
 
     def came(self, number: int) -> None:
-        """Rows have come from a replica."""
+        """Note that rows arrived from a replica."""
         self._idle[number] = 0
 
     async def load(self, weights: Weights) -> Batch | None:
-        """Give all that are there new weights, and from now on each that comes; what they return, if there are any."""
+        """Load weights into all available replicas, and later into each new one. Returns the results, if any."""
         async with self._changing:
             self._weights = weights
             given = weights.read_by(len(self.here))
@@ -113,12 +113,12 @@ class Replicas:
             return Batch.concat(places) if places else None
 
     async def abort(self) -> None:
-        """End the running calls."""
+        """Abort the running calls."""
         async with self._changing:
             await self._on_each(lambda replica: replica.abort())
 
     def failed(self, life: Life, error: Exception) -> None:
-        """A call has failed in this life of a replica. Raises the error where that is not to be survived."""
+        """Handle the failure of a call in this life of a replica. Raises the error if it cannot be survived."""
         number = life[0]
         if self.is_over(life):
             return
@@ -134,9 +134,9 @@ class Replicas:
         self._condition.notify_all()
 
     def _pay(self, number: int, error: Exception) -> None:
-        """Raise the error, or count it: what was lost is drawn again."""
+        """Count the error, or raise it if its loss cannot be repeated."""
         alone = len(self._away.keys() | {number}) == len(self.each)
-        unknown = self._weights is None and alone  # nobody knows the weights that it had
+        unknown = self._weights is None and alone  # no replica has its weights
         if self._min_ranks and not unknown and (died(error) or number in self._away):
             log.warning("a replica of the sampler is away, and its rows are sampled again elsewhere", error=str(error))
             return
@@ -145,7 +145,7 @@ class Replicas:
         self._retry(error)
 
     def unread(self, error: Exception) -> None:
-        """Rows have come that cannot be fetched. Raises the error where that is not to be survived."""
+        """Handle rows that cannot be fetched. Raises the error if that cannot be survived."""
         if self._min_ranks:
             log.warning("rows are out of reach, and are sampled again", error=str(error))
         else:
@@ -158,7 +158,7 @@ class Replicas:
         log.warning("rollouts were lost and are sampled again", retries_left=self._retries, error=str(error))
 
     async def _return(self, number: int) -> None:
-        """Make a replica again, however long that takes, and take it in."""
+        """Restart a replica, however long that takes, and take it in."""
         gone: Weights | None = None
         while True:
             if self._idle[number] > 1:
@@ -176,7 +176,7 @@ class Replicas:
                 return
             except (RankDied, RankFailed, ConfigError) as again:
                 if is_lost(again) and given is not None and not given.lasts:
-                    gone = given  # the policy has gone on, and there will be others
+                    gone = given  # the policy has moved on, and newer weights will come
                     continue
                 if not died(again) and not (self._min_ranks and self.are_enough):
                     raise
@@ -185,7 +185,7 @@ class Replicas:
                 self._away[number] = again
 
     def _has_others(self, gone: Weights | None) -> bool:
-        """Whether there are weights other than these; with None, whether there are any."""
+        """True if there are weights other than these. With None, True if there are any."""
         return self._weights is not gone
 
     def _take_in(self, number: int) -> None:
@@ -200,7 +200,7 @@ class Replicas:
         gauge("sampler replicas", len(self.each) - len(self._away))
 
     async def _on_each(self, change: Callable[[Sampler], Awaitable[T]]) -> list[T]:
-        """Change those that are there; what that gave, of those that it did not end."""
+        """Change all available replicas. Returns the results of those that survived it."""
         lives = [self.life(number) for number in self.here.tolist()]
         tasks = [asyncio.ensure_future(change(self.each[number])) for number, _ in lives]
         try:
@@ -220,9 +220,9 @@ class Replicas:
         return results
 
     async def outlive(self, draw: Callable[[], Awaitable[T]], prompts: int) -> T:
-        """What a call of so many prompts beside the stream gives: of those that are there, again where one has died.
+        """Make a call outside the stream with `prompts` prompts, and repeat it if a replica dies.
 
-        DataError where replica after replica dies of it.
+        Raises DataError if one replica after another dies of it.
         """
         dead: list[int] = []
         while True:
@@ -233,7 +233,7 @@ class Replicas:
             lives = [self.life(number) for number in range(len(self.each))]
             try:
                 return await draw()
-            except MeshStopped:  # one was made again meanwhile, because it had died
+            except MeshStopped:  # a dead one was restarted during the call
                 if not any(map(self.is_over, lives)):
                     raise
             except (RankDied, RankFailed) as error:
@@ -246,9 +246,9 @@ class Replicas:
 
 
 async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
-    """What a call on a sampler gives that feeds no stream: again without one that died, where `min_ranks` are left."""
+    """Make a call on a sampler outside any stream, and repeat it without a dead replica if `min_ranks` are left."""
     each, enough = replicas(sampler), min_ranks(sampler)
-    if sampler in newest and all(map(is_away, each)):  # as a stream left them that closed meanwhile
+    if sampler in newest and all(map(is_away, each)):  # a stream that has closed left them like this
         await _bring_back(each, enough or len(each), newest[sampler])
     while True:
         try:
@@ -262,7 +262,7 @@ async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _bring_back(each: Sequence[Sampler], enough: int, weights: Weights) -> None:
-    """Make so many replicas again, those that come first."""
+    """Restart replicas until `enough` of them are available."""
 
     async def again(replica: Sampler) -> None:
         await respawn(replica)
@@ -280,5 +280,5 @@ async def _bring_back(each: Sequence[Sampler], enough: int, weights: Weights) ->
 
 
 def died(error: BaseException) -> bool:
-    """Whether a sampler can do nothing more until it is respawned."""
+    """True if a sampler is unusable until it is respawned."""
     return isinstance(error, RankDied) or (isinstance(error, RankFailed) and isinstance(error.__cause__, EngineDied))

@@ -1,4 +1,4 @@
-"""Route rows to replicas of a sampler: to the one with the least outstanding work. Groups stay together."""
+"""Route rows to the replica of a sampler with the least outstanding work. Groups stay together."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,50 +13,49 @@ from meshrl.mesh import Rows, lightest
 from meshrl.roles import Sampling
 
 _LEEWAY: Final = 8
-"""A group goes on where it was while that replica exceeds the lightest by one group, or by this part of the mean."""
+"""A group stays on its replica while that exceeds the lightest by at most one group, or the mean divided by this."""
 
 
 @dataclass
 class Share:
-    """What a replica was given of one group, in one call."""
+    """The part of a group that one call gives to a replica."""
 
     replica: int
     rows: int
-    """Completions that have not come back."""
+    """Completions that have not arrived."""
     tokens: int
-    """That each of them may draw."""
+    """Most tokens that each of them may have."""
 
 
 NOWHERE: Final[Mapping[int, Share]] = MappingProxyType({})
-"""What was given where of groups that begin."""
+"""No shares, for new groups."""
 
 
 class Router:
-    """Counts what the replicas of a sampler have still to draw. Knows no time and no tasks.
+    """Counts the outstanding work of a sampler's replicas. It needs no clock and no tasks.
 
-    A completion that has not come back counts with its `max_tokens`: the most that it may draw, and all that is known
-    of it before it ends.
+    A completion that has not arrived counts with its `max_tokens`, because nothing else is known before it ends.
     """
 
     def __init__(self, replicas: int) -> None:
         self.outstanding: Rows = np.zeros(replicas, np.int64)
-        """Tokens that each replica may still draw, int64[replicas]."""
+        """Tokens that each replica may still sample, int64[replicas]."""
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """Number of replicas."""
         return len(self.outstanding)
 
     def divide(
         self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share] = NOWHERE, here: Rows | None = None
     ) -> Rows:
-        """The replica of each row, int64[rows]: the costliest group first, each to the one with the least outstanding.
+        """Choose a replica for each row, int64[rows]: the costliest group first, each to the least outstanding work.
 
-        `here`: the numbers of those that may be given rows; without it all.
+        `here`: the numbers of available replicas. Default: all.
 
-        Of the replicas that are given rows none then exceeds the lightest by more than a group. A group of `before`
-        goes where it was, unless that exceeds the lightest by more than the costliest group, or an eighth of the mean.
-        Where nothing is outstanding, rows that begin are divided as those of any call: by the tokens that they have.
+        Afterwards no replica that got rows exceeds the lightest by more than one group. A group in `before` stays where
+        it was, unless that replica exceeds the lightest by more than the costliest group, or an eighth of the mean. If
+        nothing is outstanding, new rows are divided as in any call, by their present tokens.
         """
         here = np.arange(self.replicas) if here is None else here
         outstanding = self.outstanding[here]
@@ -79,7 +78,7 @@ class Router:
         return taken
 
     def give(self, prompts: Batch, sampling: Sampling, owners: Rows) -> dict[int, Share]:
-        """Count the rows of a call, each on its replica; what was given of each group."""
+        """Count the rows of a call on their replicas. Returns the share of each group."""
         given: dict[int, Share] = {}
         limits = _limits(prompts, sampling).tolist()
         for label, replica, tokens in zip(prompts.groups.tolist(), owners.tolist(), limits, strict=True):
@@ -89,7 +88,7 @@ class Router:
         return given
 
     def take(self, given: Mapping[int, Share], labels: Iterable[int]) -> None:
-        """Rows of these groups have come back, a label for each. DataError for one that the call does not have."""
+        """Count arrived rows, given the label of each. DataError for a group that the call does not have."""
         for label in labels:
             if label not in given:
                 raise DataError(
@@ -101,13 +100,13 @@ class Router:
             self.outstanding[share.replica] -= share.tokens
 
     def end(self, shares: Iterable[Share]) -> None:
-        """Nothing more will come of these."""
+        """Remove shares whose other rows will not arrive."""
         for share in shares:
             self.outstanding[share.replica] -= share.rows * share.tokens
             share.rows = 0
 
 
 def _limits(prompts: Batch, sampling: Sampling) -> Rows:
-    """The most tokens that each row's completion may have, int64[rows]."""
+    """Return the most tokens that each row's completion may have, int64[rows]."""
     own = prompts.row("max_tokens") if "max_tokens" in prompts else sampling.max_tokens
     return np.broadcast_to(np.asarray(own, np.int64), len(prompts))

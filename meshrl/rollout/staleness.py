@@ -1,7 +1,7 @@
 """The staleness bound: which prompts may be sampled, and which groups form the next batch.
 
-A version here is a count of what was published: 0 before the first, then 1, 2, ... Weights have numbers of their own,
-which may grow by several at once.
+A version here counts publications: 0 before the first, then 1, 2, ... Weights have other numbers, which may increase by
+more than one.
 """
 
 from bisect import bisect_right
@@ -13,25 +13,25 @@ from typing import Literal, TypeAlias
 from meshrl.errors import DataError
 
 Late: TypeAlias = Literal["wait", "drop"]
-"""What becomes of a group that would be too old for the batch after: the batch waits for it, or it is dropped."""
+"""How to treat a group that would be too old for the following batch: the batch waits for it, or it is dropped."""
 
 
 @dataclass
 class Group:
-    """The completions of one prompt, from when it is drawn."""
+    """The completions of one prompt, from the draw on."""
 
     version: int
-    """What its oldest token cannot be older than; once it is finished, the version of that token."""
+    """A lower bound of the version of its oldest token. Exact once the group is finished."""
     finished: bool = False
 
 
 class StalenessLedger:
-    """Counts the groups that are running, ready and delivered. Knows no time and no tasks.
+    """Counts the running, ready and delivered groups. It needs no clock and no tasks.
 
-    Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where what is ready or delivered has
-    been accepted (AReaL, arXiv:2505.24298, equation 3). What is delivered has no token that is more than `ahead`
-    publications behind the trainer's weights. A publication counts for that as soon as it is announced, so that one
-    that is still on its way does not loosen the bound.
+    Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where accepted groups are ready or
+    delivered (AReaL, arXiv:2505.24298, equation 3). No delivered token is more than `ahead` publications behind the
+    trainer's weights. A publication counts for this once it is announced, so one that is still on its way does not
+    loosen the bound.
     """
 
     def __init__(self, size: int, ahead: int, late: Late = "wait") -> None:
@@ -40,59 +40,59 @@ class StalenessLedger:
         self.ahead = ahead
         self.late = late
         self.groups: dict[int, Group] = {}
-        """What is running or ready, by its label, in the order in which it was drawn."""
+        """The running and ready groups by label, in the order in which they were drawn."""
         self.ready: int = 0
-        """Groups that are finished and not delivered."""
+        """Number of finished groups that are not delivered."""
         self.batches: int = 0
         self.delivered: int = 0
-        """Groups of all batches."""
+        """Number of delivered groups."""
         self.dropped: Counter[str] = Counter()
         self.waited: int = 0
-        """Batches that were full, and waited for a group that would have been too old for the next."""
+        """Number of full batches that waited for a group that would have been too old for the next one."""
         self.floor = 0
-        """The number of weights that nothing may be older than: in a run that goes on, those of its checkpoint."""
+        """Lower bound of the number of weights: in a resumed run, the number of its checkpoint's."""
         self._waits = False
         self._published: list[int] = []
         self._announced = 0
         self._last_trained = -1
-        """The version that the batch taken last trains."""
+        """The version that the last batch trains."""
         self._begun = False
 
     @property
     def version(self) -> int:
-        """How often weights were published."""
+        """Number of publications."""
         return len(self._published)
 
     @property
     def published(self) -> int:
-        """The number of the weights that were published last."""
+        """The number of the newest published weights."""
         return self._published[-1] if self._published else self.floor
 
     @property
     def trainer(self) -> int:
-        """The version that the next batch trains: also where nobody has begun to publish what the last one made."""
+        """The version that the next batch trains, even if nobody has begun to publish the result of the last one."""
         return max(self.version + self._announced, self._last_trained + 1)
 
     @property
     def capacity(self) -> int:
-        """Groups that may have been drawn by now, without those that were dropped.
+        """Number of groups that may have been drawn by now, without dropped ones.
 
-        Publishing more often than once a batch gives no room.
+        Publishing more often than once for each batch gives no more room.
         """
         return (self.ahead + min(self.version, self.batches) + 1) * self.size
 
     @property
     def room(self) -> int:
-        """Groups that may be drawn now."""
+        """Number of groups that may be drawn now."""
         return max(0, self.capacity - self.delivered - len(self.groups))
 
     @property
     def running(self) -> int:
-        """Groups that are not finished."""
+        """Number of unfinished groups."""
         return len(self.groups) - self.ready
 
     def why_no_batch(self) -> str:
-        """What a batch waits for; where that is a publication that nobody has begun, what to call."""
+        """Describe what a batch waits for. If it is a publication that nobody has begun, say what to call."""
         told = f"{self.ready} of {self.size} groups are ready, {self.running} run"
         if self.running or self.room or self._announced or self.version >= self.batches:
             return told
@@ -102,16 +102,16 @@ class StalenessLedger:
         )
 
     def announce(self) -> bool:
-        """New weights will be published. Whether they count: what comes before the first draw is where that begins."""
+        """Announce a publication. Returns True if it counts, which it does not before the first draw."""
         self._announced += self._begun
         return self._begun
 
     def withdraw(self) -> None:
-        """Weights that were announced, and count, will not be published."""
+        """Withdraw an announced publication that counts."""
         self._announced -= 1
 
     def check(self, weights: int) -> None:
-        """DataError if weights of this number cannot follow those that were published."""
+        """Raise DataError if weights of this number cannot follow the published ones."""
         if self._published and weights < self._published[-1]:
             raise DataError(
                 f"weights of version {weights} were published after those of version {self._published[-1]}: versions "
@@ -119,16 +119,16 @@ class StalenessLedger:
             )
 
     def publish(self, weights: int) -> None:
-        """Weights of this number, which were announced and count, have been given to the sampler."""
+        """Count weights of this number, announced before, which the sampler now has."""
         self._announced -= 1
         self._published.append(weights)
 
     def version_of(self, weights: int) -> int:
-        """How often weights had been published when those of this number were."""
+        """Return the number of publications up to the weights of this number."""
         return bisect_right(self._published, weights)
 
     def draw(self, label: int) -> None:
-        """A group is being generated."""
+        """Count a group that is being generated."""
         if label in self.groups:
             raise DataError(
                 f"group {label} was drawn again while it was in progress: give each prompt its own number in `groups`"
@@ -137,9 +137,9 @@ class StalenessLedger:
         self.groups[label] = Group(self.version)
 
     def finish(self, label: int, oldest: int) -> None:
-        """A group is complete; its oldest token was sampled by weights of this number.
+        """Count a complete group. Weights of number `oldest` sampled its oldest token.
 
-        DataError where these are older than those of the checkpoint that the run goes on from.
+        DataError if these are older than those of the checkpoint that the run resumed from.
         """
         if oldest < self.floor:
             raise DataError(
@@ -153,27 +153,27 @@ class StalenessLedger:
         self.ready += 1
 
     def drop(self, labels: Iterable[int], why: str) -> None:
-        """Groups will not be delivered: others may be drawn for them."""
+        """Drop groups that will not be delivered. Others may be drawn instead."""
         for label in labels:
             self._remove(label)
             self.dropped[why] += 1
 
     def restart(self, label: int) -> None:
-        """A group was lost on its way, and is to be drawn again."""
+        """Draw a lost group again."""
         self._remove(label)
 
     def too_old(self) -> list[int]:
-        """The finished groups that may not be trained on any more."""
+        """Return the finished groups that are too old to train on."""
         if not self.ready:
             return []
         oldest = self.trainer - self.ahead
         return [label for label, group in self.groups.items() if group.finished and group.version < oldest]
 
     def take(self, *, rest: bool = False) -> list[int] | None:
-        """The groups of the next batch, in the order they were drawn; None where it has to wait.
+        """Return the groups of the next batch, in the order they were drawn. None if it has to wait.
 
-        Those that will be too old soonest come first. With `late="wait"` a batch also waits where a group that runs
-        would be too old for those that follow. `rest`: nothing more will be drawn, the last batch may be smaller.
+        Groups that will be too old soonest come first. With `late="wait"`, a batch also waits if a running group would
+        be too old for the batches after it. `rest`: nothing more will be drawn, so the last batch may be smaller.
         """
         size = min(self.size, len(self.groups)) if rest else self.size
         if self.ready < size or not size:
@@ -188,7 +188,7 @@ class StalenessLedger:
         return taken
 
     def take_these(self, labels: Sequence[int]) -> bool:
-        """Make these groups the next batch; False where they are not all finished."""
+        """Make these groups the next batch. False if some are not finished."""
         if not all(label in self.groups and self.groups[label].finished for label in labels):
             return False
         self._deliver(labels)
@@ -204,18 +204,18 @@ class StalenessLedger:
         self.batches += 1
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
-        """How many publications tokens sampled by weights of these numbers were behind the batch taken last."""
+        """Return how many publications behind the last batch the tokens of these weights were."""
         return [self._last_trained - self.version_of(each) for each in weights]
 
     def _remove(self, label: int) -> None:
         self.ready -= self.groups.pop(label).finished
 
     def _last(self, group: Group) -> int:
-        """The last version of the trainer that may train it."""
+        """Return the last version of the trainer that may train on a group."""
         return group.version + self.ahead
 
     def _in_time(self, chosen: set[int]) -> bool:
-        """Whether all others can still be trained in time, batch by batch; or some cannot, whatever is chosen."""
+        """True if all other groups can still be trained in time, or if no choice achieves that."""
         now = self.trainer
         last = sorted((self._last(group), label) for label, group in self.groups.items() if self._last(group) >= now)
         others = [version for version, label in last if label not in chosen]
@@ -223,5 +223,5 @@ class StalenessLedger:
         return self._fit(others, now + 1) or not self._fit(best, now + 1)
 
     def _fit(self, last: Sequence[int], first: int) -> bool:
-        """Whether groups, sorted by the version that may train them last, fit into batches from version `first` on."""
+        """True if groups fit into batches from version `first` on. `last`: the last version for each, ascending."""
         return all(version >= first + index // self.size for index, version in enumerate(last))

@@ -207,7 +207,7 @@ class Rollouts:
                 )
                 self._decisions.note("publish")
                 if not self._decisions.is_free:
-                    self._condition.notify_all()  # a draw may be next, whose call these weights are to find
+                    self._condition.notify_all()  # the next draw's call must find these weights
                 await self.producer.swap(weights)
         except BaseException:
             self._withdraw(ticket)
@@ -321,7 +321,7 @@ class Rollouts:
         """Score groups, drop those that `keep` refuses, and mark the others as ready."""
 
         def lost() -> set[int]:
-            """Groups that were lost with the sampler meanwhile, and are drawn again."""
+            """Groups that were lost with the sampler in between, and are drawn again."""
             now = self._buffer.attempts(whole)
             return {label for label in whole if now[label] is not attempts[label]}
 
@@ -329,11 +329,11 @@ class Rollouts:
             scored = await self._scored(groups)
             unwanted = await self._unwanted(scored)
         except Exception as error:
-            if groups.elsewhere and not lost():  # where a column lay on a rank that died, that may not be known yet
+            if groups.elsewhere and not lost():  # a column may be on a dead rank whose death is unknown
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_NEWS):
                         await self._condition.wait_quietly_for(lambda: bool(lost()))
-            if not lost() and is_lost(error):  # from where it was wanted; perhaps not from here
+            if not lost() and is_lost(error):  # perhaps lost only for its reader
                 self.producer.unread(list(whole), error)
             if not (gone := lost()):
                 raise

@@ -1,4 +1,4 @@
-"""Rows that crash whatever samples them, recognised by how often they do."""
+"""Rows that crash every replica that samples them, recognised by the number of crashes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -6,22 +6,22 @@ from typing import Final
 from meshrl.errors import DataError, described, shortened
 
 FATAL: Final = 5
-"""Deaths in a row, each of a replica that drew the same row, that are no accident."""
+"""Successive deaths, each of a replica that sampled the same row, that are no accident."""
 _NAMED: Final = 3
-"""Groups that an error names."""
+"""Number of groups that an error names."""
 
 
 class Suspects:
-    """The groups that replicas were drawing when they died. Knows no time and no tasks."""
+    """The groups that replicas were sampling when they died. It needs no clock and no tasks."""
 
     def __init__(self) -> None:
         self._died: dict[int, list[int]] = {}
-        """Of each such group, the replicas that have died since it was last drawn to its end."""
+        """By group, the replicas that have died since it was last sampled to its end."""
 
     def died(self, replica: int, drawing: Mapping[int, object], error: Exception) -> None:
-        """A replica has died. DataError where one of the groups that it was drawing has now ended too many.
+        """Record the death of a replica. DataError if one of the groups that it sampled has now ended too many.
 
-        `drawing`: by group, its prompt.
+        `drawing`: the prompt of each group.
         """
         for label in drawing:
             self._died.setdefault(label, []).append(replica)
@@ -34,16 +34,16 @@ class Suspects:
             raise DataError(f"{group} {named}{more}: drawing this{one} ends {_told(self._died[fatal[0]], error)}")
 
     def drawn(self, labels: Iterable[int]) -> None:
-        """These groups are whole: no replica died of them."""
+        """Clear groups that are complete, because no replica died of them."""
         for label in labels:
             self._died.pop(label, None)
 
 
 def check_call(prompts: int, died: Sequence[int], error: Exception, replicas: int) -> None:
-    """DataError where a call beside the stream, of so many prompts, has ended so many in a row.
+    """Raise DataError if a call with `prompts` prompts, outside the stream, has ended too many replicas in a row.
 
-    Such a call goes to all replicas at once, and is lost with any of them: more deaths than those of one row are bad
-    luck.
+    Such a call uses all replicas at once and is lost with any of them. So it takes more deaths than for one row to rule
+    out bad luck.
     """
     if len(died) >= FATAL * replicas:
         raise DataError(f"a call of {prompts} prompts beside the stream ends {_told(died, error)}")

@@ -17,7 +17,7 @@ from meshrl.rollout.stream import Rollouts, Score
 from meshrl.weights import Weights
 
 _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")
-"""Columns that a sampler adds to a prompt, and that it would take for the beginning of a completion."""
+"""Columns that a sampler adds to a prompt, and that it would read as the start of a completion."""
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:

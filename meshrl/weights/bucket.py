@@ -15,13 +15,13 @@ from meshrl.errors import DataError
 from meshrl.mesh import Array, Bytes, ForAll, Put, Ref, Segment, free_cores, note_transit, pool
 
 _ALIGNED: Final = 64
-"""Bytes: each tensor starts at a multiple."""
+"""Bytes. Each tensor starts at a multiple."""
 _BLOCK: Final = 1 << 18
-"""Bytes that are copied and read again before they leave the cache."""
+"""Size in bytes of a block, which is copied and read again while it is in the cache."""
 _SHARED_FROM: Final = 1 << 20
-"""Bytes of the smallest bucket in shared memory."""
+"""Size in bytes of the smallest bucket in shared memory."""
 _THREADS: Final = min(8, free_cores())
-"""That copy and read tensors: one does not fill the memory's bandwidth."""
+"""Threads that copy and read tensors. One does not use the memory's whole bandwidth."""
 
 T = TypeVar("T")
 
@@ -30,16 +30,16 @@ class Entry(NamedTuple):
     """A tensor in a bucket."""
 
     dtype: str
-    """numpy's name."""
+    """The name of the dtype in numpy."""
     shape: tuple[int, ...]
     start: int
-    """In bytes."""
+    """Offset in bytes."""
     fingerprint: int
     """XXH3's 64 bits of its bytes."""
 
 
 class Bucket(ForAll):
-    """Tensors in a buffer that nobody writes; or, on their way, what they can be fetched by."""
+    """Tensors in a read-only buffer, or the reference to fetch them."""
 
     def __init__(
         self, index: Mapping[str, Entry], nbytes: int, source: Bytes | Segment | Ref, origin: Ref | None = None
@@ -47,13 +47,13 @@ class Bucket(ForAll):
         self.index: Final = index
         """The tensors by name."""
         self.nbytes: Final = nbytes
-        """Of all tensors together."""
+        """Size of all tensors in bytes."""
         self._source = source
         self._origin = origin
 
     @classmethod
     def pack(cls, arrays: Mapping[str, Array]) -> "Bucket":
-        """Copy arrays, into shared memory where there is some. DataError for what is not numbers."""
+        """Copy arrays, into shared memory if available. DataError for arrays without numbers."""
         arrays = {name: _native(array, name) for name, array in arrays.items()}
         starts: dict[str, int] = {}
         end = 0
@@ -73,52 +73,52 @@ class Bucket(ForAll):
 
     @property
     def held(self) -> Ref | None:
-        """What it is to be fetched by; None where it is here."""
+        """The reference to fetch it. None if it is here."""
         return self._source if isinstance(self._source, Ref) else None
 
     @property
     def segment(self) -> Segment | None:
-        """The shared memory that it lies in."""
+        """The shared memory segment that holds it, or None."""
         return self._source if isinstance(self._source, Segment) else None
 
     @property
     def way(self) -> str:
-        """What carried it here."""
+        """The transport that brought it here."""
         if self._origin:
             return self._origin.way
         return SharedHeld.way if self.segment else "memory"
 
     @property
     def memory(self) -> Bytes:
-        """The buffer, which ends at a multiple of 64 bytes. DataError where it is not here."""
+        """The buffer, padded to a multiple of 64 bytes. DataError if it is not here."""
         if isinstance(self._source, Ref):
             raise DataError(f"{self.nbytes} bytes of weights lie elsewhere: load them first")
         return self._source.memory if isinstance(self._source, Segment) else self._source
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        """The tensors, read-only. DataError where they are not here."""
+        """The tensors, read-only. DataError if they are not here."""
         memory = self.memory
         return MappingProxyType({name: _view(memory, entry) for name, entry in self.index.items()})
 
     def hold(self, put: Put, limit: int, shares: bool) -> "Bucket":
-        """The same tensors, kept where they are or by `put`, if they have more than `limit` bytes."""
+        """Return the same tensors. If they exceed `limit` bytes, they are kept in place, or by `put`."""
         if self.nbytes <= limit or self.held:
             return self
         held = SharedHeld.of(self, self.segment) if shares and self.segment else self._origin or put(self)
         return Bucket(self.index, self.nbytes, held)
 
     def fetched_by(self, held: Ref) -> "Bucket":
-        """The same, and whoever it is handed on to fetches it there too."""
+        """Return the same tensors as a reference that later receivers fetch too."""
         return Bucket(self.index, self.nbytes, self._source, held)
 
     def shared(self) -> "Bucket":
-        """The same tensors in shared memory: copied, where they are elsewhere. DataError where there is no room."""
+        """Return the same tensors in shared memory, copied if needed. DataError if there is no room."""
         if self.segment or not self.nbytes:
             return self
         memory = self.memory
         place = pool.find(memory.data)
-        if place and not place[1]:  # as it came from another machine
+        if place and not place[1]:  # as received from another machine
             return Bucket(self.index, self.nbytes, Segment(place[0].path, len(memory)))
         writing = pool.write(len(memory))
         if writing is None:
@@ -129,7 +129,7 @@ class Bucket(ForAll):
         return Bucket(self.index, self.nbytes, writing.done())
 
     def damaged(self) -> list[str]:
-        """The tensors whose bytes are not those that were packed."""
+        """Return the names of tensors whose bytes differ from the packed ones."""
         made = _in_threads(fingerprint, list(self.arrays.values()), self.nbytes)
         return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
 
@@ -140,27 +140,27 @@ class Bucket(ForAll):
 
 
 class SharedHeld(Ref):
-    """A bucket that stays in this machine's shared memory, for all processes here."""
+    """A bucket that stays in this machine's shared memory, for all its processes."""
 
     way = "shared memory"
 
     def __init__(self, path: str, size: int, index: Mapping[str, Entry], nbytes: int, bucket: Bucket | None) -> None:
-        """`size`: the segment's bytes; `bucket`: None where it is gone."""
+        """`size`: bytes of the segment. `bucket`: None if it is gone."""
         self._key = path, size, index, nbytes
         self._bucket = bucket
 
     @classmethod
     def of(cls, bucket: Bucket, segment: Segment) -> "SharedHeld":
-        """A bucket in a segment."""
+        """Hold a bucket in a segment."""
         return cls(segment.path, segment.nbytes, dict(bucket.index), bucket.nbytes, bucket)
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The buckets. DataError where one is gone."""
+        """Return the buckets. DataError if one is gone."""
         return [each.bucket() for each in cast("Sequence[SharedHeld]", held)]
 
     def bucket(self) -> Bucket:
-        """What is held. DataError where it is gone."""
+        """Return the bucket. DataError if it is gone."""
         path, size, index, nbytes = self._key
         return self._bucket or Bucket(index, nbytes, Segment(path, size))
 
@@ -171,12 +171,12 @@ class SharedHeld(Ref):
 
 
 def fingerprint(array: Array) -> int:
-    """XXH3's 64 bits of an array's bytes, in the order of its elements."""
+    """Return XXH3's 64 bits of an array's bytes, in the order of its elements."""
     return int(xxh3_64(raw(np.ascontiguousarray(array))).intdigest())
 
 
 def _in_threads(what: Callable[[T], int], values: Sequence[T], nbytes: int) -> list[int]:
-    """What is made of each; of neighbours by one thread, which is faster than in turns."""
+    """Apply a function to each value. A thread takes neighbours, which is faster than taking turns."""
     if nbytes < _SHARED_FROM:
         return list(map(what, values))
     each = -(-len(values) // _THREADS)
@@ -186,7 +186,7 @@ def _in_threads(what: Callable[[T], int], values: Sequence[T], nbytes: int) -> l
 
 
 def _native(array: Array, name: str) -> Array:
-    """The same numbers in this machine's byte order."""
+    """Return the same numbers in this machine's byte order."""
     check_dtype(array, f"weight `{name}`")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
@@ -197,7 +197,7 @@ def _view(memory: Bytes, entry: Entry) -> Array:
 
 
 def _copied(array: Array, place: Bytes) -> int:
-    """Copy an array's bytes to their place; their fingerprint."""
+    """Copy an array's bytes to their place, and return their fingerprint."""
     source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     digest = xxh3_64()
     for start in range(0, len(source), _BLOCK):
@@ -214,6 +214,6 @@ def _unpickled(index: Mapping[str, Entry], nbytes: int, buffer: Buffer, dtype: s
 def _leased(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SharedHeld:
     try:
         bucket = Bucket(index, nbytes, Segment(path, size))
-    except DataError:  # told where it is fetched: nobody hears what is raised here
+    except DataError:  # reported by `fetch`: an error raised here would be lost
         bucket = None
     return SharedHeld(path, size, index, nbytes, bucket)

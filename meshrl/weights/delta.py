@@ -1,7 +1,7 @@
-"""Delta weights: only what changed since the last version, for samplers that share no memory with the policy.
+"""Delta weights: only the changes since the last version, for samplers that share no memory with the policy.
 
-A chain is one bucket's history: its bytes as they once were, and what changed from each version to the next. Who has
-fetched one version fetches only what changed since; who has none, a new sampler, fetches the chain.
+A chain is the history of one bucket: its first bytes, and the changes from each version to the next. A sampler with an
+earlier version fetches only the changes since. A new sampler fetches the whole chain.
 """
 
 import secrets
@@ -16,27 +16,27 @@ from meshrl.weights.bucket import Bucket, Entry
 from meshrl.weights.weights import Probe, Weights
 
 _LONGEST: Final = 1.0
-"""A chain begins anew when its changes have more bytes than this part of the bucket."""
+"""A chain starts again when its changes exceed this fraction of the bucket's bytes."""
 
 
 class Change(NamedTuple):
-    """The words of 16 bits that differ between two versions of a bucket; lossless, whatever the numbers are."""
+    """The 16-bit words that differ between two versions of a bucket. Lossless for any numbers."""
 
     where: NDArray[np.uint8]
-    """A bit for each word."""
+    """One bit for each word."""
     words: NDArray[np.uint16]
-    """The new ones, in order."""
+    """The new words, in order."""
 
     @classmethod
     def between(cls, old: Bytes, new: Bytes) -> "Change":
-        """What changed, of as many bytes."""
+        """Compare two buffers of the same size."""
         before, after = _words(old), _words(new)
         changed = before != after
         return cls(np.packbits(changed), after[changed])
 
     @property
     def nbytes(self) -> int:
-        """As it travels."""
+        """Size in bytes when sent."""
         return self.where.nbytes + self.words.nbytes
 
     def apply(self, memory: Bytes) -> None:
@@ -46,20 +46,20 @@ class Change(NamedTuple):
 
 
 class DeltaChain:
-    """A bucket's history, on the rank that makes it."""
+    """The history of a bucket, on the rank that makes it."""
 
     def __init__(self, place: tuple[int, int], first: Bucket) -> None:
         self.token: Final = secrets.token_hex(8)
         self.place: Final = place
-        """Whose it is of a policy's ranks, and which of its buckets."""
+        """The rank of the policy, and the number of the bucket."""
         self._first = first
         self._last = first
         self._changes: list[Change] = []
         self._held: list[Ref] = []
-        """What of the history is kept for others: the first version, and changes."""
+        """References to the first version and the changes, kept for others."""
 
     def grown(self, new: Bucket) -> "DeltaChain":
-        """The history with a version more; a new one where that is not worth it."""
+        """Return the history with a new version, or a new history if the changes are too large."""
         if new.index.keys() != self._last.index.keys() or new.memory.shape != self._last.memory.shape:
             return DeltaChain(self.place, new)
         change = Change.between(self._last.memory, new.memory)
@@ -70,17 +70,17 @@ class DeltaChain:
         return self
 
     def newest(self) -> "DeltaVersion":
-        """The version that was added last."""
+        """Return the newest version."""
         return DeltaVersion(self, len(self._changes), self._last)
 
     def hold(self, put: Put, number: int) -> Sequence[Ref]:
-        """The history up to a version, kept for others."""
+        """Keep the history up to a version for others."""
         for each in range(len(self._held), number + 1):
             self._held.append(put(self._changes[each - 1] if each else self._first))
         return tuple(self._held[: number + 1])
 
     def sent(self, number: int) -> int:
-        """Bytes that one needs who has the version before."""
+        """Return the bytes that a holder of the previous version needs."""
         return self._changes[number - 1].nbytes if number else self._first.nbytes
 
 
@@ -94,11 +94,11 @@ class DeltaVersion(Bucket):
 
     @property
     def sent(self) -> int:
-        """Bytes that one needs who has the version before."""
+        """Return the bytes that a holder of the previous version needs."""
         return self._chain.sent(self._number)
 
     def hold(self, put: Put, limit: int, shares: bool) -> Bucket:
-        """As what changed; as it is, where it need not be sent."""
+        """Hold the changes, or the bucket itself if it need not be sent."""
         if self.nbytes <= limit or (shares and self.segment):
             return super().hold(put, limit, shares)
         history = self._chain.hold(put, self._number)
@@ -107,18 +107,18 @@ class DeltaVersion(Bucket):
 
 
 class WeightSource:
-    """What a rank of a policy makes weights with, each time from the same tensors."""
+    """Makes the weights of a policy's rank, each time from the same tensors."""
 
     def __init__(self, *, changes: bool) -> None:
-        """`changes`: send what changed alone, to those who share no memory; it keeps the version before."""
+        """`changes`: send only changes to readers without shared memory. This keeps the previous version."""
         self._changes = changes
         self._rank = current_rank().index
         self._chains: list[DeltaChain] = []
         self._latest: Weights | None = None
-        """Their memory is not written anew while they are on their way to a first reader."""
+        """The last weights. Their memory is not written again while they are on their way to a first reader."""
 
     def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
-        """A copy of the tensors."""
+        """Copy the tensors into weights."""
         whole = self._latest = Weights.streamed(version, tensors, probe)
         if not self._changes:
             return whole
@@ -129,7 +129,7 @@ class WeightSource:
 
 
 class DeltaRef(Ref):
-    """A version of a bucket, held as the first one and what changed from each to the next."""
+    """A version of a bucket, held as the first version and the changes since."""
 
     def __init__(
         self, token: str, place: tuple[int, int], held: Sequence[Ref], index: Mapping[str, Entry], nbytes: int
@@ -143,11 +143,11 @@ class DeltaRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The buckets, from the newest version of each that this process has fetched."""
+        """Return the buckets, each made from the newest version that this process has fetched."""
         return [await each.bucket() for each in cast("Sequence[DeltaRef]", held)]
 
     async def bucket(self) -> Bucket:
-        """This version."""
+        """Return this version."""
         key = self._place, self._nbytes
         had = _fetched.get(key)
         first = had.number + 1 if had and had.token == self._token and had.number < len(self._held) else 0
@@ -172,18 +172,18 @@ class DeltaRef(Ref):
 
 
 class _Fetched(NamedTuple):
-    """A version of a bucket that this process has."""
+    """A version of a bucket that this process has fetched."""
 
     token: str
-    """The chain's."""
+    """Identifies the chain."""
     number: int
     bucket: Bucket
 
 
 _fetched: Final[dict[tuple[tuple[int, int], int], _Fetched]] = {}
-"""What was fetched last of each of a model's buckets, by its place and size."""
+"""The last fetched version of each of a model's buckets, by place and size."""
 
 
 def _words(memory: Bytes) -> NDArray[np.uint16]:
-    """The buffer of a bucket, which ends at a multiple of 64 bytes."""
+    """View a bucket's buffer, which is padded to a multiple of 64 bytes, as words."""
     return memory.view(np.uint16)
