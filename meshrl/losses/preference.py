@@ -65,8 +65,8 @@ class PreferenceLoss(NearReference):
         moved = logprobs - columns["logprobs"]
         preferred = columns["preferred"]
         values = self.of_margins(columns["margins"] + preferred * _of_rows(moved, columns["rows"]))
-        # A pair's two rows give its loss twice, each with one half of its gradient, and the mean is over rows: the
-        # value is right as it is, and the gradient counts twice.
+        # Both rows of a pair give its loss, each with half of its gradient, and the mean is over rows. So the value is
+        # right, and the gradient is doubled here.
         values = (2 * values - values.detach()) * preferred.abs()
         return TokenLoss(values, {"drift": moved.detach().abs()})
 
@@ -151,5 +151,5 @@ def kto_utility(log_ratios: Tensor, kl: Tensor, desirable: Tensor, beta: float) 
 
 
 def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """The sum over each token's row, for each token: float[tokens]."""
+    """Sum over the row of each token, float[tokens]."""
     return values.new_zeros(len(values)).index_add(0, rows, values)[rows]

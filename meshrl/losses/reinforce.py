@@ -47,7 +47,7 @@ class ReinforceLoss(WithKl):
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         """Compute the loss of each token. All inputs have one entry for each token."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
-        values = -(columns["advantages"] * logprobs)  # unsigned integers have no minus
+        values = -(columns["advantages"] * logprobs)  # unsigned integers cannot be negated
         metrics = {"kl": kl_k3(sampler, now)}
         if self.correction:
             values, told = self.correction.apply(values, now, sampler, columns)

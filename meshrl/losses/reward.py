@@ -51,7 +51,7 @@ class BradleyTerryLoss(SequenceNormalised):
         values = bradley_terry(columns["margins"] + preferred * moved, columns["least_margins"])
         if self.centre:
             values = values + self.centre * (columns["pair_sums"] + moved).square()
-        # As PreferenceLoss: a pair's two rows give its loss twice, each with one half of its gradient.
+        # As in PreferenceLoss: both rows of a pair give its loss, each with half of its gradient.
         values = (2 * values - values.detach()) * preferred.abs()
         return TokenLoss(values, {"drift": moved.detach().abs()})
 

@@ -228,7 +228,7 @@ def _gae(
     logprobs: Ragged | None,
     reference: Ragged | None,
 ) -> tuple[Ragged, Ragged]:
-    """What `gae` returns; `name` and `setting` are those that messages call the function and the weight of the KL."""
+    """Compute the result of `gae`. `name`, `setting`: names of the function and of the KL's weight, for messages."""
     last = np.array(rewards, np.float64)
     if last.shape != (len(loss_mask),):
         raise DataError(
@@ -252,9 +252,9 @@ def _gae(
 def _discounted(
     rewards: NDArray[np.float64], values: NDArray[np.float64], counts: NDArray[np.int64], config: Gae
 ) -> NDArray[np.float64]:
-    """The recursion from the end of all rows at once; `counts` learned tokens of each row, row after row."""
+    """Run the recursion from the end, for all rows at once. `counts`: learned tokens of each row."""
     longest = np.argsort(-counts, kind="stable")
-    tails = (np.cumsum(counts) - 1)[longest]  # the last learned token of each row, of the longest row first
+    tails = (np.cumsum(counts) - 1)[longest]  # the last learned token of each row, longest row first
     alive = np.searchsorted(-counts[longest], -np.arange(int(counts.max(initial=0))))
     found = np.empty_like(values)
     after, later = np.zeros(len(counts)), np.zeros(len(counts))  # V and the advantage one token later
@@ -270,7 +270,7 @@ def _discounted(
 def _penalties(
     name: str, setting: str, config: Gae, loss_mask: Ragged, logprobs: Ragged | None, reference: Ragged | None
 ) -> NDArray[np.float64]:
-    """What the KL takes from each learned token's reward; DataError if a column is missing or does not fit."""
+    """Return what the KL subtracts from each learned token's reward. DataError if a column is missing or misfits."""
     if logprobs is None or reference is None:
         raise DataError(
             f"{name}: kl = {config.kl:g} needs the columns `logprobs` and `reference_logprobs`, and one of them is "
@@ -289,9 +289,9 @@ def _spread(values: NDArray[np.float64], loss_mask: Ragged) -> Ragged:
 def _grouped(
     name: str, rewards: ArrayLike, groups: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """The rewards less the first of their group, float64[rows]; each row's group, from 0; each group's size.
+    """Return rewards minus the first of their group, float64[rows], each row's group from 0, and each group's size.
 
-    Advantages do not change with what a group's rewards have in common, and so equal rewards give exactly 0.
+    Advantages do not depend on a constant added to a group's rewards, and equal rewards give exactly 0 this way.
     """
     values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
     if values.ndim != 1 or values.shape != labels.shape:

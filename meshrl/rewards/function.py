@@ -42,9 +42,9 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 
 
 def named(function: str | Callable[..., object]) -> str:
-    """A function as a configuration file names it: `module:name`, or `file.py:name` where it is the program's own.
+    """Return the name of a function in a configuration file: `module:name`, or `file.py:name` in the main program.
 
-    One that no file can name, such as a lambda, has `<` in its name.
+    The name of a function that no file can name, such as a lambda, contains `<`.
     """
     if isinstance(function, str):
         return function
@@ -56,7 +56,7 @@ def named(function: str | Callable[..., object]) -> str:
 
 
 Function: TypeAlias = Annotated[str | Callable[..., object], CODE, PlainSerializer(named, when_used="json")]
-"""A reward function by its name, or itself."""
+"""A reward function, or its name."""
 
 
 class RewardConfig(RoleConfig):
@@ -133,7 +133,7 @@ class RewardConfig(RoleConfig):
 
     @model_serializer(mode="wrap")
     def _one_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the default of `function` beside `functions`, so that what is written of it reads back."""
+        """Omit the default of `function` next to `functions`, so that the result can be read back."""
         table = cast("dict[str, object]", dump(self))
         if self.functions:
             table.pop("function", None)
@@ -141,12 +141,12 @@ class RewardConfig(RoleConfig):
 
     @property
     def parts(self) -> Mapping[str, str | Callable[..., object]]:
-        """Each function by the name of its reward; "" is the one that has none."""
+        """Each function by the name of its reward. "" is the name of a single function."""
         return self.functions or {"": self.function}
 
 
 def _holds_a_model(backend: str) -> bool:
-    """Whether a backend's reward is a model's, of which a `RewardConfig` can be no table."""
+    """True if a backend's reward is a model, which needs another table than `RewardConfig`."""
     return backend in backends() and models_of(backend) == "read"
 
 
@@ -174,9 +174,9 @@ class FunctionReward(Reward):
         self._errors = FirstErrors("a reward function raised; its row gets reward 0")
 
     async def score(self, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error`; of `functions` also `reward_NAME`, float32, before its weight.
+        """Add `rewards` and `reward_error`. For `functions`, also add `reward_NAME`, float32, before its weight.
 
-        The `row` of a function is the task's, with `answer` as rendered.
+        A function's `row` is the task's, with the rendered `answer`.
         """
         prompts, completions = batch.objects("prompt"), batch.objects("completion")
         answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
@@ -186,7 +186,7 @@ class FunctionReward(Reward):
             index, at = divmod(call, len(self._parts))
             part = self._parts[at]
             row = cast("Row", rows[index])
-            # The user's function may do what it likes with its row; a batch is never written to.
+            # The user's function may change its row, but a batch is immutable.
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
@@ -207,7 +207,7 @@ class FunctionReward(Reward):
         )
 
     def _in_time(self, function: RewardFunction, seconds: float) -> RewardFunction:
-        """The function, whose call raises TimeoutError after so many seconds. Plain ones take turns, as without it."""
+        """Wrap a function so that its calls raise TimeoutError after `seconds`. Plain ones still run one at a time."""
 
         async def limited(prompt: str, completion: str, row: Row) -> float:
             if inspect.iscoroutinefunction(function):
@@ -230,12 +230,12 @@ class FunctionReward(Reward):
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """What a plain function returns, from a thread that no end of the process waits for."""
+    """Return the result of a plain function. It runs in a daemon thread, so the process can end before it does."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
     def settle(value: T | None, error: BaseException | None) -> None:
-        if answer.done():  # nobody waits for it any more
+        if answer.done():  # no task waits any more
             return
         if error is None:
             answer.set_result(cast("T", value))
@@ -259,13 +259,13 @@ async def in_thread(call: Callable[[], T]) -> T:
 async def boundary(
     function: RewardFunction, prompt: str, completion: str, row: Row
 ) -> tuple[float, BaseException | None]:
-    """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
+    """Return the reward, or 0.0 and the function's exception, or the error of an invalid result."""
     try:
         value = function(prompt, completion, row)
         if inspect.isawaitable(value):
             value = await value
         return finite(value), None
-    except RAISED as error:  # a user's function may raise anything; it is data
+    except RAISED as error:  # a user's function may raise anything, which is recorded
         unless_cancelled(error)
         return 0.0, error
 
@@ -273,7 +273,7 @@ async def boundary(
 def try_reward(
     function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
 ) -> list[tuple[float, BaseException | None]]:
-    """What `boundary` tells of each completion, in a thread of its own; nothing if it takes longer."""
+    """Return the results of `boundary` for the completions, computed in a new thread. Empty after `seconds`."""
     reward, found = load_function(function), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
@@ -287,7 +287,7 @@ def try_reward(
 
 
 async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:
-    """What `one` gives for 0 to count - 1, in order, so many at a time."""
+    """Return the results of `one` for 0 to count - 1, in order, with at most `concurrency` calls at once."""
     turns = asyncio.Semaphore(concurrency)
 
     async def in_turn(index: int) -> T:

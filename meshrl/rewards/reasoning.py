@@ -12,22 +12,22 @@ _CLOSE: Final = "</think>"
 _BOXED: Final = "\\boxed{"
 _MARK: Final = "####"
 _LONGEST: Final = 100
-"""Characters of a number; longer ones are no answer to anything."""
+"""Most characters of a number. Longer ones are no answers."""
 _NUMBER: Final = re.compile(
     r"(?P<sign>(?<![\w.)\]}])[-\N{MINUS SIGN}][$€£]?)?"
     r"(?:\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"
     r"|(?P<decimal>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![.,])\.\d+)(?:/(?P<below>\d+))?)",
     re.ASCII,
 )
-"""A sign stands at a number; what stands between two, as in 7 - 3 or 7-3, is none."""
+"""A sign belongs to the number after it, unless it is between two, as in 7 - 3 or 7-3."""
 
 
 def numeric_answer(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
-    r"""1.0 where the completion's answer and the row's are the same number: 1,234.50 is 1234.5, and 1/2 is .5.
+    r"""Return 1.0 if the answers of completion and row are the same number: 1,234.50 is 1234.5, and 1/2 is .5.
 
-    The answer is what the last `\boxed{...}` holds; else what follows the last `####`, as GSM8K writes it; else the
-    last number of the text. What was thought, up to `</think>`, does not count, and units, signs of currencies and
-    percent signs are not compared. A completion that never ends its thought has no answer.
+    The answer is the content of the last `\boxed{...}`, else the text after the last `####`, as in GSM8K, else the last
+    number of the text. Text up to `</think>` does not count. Units, currency signs and percent signs are ignored. A
+    completion that never ends its thought has no answer.
     """
     wanted = final_number(str(row["answer"]))
     if wanted is None:
@@ -36,9 +36,9 @@ def numeric_answer(prompt: str, completion: str, row: Row) -> float:  # noqa: AR
 
 
 def reasoning_format(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
-    """1.0 for `<think>`, a thought, `</think>` and an answer, each once and in this order; else 0.0.
+    """Return 1.0 for `<think>`, a thought, `</think>` and an answer, each once and in this order, else 0.0.
 
-    The first tag may be missing: some chat templates end with it.
+    The first tag may be missing, because some chat templates end with it.
     """
     thought, close, answer = completion.partition(_CLOSE)
     thought = thought.strip().removeprefix(_OPEN)
@@ -47,7 +47,7 @@ def reasoning_format(prompt: str, completion: str, row: Row) -> float:  # noqa: 
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text gives as its answer, exactly; None where it gives none. In linear time."""
+    """Return the exact number that a text gives as its answer, in linear time. None if there is none."""
     _, close, said = text.rpartition(_CLOSE)
     if not close and _OPEN in text:
         return None
@@ -59,7 +59,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _braced(text: str, start: int) -> str:
-    """What stands from here to the brace that closes; to the end where none does."""
+    """Return the text from here to the closing brace, or to the end if there is none."""
     depth = 1
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -77,7 +77,7 @@ def _first(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Without what LaTeX writes between thousands."""
+    """Remove LaTeX's separators of thousands."""
     return text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
 
 

@@ -3,9 +3,9 @@ r"""Run code that a model wrote, in a separate process with limits and a typed r
     result = await run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
     result.outcome      # "passed"
 
-The limits keep the mistakes and the mischief of a model in training from the trainer. They are no wall against somebody
-who finds a hole in the kernel; code from elsewhere belongs in a container or a virtual machine. `enforced()` says what
-holds.
+The limits protect the trainer from mistakes and mischief of a model in training. They do not stop an attacker with a
+hole in the kernel: run code from elsewhere in a container or a virtual machine. `enforced()` returns the limits that
+hold on this machine.
 """
 
 import asyncio
@@ -36,79 +36,79 @@ from meshrl.errors import ConfigError
 from meshrl.rewards import sandbox_kernel
 
 Outcome: TypeAlias = Literal["passed", "failed", "timeout", "memory", "error"]
-"""All tests held; the code or a test raised, or the code ended the process; its time was up; its memory was; or the
-sandbox itself could not work, which is not the code's fault."""
+"""`passed`: all tests held. `failed`: the code or a test raised, or ended the process. `timeout`, `memory`: a limit was
+reached. `error`: the sandbox itself failed, through no fault of the code."""
 
 
 class Limits(Config):
-    """What code may use."""
+    """Limits of the resources that code may use."""
 
     timeout: float = Field(default=5.0, gt=0)
-    """Of the clock; and as many of a CPU, rounded up, for each process."""
+    """Seconds of wall time. Each process gets as many seconds of CPU time, rounded up."""
     memory_mib: int = Field(default=512, gt=0)
-    """Of address space, for each process."""
+    """MiB of address space of each process."""
     processes: int = Field(default=16, gt=0)
     """Processes and threads at once."""
     output_bytes: int = Field(default=65536, gt=0)
-    """Kept of what it prints. Each file that it writes, and what it prints, ends at sixteen times as much."""
+    """Bytes of its output that are kept. Each file that it writes, and its output, is limited to sixteen times this."""
     files_mib: int = Field(default=64, gt=0)
-    """All files together, where the sandbox has namespaces."""
+    """MiB of all files together, if the sandbox has namespaces."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of code and its tests."""
+    """The result of code and its tests."""
 
     outcome: Outcome
     output: str
-    """What it printed, with the traceback where it raised; the first `Limits.output_bytes`."""
+    """Its output up to `Limits.output_bytes`, with the traceback of an error."""
     seconds: float
-    """Of the clock, with the start of the process."""
+    """Seconds of wall time, including the start of the process."""
 
 
 @dataclass(frozen=True)
 class Enforced:
-    """What this machine lets a sandbox enforce, beside time, memory and output."""
+    """The limits that a sandbox enforces on this machine, besides time, memory and output."""
 
     prefix: tuple[str, ...] = ()
-    """The command that makes namespaces for processes, mounts, the network and shared memory; empty without them."""
+    """The command that makes namespaces for processes, mounts, network and shared memory. Empty without them."""
     files: bool = False
-    """Whether it has no files but its own and those of Python, and cannot reach this user's processes: Landlock."""
+    """True if it sees only its own files and Python's, and cannot reach this user's processes: Landlock."""
     calls: bool = False
-    """Whether it can open no socket, nor call into other processes: seccomp."""
+    """True if it cannot open sockets or call into other processes: seccomp."""
     other_user: bool = False
-    """Whether it runs as a user that nobody else is."""
+    """True if it runs as a user that nobody else uses."""
 
     @property
     def network(self) -> bool:
-        """Whether the code has no network."""
+        """True if the code has no network."""
         return bool(self.prefix) or self.calls
 
     @property
     def processes(self) -> bool:
-        """Whether its processes are counted apart from others of the same user."""
+        """True if its processes are counted separately from others of the same user."""
         return bool(self.prefix) or self.other_user
 
     @property
     def safe(self) -> bool:
-        """Whether the memory and the environment of the process that judges are out of the code's reach."""
+        """True if the code cannot reach the memory and the environment of the judging process."""
         return self.files or self.calls or self.other_user
 
 
 _POOL: Final = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "meshrl-sandbox")
-"""As many sandboxes at once."""
+"""Runs one sandbox for each core at once."""
 _SPACES: Final = ("--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 _OWN_USER: Final = ("--user", "--map-current-user", "--keep-caps")
-_TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 -- they are named, to be hidden
+_TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 -- named to hide them
 _CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
-"""Users that nobody is: as root, each sandbox is another one, whose processes are counted apart."""
+"""The first of the unused user ids. As root, each sandbox gets another one, so its processes count separately."""
 
 
 @cache
 def enforced() -> Enforced:
-    """What holds here, tried once in a process; told in the log where it is not all."""
+    """Return the limits that hold on this machine. It tries them once for each process, and logs missing ones."""
     root = sys.platform == "linux" and os.getuid() == 0
     found = Enforced(
         _spaces(root), sandbox_kernel.landlock_version() > 0, sandbox_kernel.architecture() is not None, root
@@ -136,7 +136,7 @@ def _spaces(root: bool) -> tuple[str, ...]:
 
 
 def check_safe() -> None:
-    """ConfigError where nothing keeps a model's code from the memory of the process that judges it."""
+    """Raise ConfigError if nothing keeps a model's code from the memory of the judging process."""
     if not enforced().safe:
         raise ConfigError(
             "code_tests runs what a model wrote, and this system has no Landlock, no seccomp and no other user to "
@@ -147,25 +147,25 @@ def check_safe() -> None:
 
 @cache
 def _is_python_for_all() -> bool:
-    """Whether every user can read the libraries of this Python."""
+    """True if every user can read the libraries of this Python."""
     files = (Path(os.__file__).resolve(), Path(sys.executable).resolve(), Path(json.__file__).resolve())
     return all(each.stat().st_mode & 0o4 and all(up.stat().st_mode & 0o1 for up in each.parents) for each in files)
 
 
 def code_of(completion: str) -> str:
-    """The first block of Python between fences, or the whole text where there is none."""
+    """Return the first fenced block of Python, or the whole text if there is none."""
     found = _BLOCK.search(completion)
     return found[1] if found else completion
 
 
 async def run_tests(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
-    """Run code and then each test, Python with `assert`, in the same names."""
+    """Run code, and then each test in the same namespace. Tests are Python with `assert`."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_POOL, _run, code, list(tests), limits or Limits())
 
 
 async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) -> float:  # noqa: ARG001 -- a reward's
-    """1.0 where the completion's code passes `tests` of the row, Python with `assert`: a text, or a list of them."""
+    """Return 1.0 if the completion's code passes the row's `tests`: Python with `assert`, a text or a list of them."""
     tests = row.get("tests")
     listed = [tests] if isinstance(tests, str) else tests
     if (
@@ -186,7 +186,7 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
     uid = _FIRST_UID + secrets.randbelow(1 << 29) if other else 0
     if not (holds.files or other):
         sandbox_kernel.hide()
-    told, tells = os.pipe()  # of the judge's, so that code can put nothing in its place
+    told, tells = os.pipe()  # held by the judge, so that code cannot replace it
     folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
     try:
         inside = Path(folder) / "work"
@@ -222,12 +222,12 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
 
 
 def _without_python(folders: Sequence[str]) -> list[str]:
-    """Those that Python itself does not lie in."""
+    """Return the folders that do not contain Python itself."""
     return [each for each in folders if not any(Path(at).is_relative_to(each) for at in (sys.prefix, sys.base_prefix))]
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder in which code has made what it liked: closed folders, or thousands in each other."""
+    """Remove a folder that code has filled, even with unreadable or thousands of nested folders."""
     names, left = count(), [folder]
     while left:
         here = left.pop()
@@ -244,7 +244,7 @@ def _remove(folder: str) -> None:
 
 
 def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, tells: int) -> int | None:
-    """The exit code, or None where its time was up; nothing of it runs any more."""
+    """Run a process to its end and kill its remains. Returns the exit code, or None after a timeout."""
     environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with printed.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 -- our own script
@@ -260,7 +260,7 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.timeout + _START)
         except subprocess.TimeoutExpired:
-            process.terminate()  # without namespaces this one ends what has left the session
+            process.terminate()  # without namespaces, it ends processes that have left the session
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_START)
             return None
@@ -288,6 +288,6 @@ def _outcome(code: int | None, told: int, secret: str, text: str) -> Outcome:
 
 _TOLD: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
 _LONGEST: Final = 256
-"""Bytes that are read of what is told."""
+"""Most bytes of a reported outcome."""
 _START: Final = 1.0
-"""Seconds that the process itself may take to start."""
+"""Seconds that the process may take to start."""

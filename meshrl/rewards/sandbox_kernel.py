@@ -1,7 +1,7 @@
 """Kernel restrictions for a process that gives up its rights, without privileges: see `rewards.sandbox`.
 
-Landlock says which files it may touch, seccomp which calls it may make; both hold for all that it starts, and nothing
-takes them back.
+Landlock limits the files that it may use, and seccomp its system calls. Both apply to all processes that it starts, and
+cannot be undone.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 _KEEP_CAPS, _NO_NEW_PRIVS, _AMBIENT, _DUMPABLE, _SECCOMP, _SUBREAPER, _PDEATHSIG = 8, 38, 47, 4, 22, 36, 1
-"""Of prctl(2)."""
+"""Constants of prctl(2)."""
 _CAPABILITIES: Final = 0x20080522
-"""Of capabilities(7): the version of the call."""
+"""The version of the call, from capabilities(7)."""
 _LANDLOCK: Final = (444, 445, 446)
 """landlock_create_ruleset, landlock_add_rule, landlock_restrict_self: the same numbers on every architecture."""
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
@@ -25,7 +25,7 @@ _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
 _OF_A_FILE: Final = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
 _SIGNALS_AND_SOCKETS: Final = 3
 _ARCHITECTURES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Of seccomp(2), and which number of `_FORBIDDEN` is its."""
+"""Architectures of seccomp(2), each with the index of its number in `_FORBIDDEN`."""
 
 _FORBIDDEN: Final = {
     "ptrace": (101, 117),
@@ -66,7 +66,7 @@ _FORBIDDEN: Final = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-"""Calls that reach into other processes, or leave behind what outlives this one: numbers on x86_64 and aarch64."""
+"""Calls that reach into other processes, or leave something that outlives this one: numbers on x86_64 and aarch64."""
 _SIGNALS: Final = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -76,26 +76,26 @@ _SIGNALS: Final = {
 """Calls that reach any process of the same user."""
 _CLONE, _CLONE3, _PRLIMIT, _TGKILL = (56, 220), (435, 435), (302, 261), (234, 131)
 _NEW_SPACES: Final = 0x7E020000
-"""The flags of clone(2) for namespaces of its own."""
+"""The flags of clone(2) for new namespaces."""
 
 
 def architecture() -> tuple[int, int] | None:
-    """The number of this processor's architecture, and its place in tables of calls; None where none is known."""
+    """Return the number of this processor's architecture, and its index in tables of calls. None if unknown."""
     return _ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 where it has none."""
+    """Return the version of the kernel's Landlock. 0 if it has none."""
     return max(0, _libc().syscall(_LANDLOCK[0], None, 0, 1)) if sys.platform == "linux" else 0
 
 
 def hide() -> None:
-    """Let no other process of this user read this one's memory or environment."""
+    """Prevent other processes of this user from reading this one's memory or environment."""
     _prctl(_DUMPABLE, 0)
 
 
 def end_with_parent() -> None:
-    """Die when the process dies that started this one."""
+    """End this process when its parent ends."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
 
 
@@ -105,7 +105,7 @@ def adopt_orphans() -> None:
 
 
 def become(uid: int, kept: int) -> None:
-    """Become another user, or stay with 0; of the rights of root keep this capability alone, or none with -1."""
+    """Become another user, or stay with 0. Of root's capabilities, keep only this one, or none with -1."""
     if uid:
         _prctl(_KEEP_CAPS, int(kept >= 0))
         os.setgroups([])
@@ -120,17 +120,17 @@ def become(uid: int, kept: int) -> None:
 
 
 def mount_memory(folder: str, size: int, uid: int) -> None:
-    """Put a file system of so many bytes of memory over a folder, in a mount namespace of this process's own."""
+    """Mount an in-memory file system of `size` bytes on a folder, in this process's mount namespace."""
     options = f"size={size},nr_inodes={max(64, size >> 12)},mode=0700,uid={uid},gid={uid}".encode()
     no_devices_no_setuid = 6
     _checked(_libc().mount(b"tmpfs", folder.encode(), b"tmpfs", no_devices_no_setuid, options), f"mount {folder}")
 
 
 def confine(reads: Iterable[str], writes: Iterable[str], *, own_processes: bool) -> None:
-    """Leave this process and what it starts these files, no socket, and no call into other processes.
+    """Limit this process and its children to these files, no socket, and no call into other processes.
 
-    `own_processes`: it has a process namespace, so a signal reaches none but its own. Without Landlock, which
-    `landlock_version` tells, every file stays that the user has.
+    `own_processes`: it has a process namespace, so its signals reach only its own processes. Without Landlock (see
+    `landlock_version`), all files of the user stay accessible.
     """
     _prctl(_NO_NEW_PRIVS, 1)
     version = landlock_version()
@@ -159,14 +159,14 @@ def _confine_files(version: int, reads: Iterable[str], writes: Iterable[str]) ->
 
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Of BPF: load a word, jump where it is equal, at least, has a bit of; return."""
+"""Codes of BPF: load a word, jump if equal, at least, or has a bit of, and return."""
 _ALLOW, _KILL, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-"""Of seccomp(2): let it pass, end the process, EPERM, ENOSYS (so that glibc takes the older call)."""
+"""Results of seccomp(2): allow, end the process, EPERM, ENOSYS (so that glibc takes the older call)."""
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 
 
 def _program(architecture: int, place: int, *, anyone: bool) -> Sequence[tuple[int, int, int, int]]:
-    """Instructions of BPF: code, how many to skip where it holds and where not, and a number."""
+    """Make BPF instructions: code, how many to skip if it holds and if not, and a number."""
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -191,7 +191,7 @@ def _program(architecture: int, place: int, *, anyone: bool) -> Sequence[tuple[i
 
 
 def _unless(call: int, test: tuple[int, int, int, int], *, refused_where: bool) -> list[tuple[int, int, int, int]]:
-    """Let a call pass or refuse it by its first argument."""
+    """Allow or refuse a call by its first argument."""
     held, not_held = (_REFUSE, _ALLOW) if refused_where else (_ALLOW, _REFUSE)
     return [
         (_EQUAL, 0, 4, call),

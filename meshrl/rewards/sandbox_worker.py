@@ -1,7 +1,7 @@
 """The inside of a sandbox: a script that runs a job from standard input, under limits. See `rewards.sandbox`.
 
-The first process gives up what rights it has, starts a second one that runs the code, and waits for it: orphans come to
-it, and it takes them all with it when it ends.
+The first process gives up its rights, starts a second one that runs the code, and waits for it. It adopts orphans, and
+ends all of them at its end.
 """
 
 import json
@@ -18,54 +18,54 @@ from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 if TYPE_CHECKING:
     from meshrl.rewards import sandbox_kernel as kernel
-else:  # a script, in which importing meshrl would take longer than most jobs
+else:  # as a script, because importing meshrl takes longer than most jobs
     _found = spec_from_file_location("sandbox_kernel", Path(__file__).with_name("sandbox_kernel.py"))
     kernel = module_from_spec(_found)
     _found.loader.exec_module(kernel)
 
 _READ_SEARCH = 2
 """CAP_DAC_READ_SEARCH of capabilities(7)."""
-_SHARED = "/dev/shm"  # noqa: S108 -- it is named, to be hidden
+_SHARED = "/dev/shm"  # noqa: S108 -- named to hide it
 _OPEN_FILES = 256
 _READABLE = (
     *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", sys.prefix, sys.base_prefix, sys.exec_prefix),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/alternatives"),
     *("/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu"),
 )
-"""What Python and its packages read."""
+"""Files that Python and its packages read."""
 _WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 
 
 class Job(TypedDict):
-    """What is to be run."""
+    """The job to run."""
 
     code: str
     tests: list[str]
     result: int
-    """The pipe that the outcome is written to."""
+    """The pipe for the outcome."""
     secret: str
-    """What is written before it, so that the code cannot tell an outcome of its own."""
+    """Precedes the outcome, so that the code cannot report its own."""
     uid: int
-    """The user to become where this one is root; 0 to stay."""
+    """The user to become if this process is root. 0: stay."""
     reads: bool
-    """Whether that user may read every file all the same: where Python's own are not for everybody."""
+    """True if that user may still read every file, because not everybody can read Python's own."""
     spaces: bool
-    """Whether this process has namespaces of its own, for processes, mounts, the network and shared memory."""
+    """True if this process has namespaces for processes, mounts, the network and shared memory."""
     own_count: bool
-    """Whether this user's processes are counted for this sandbox alone."""
+    """True if this user's processes are counted for this sandbox alone."""
     hidden: list[str]
-    """Folders of the machine to put an empty one over; only with `spaces`."""
+    """Folders of the machine to hide under empty ones. Only with `spaces`."""
     timeout: float
     memory: int
     processes: int
     file_bytes: int
-    """Of one file."""
+    """Bytes of one file."""
     files: int
     """Bytes of all files, with `spaces`."""
 
 
 def main() -> NoReturn:
-    """Run the job; ends with 128, the signal that ended the code, or 72 where none did, added to it."""
+    """Run the job. The exit code is 128 plus the signal that ended the code, or plus 72 if there was none."""
     job: Job = json.loads(sys.stdin.buffer.read())
     here, uid = Path.cwd(), job["uid"] or os.getuid()
     if job["spaces"]:
@@ -75,7 +75,7 @@ def main() -> NoReturn:
         os.chdir(here)
     kernel.become(job["uid"], _READ_SEARCH if job["reads"] else -1)
     kernel.hide()
-    kernel.end_with_parent()  # which another user's id has cleared
+    kernel.end_with_parent()  # another user's id has cleared it
     kernel.adopt_orphans()
     worker = os.fork()
     if not worker:
@@ -88,7 +88,7 @@ def main() -> NoReturn:
 
 
 def _end(worker: int, code: int) -> NoReturn:
-    """End every descendant, then this process; the first of a process namespace takes all with it."""
+    """End every descendant, then this process. If it is first in a process namespace, the kernel ends the others."""
     with suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -100,7 +100,7 @@ def _end(worker: int, code: int) -> NoReturn:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one, dead ones too."""
+    """List the children of this process, dead ones included."""
     found: list[int] = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -110,7 +110,7 @@ def _children() -> list[int]:
 
 
 def run(job: Job, here: Path) -> NoReturn:
-    """Run the code, then its tests, and write what became of them."""
+    """Run the code, then its tests, and report the outcome."""
     counted = 0 if job["own_count"] else _running()
     cpu = math.ceil(job["timeout"])
     for kind, soft, hard in (
@@ -129,7 +129,7 @@ def run(job: Job, here: Path) -> NoReturn:
     outcome = "failed"
     try:
         names: dict[str, object] = {"__name__": "__main__"}
-        exec(compile(job["code"], "<code>", "exec"), names)  # noqa: S102 -- it is what a sandbox is for
+        exec(compile(job["code"], "<code>", "exec"), names)  # noqa: S102 -- this is the purpose of a sandbox
         for number, test in enumerate(job["tests"]):
             exec(compile(test, f"<test {number}>", "exec"), names)  # noqa: S102
         outcome = "passed"
@@ -146,7 +146,7 @@ def run(job: Job, here: Path) -> NoReturn:
 
 
 def _running() -> int:
-    """Threads of this user now."""
+    """Return the number of this user's threads."""
     mine = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,6 +1,6 @@
-"""The account of a run's prompts: a line of groups.jsonl for each step, which an audit reads.
+"""The account of a run's prompts: a line in groups.jsonl for each step, for audits.
 
-The numbers are those of `groups`: one for each prompt drawn, whichever epoch it is drawn in.
+The numbers are those of `groups`: one for each drawn prompt, different in each epoch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,57 +10,57 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Numbers, ascending, as ranges: the first and the one after the last. One that comes twice is in two ranges."""
+"""Ascending numbers as ranges: the first, and the one after the last. A repeated number is in two ranges."""
 
 
 _MOST: Final = 1 << 24
-"""More prompts than a step has."""
+"""An upper bound of the prompts in a step."""
 
 
 class Happening(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One thing that happened to prompts, or to a stream that draws them."""
+    """An event of prompts, or of a stream that draws them."""
 
     what: Literal["begin", "open", "hold", "train", "draw", "deliver", "drop", "publish"]
-    """A process of the run began; a stream was opened; the script took prompts itself, before its loop (`hold`) or in
-    it, where it trains on them (`train`); a stream took prompts, gave groups to the trainer, or dropped them; weights
-    were published to a stream."""
+    """`begin`: a process of the run began. `open`: a stream was opened. `hold`: the script took prompts itself before
+    its loop. `train`: it took them in the loop, to train on. `draw`: a stream took prompts. `deliver`: it gave groups
+    to the trainer. `drop`: it dropped them. `publish`: weights were published to a stream."""
     groups: Ranges = ()
     stream: int | None = None
-    """Which stream of the process, in the order in which they were opened."""
+    """The number of the stream in its process, in the order of opening."""
     ahead: int = 0
-    """Of an `open`: the bound, in published versions."""
+    """For `open`: the bound, in published versions."""
     why: str = ""
-    """Of a `drop`: `filtered`, `stale`, or `closed` where the stream had not finished them at its end."""
+    """For `drop`: `filtered`, `stale`, or `closed` if the stream ended before they were finished."""
     version: int = 0
-    """Of a `publish`: the number of the weights. Of a `deliver`: that of those that sampled its oldest token."""
+    """For `publish`: the number of the weights. For `deliver`: the number of those that sampled the oldest token."""
     staleness: int = 0
-    """Of a `deliver`: how many publications the oldest row is behind the trainer."""
+    """For `deliver`: how many publications the oldest row is behind the trainer."""
     counts: bool = True
-    """Of a `publish`: whether it ages tokens. What comes before the first draw does not."""
+    """For `publish`: True if it ages tokens. Publications before the first draw do not."""
 
     def __post_init__(self) -> None:
-        """ValueError where the ranges are none."""
+        """Raise ValueError for invalid ranges."""
         _check(self.groups)
 
 
 class StepAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happened in a step, or between two of them."""
+    """The events of a step, or between two steps."""
 
     step: int | None
-    """None for what came between two steps, or after the last."""
+    """None for events between two steps, or after the last one."""
     happened: Sequence[Happening]
     under_way: Ranges
     """Prompts that streams had taken by its end, and neither delivered nor dropped."""
     dealt: Sequence[int]
-    """By deal of `Task.batches`: the number that it deals next."""
+    """The next number of each deal of `Task.batches`."""
 
     def __post_init__(self) -> None:
-        """ValueError where the ranges are none."""
+        """Raise ValueError for invalid ranges."""
         _check(self.under_way)
 
 
 def as_ranges(numbers: Iterable[int]) -> Ranges:
-    """Numbers in any order as ranges."""
+    """Convert numbers in any order to ranges."""
     ordered = sorted(numbers)
     if not ordered:
         return ()
@@ -69,12 +69,12 @@ def as_ranges(numbers: Iterable[int]) -> Ranges:
 
 
 def in_ranges(ranges: Ranges) -> Iterator[int]:
-    """The numbers of ranges."""
+    """Yield the numbers of ranges."""
     return (number for first, end in ranges for number in range(first, end))
 
 
 def _check(ranges: Ranges) -> None:
-    """So that a damaged file is an error, and not a loop without end."""
+    """Check ranges, so that a damaged file raises instead of causing an endless loop."""
     for first, end in ranges:
         if not 0 <= first < end <= first + _MOST:
             raise ValueError(f"[{first}, {end}] is not a range of prompts of a step")

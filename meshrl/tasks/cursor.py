@@ -1,8 +1,7 @@
 """The position of a run in its data: which prompts it has used, and which it had only drawn.
 
-Each prompt of a run has a number of its own, in `groups`. A checkpoint keeps the numbers of those that were used; a run
-that goes on from it leaves them out, and draws the others, also those that were under way. What becomes of each is told
-step by step, for an audit.
+Each prompt of a run has a unique number, in `groups`. A checkpoint stores the numbers of used prompts. A resumed run
+skips them and draws the others, even those in progress. For audits, the fate of each is recorded step by step.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -20,16 +19,16 @@ from meshrl.tasks.account import Happening, StepAccount, as_ranges
 Numbers = NDArray[np.int64]
 
 APART: Final = 1 << 40
-"""Between the first numbers of two deals of a run."""
+"""Distance between the first numbers of two deals of a run."""
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """What `Task.batches` deals out: the same again gives each number the same prompt."""
+    """The prompts of a call of `Task.batches`. An equal deal gives each number the same prompt."""
 
     prompts: int
-    """How many there are."""
+    """Number of prompts."""
     digest: str
-    """Of them, in their order."""
+    """Hash of the prompts in their order."""
     seed: int
 
     def __str__(self) -> str:
@@ -37,18 +36,18 @@ class Deal(msgspec.Struct, frozen=True):
 
 
 class CursorState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of a run's data."""
+    """The part of a checkpoint about a run's data."""
 
     used: Sequence[tuple[int, int]]
-    """Numbers of prompts, in ranges: the first, and the one after the last."""
+    """Numbers of used prompts, in ranges: the first, and the one after the last."""
     deals: Sequence[Deal]
     published: Sequence[int]
-    """By stream of rollouts: the number of the weights that were published to it last."""
+    """For each stream of rollouts, the number of the weights that were published to it last."""
     closed: int = 0
-    """So many of the deals, the first ones, are over: a fork with another seed deals anew."""
+    """Number of deals, from the first on, that have ended: a fork with another seed makes new deals."""
 
     def __post_init__(self) -> None:
-        """ValueError where the ranges are none, overlap or descend, or more deals are over than there are."""
+        """Raise ValueError if ranges are invalid, overlap or descend, or if more deals have ended than exist."""
         if not 0 <= self.closed <= len(self.deals):
             raise ValueError(f"{self.closed} of {len(self.deals)} deals are over")
         bounds = [bound for pair in self.used for bound in pair]
@@ -57,7 +56,7 @@ class CursorState(msgspec.Struct, frozen=True):
 
 
 class Stream(Protocol):
-    """What has drawn prompts that may not be used yet."""
+    """An object that has drawn prompts, some of them still unused."""
 
     @property
     def unfinished(self) -> Iterable[int]:
@@ -71,12 +70,12 @@ class Stream(Protocol):
 
 
 class DataCursor:
-    """The data of one run, from its beginning or from where a checkpoint had come."""
+    """The position of one run in its data, from its beginning or from a checkpoint."""
 
     def __init__(self, before: CursorState | None = None, *, is_kept: bool = True) -> None:
-        """`is_kept`: whether checkpoints keep it, for which each prompt needs a number of its own."""
+        """`is_kept`: True if checkpoints store it, which requires unique numbers of prompts."""
         self.begun = False
-        """Whether the loop has begun. What a script does before it, is done again with the same prompts."""
+        """True once the loop has begun. Work before the loop is repeated with the same prompts."""
         self._pulling = False
         self._is_kept = is_kept
         self._before = before
@@ -86,14 +85,15 @@ class DataCursor:
         self._closed = before.closed if before else 0
         self._deals = list(before.deals[: self._closed]) if before else []
         self._streams: list[Stream | int] = []
-        """In the order in which they were opened; of a closed one what was published to it last."""
+        """Streams in the order of opening. For a closed one, the number of the weights that were published to it
+        last."""
         self._happened = [Happening("begin")]
-        """Since the last account."""
+        """Events since the last account."""
         self._next = [number * APART for number in range(self._closed)]
-        """By deal, the number that comes next."""
+        """The next number of each deal."""
 
     def deal(self, deal: Deal) -> int:
-        """A source of prompts is opened; its first number. DataError where the checkpoint's was another."""
+        """Open a source of prompts, and return its first number. DataError if the checkpoint's was another."""
         number = len(self._deals)
         if self._before and number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(
@@ -106,9 +106,9 @@ class DataCursor:
         return number * APART
 
     def left(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Which of these prompts are to be dealt, bool[prompts]: those that were not used before the checkpoint.
+        """Mark the prompts to deal, bool[prompts]: those that were not used before the checkpoint.
 
-        All where the script itself asks for them before its loop begins.
+        All prompts that the script itself takes before its loop are dealt.
         """
         self._next[int(numbers[0]) // APART] = int(numbers[-1]) + 1
         asked_again = not self.begun and not self._pulling
@@ -116,7 +116,7 @@ class DataCursor:
 
     @contextmanager
     def pulling(self) -> Generator[None]:
-        """A stream takes a batch of prompts: what is dealt meanwhile will be drawn by it, now or later."""
+        """Mark a stream's request for prompts: the stream will draw what is dealt inside the block."""
         self._pulling = True
         try:
             yield
@@ -124,7 +124,7 @@ class DataCursor:
             self._pulling = False
 
     def use(self, numbers: Numbers) -> None:
-        """These prompts were dealt. Where the script itself asked for them in its loop, they are used."""
+        """Note dealt prompts. If the script itself took them in its loop, they are used."""
         if self._pulling:
             return
         if self.begun:
@@ -132,9 +132,9 @@ class DataCursor:
         self._note("train" if self.begun else "hold", numbers.tolist())
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """A stream has these prompts, and knows when they are used; which were not before the checkpoint.
+        """Note the prompts that a stream has, which reports their use. Returns those not used before the checkpoint.
 
-        DataError for a number that a stream of the run had already.
+        DataError for a number that a stream of the run has had already.
         """
         again = self._streamed.has(numbers)
         if self._is_kept and again.any():
@@ -150,50 +150,50 @@ class DataCursor:
         return left
 
     def open(self, stream: Stream, ahead: int) -> int:
-        """A stream is opened; what had been published to it by the checkpoint, which nothing may be older than."""
+        """Open a stream. Returns the number of its last published weights in the checkpoint, a lower bound for it."""
         number = len(self._streams)
         self._streams.append(stream)
         self._happened.append(Happening("open", stream=number, ahead=ahead))
         return self._before.published[number] if self._before and number < len(self._before.published) else 0
 
     def close(self, stream: Stream) -> None:
-        """A stream is closed: what it has not delivered will not come."""
+        """Close a stream. Its undelivered prompts are dropped."""
         self.drop(stream, list(stream.unfinished), "closed")
         self._streams = [stream.published if each is stream else each for each in self._streams]
 
     def deliver(self, stream: Stream, groups: Sequence[int], version: int, staleness: int) -> None:
-        """A stream gave a batch of these groups; weights of this number sampled its oldest token."""
+        """Note the groups of a delivered batch, and the number of the weights that sampled its oldest token."""
         told = Happening("deliver", as_ranges(groups), self._number(stream), version=version, staleness=staleness)
         self._happened.append(told)
 
     def drop(self, stream: Stream, groups: Sequence[int], why: str) -> None:
-        """A stream will not deliver these groups."""
+        """Note groups that a stream will not deliver."""
         self._note("drop", groups, self._number(stream), why)
 
     def publish(self, stream: Stream, version: int, *, counts: bool) -> None:
-        """Weights of this number were published to a stream. `counts`: whether that ages tokens."""
+        """Note weights of this number that were published to a stream. `counts`: True if this ages tokens."""
         self._happened.append(Happening("publish", stream=self._number(stream), version=version, counts=counts))
 
     def account(self, step: int | None) -> StepAccount:
-        """What happened since the last account, and what is under way."""
+        """Return the events since the last account, and the prompts in progress."""
         happened, self._happened = self._happened, []
         return StepAccount(step, happened, as_ranges(self._unfinished()), list(self._next))
 
     def reached(self) -> CursorState:
-        """What is used now."""
+        """Return the present state, for a checkpoint."""
         published = [each if isinstance(each, int) else each.published for each in self._streams]
-        if self._before:  # of those that are not open yet
+        if self._before:  # those of streams that are not open yet
             published += self._before.published[len(published) :]
         used = self._used.without(self._unfinished()).pairs
         return CursorState(used, self._deals, published, self._closed)
 
     def _unfinished(self) -> list[int]:
-        """What live streams have taken, and neither delivered nor dropped."""
+        """Return the prompts that open streams have taken, and neither delivered nor dropped."""
         live = [each for each in self._streams if not isinstance(each, int)]
         return [number for stream in live for number in stream.unfinished]
 
     def _number(self, stream: Stream) -> int | None:
-        """None of a closed one."""
+        """Return the number of a stream. None if it is closed."""
         return next((number for number, each in enumerate(self._streams) if each is stream), None)
 
     def _note(
@@ -208,7 +208,7 @@ class DataCursor:
 
 
 class IntervalSet:
-    """A set of whole numbers, as ranges: what is used in order takes no room."""
+    """A set of integers, as ranges. Consecutive numbers need no memory."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         """`pairs`: the first number of each range and the one after its last, ascending."""
@@ -220,7 +220,7 @@ class IntervalSet:
         return [(int(first), int(end)) for first, end in self._bounds]
 
     def has(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Which of the numbers are in the set, bool[numbers]."""
+        """Mark the numbers that are in the set, bool[numbers]."""
         before = np.searchsorted(self._bounds[:, 0], numbers, side="right") - 1
         inside = np.zeros(len(numbers), np.bool_)
         known = before >= 0
@@ -228,7 +228,7 @@ class IntervalSet:
         return inside
 
     def add(self, numbers: Numbers) -> None:
-        """Put numbers into the set."""
+        """Add numbers to the set."""
         if not len(numbers):
             return
         bounds = np.concatenate([self._bounds, np.stack([numbers, numbers + 1], axis=1)])
@@ -239,7 +239,7 @@ class IntervalSet:
         self._bounds = np.stack([bounds[begins, 0], reach[ends]], axis=1)
 
     def without(self, numbers: Iterable[int]) -> "IntervalSet":
-        """The set but for these numbers."""
+        """Return the set without these numbers."""
         gone = np.unique(np.fromiter(numbers, np.int64))
         gone = gone[self.has(gone)]
         firsts = np.sort(np.concatenate([self._bounds[:, 0], gone + 1]))
@@ -248,4 +248,4 @@ class IntervalSet:
 
 
 data_cursor: ContextVar[DataCursor | None] = ContextVar("data_cursor", default=None)
-"""Where the current run stands in its data, where it keeps that."""
+"""The data position of the current run, if it keeps one."""

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = False) -> Mapping[str, T]:
-    """Rows by their prompts, without those of more than `config.max_prompt_tokens` tokens.
+    """Filter rows, keyed by prompt: drop those with more than `config.max_prompt_tokens` tokens.
 
-    A line in the log counts those that are left out, unless `quiet`. ConfigError where nobody can count them,
-    DataError where none is left.
+    Logs the number of dropped rows unless `quiet`. ConfigError if no backend can count tokens, DataError if no row is
+    left.
     """
     if config.max_prompt_tokens is None:
         return rows
@@ -39,7 +39,7 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = Fal
 
 
 def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
-    """As `count_tokens`, by who counts for `config.max_prompt_tokens`; ConfigError where nobody can."""
+    """Count tokens like `count_tokens`, with the reader for `config.max_prompt_tokens`. ConfigError if none can."""
     counts = count_tokens(config.reader, prompts) if config.reader else None
     if counts is None:
         raise ConfigError(

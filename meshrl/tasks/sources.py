@@ -19,17 +19,17 @@ from meshrl.tasks.spelling import NAME, SpellingConfig, spelling_rows
 Row = dict[str, object]
 
 _MARK: Final = b"\xef\xbb\xbf"
-"""A byte order mark, with which some editors begin a file in UTF-8."""
+"""The byte order mark that some editors write at the start of UTF-8 files."""
 _TOLD: Final = 3
-"""Lines with mistakes that are told."""
+"""Number of lines with mistakes that an error names."""
 _LOOKED_AT: Final = 20_000
-"""Lines after the first mistake that are looked at for more."""
+"""Number of lines after the first mistake that are checked for more."""
 _MOST: Final = 10_000_000
-"""Rows that are made for a task, all of which are held in memory."""
+"""Most rows of a generated task. All of them are in memory."""
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
-    """Each row of a task's source, with where it stands; the first `rows` alone, where the source can read fewer."""
+    """Yield each row of a task's source with its place. Stops after `rows` rows if the source can read fewer."""
     if config.source == NAME:
         options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
         return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)
@@ -61,7 +61,7 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
 
 
 def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
-    """Rows in memory, each with where it stands; DataError where there is none, or one is no mapping."""
+    """Yield rows in memory with their places. DataError if there are none, or one is no mapping."""
 
     def numbered() -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(rows):
@@ -93,7 +93,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _with_others(first: DataError, rest: Iterable[tuple[int, bytes]]) -> DataError:
-    """The mistake of a line, with those of the next lines, which are counted where they are many."""
+    """Return the error of a line, with those of later lines. If there are many, they are only counted."""
     told, more = [str(first)], 0
     for number, line in itertools.islice(rest, _LOOKED_AT):
         try:
@@ -126,7 +126,7 @@ def _json_row(line: bytes, where: str) -> Row:
 
 
 def _not_utf8(line: bytes) -> str:
-    """What is wrong with bytes that are no UTF-8."""
+    """Say what is wrong with bytes that are not UTF-8."""
     try:
         line.decode()
     except UnicodeDecodeError as error:
@@ -153,21 +153,21 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: parquet files need pyarrow: pip install 'meshrl[tasks]'") from error
     number = 0
     try:
-        # Damage of a page whose bytes have a checksum would else give another text.
+        # Otherwise a damaged page with a checksum would be read as other text.
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(path, file.schema_arrow)
             for part in file.iter_batches():
                 for row in part.to_pylist():
                     yield f"{path}, row {number}", row
                     number += 1
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: of texts that are no UTF-8, too
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError also for text that is not UTF-8
         raise DataError(
             f"{path}: cannot be read as a parquet file from row {number} on: {error}. Make or download it again"
         ) from error
 
 
 class _Kind(Protocol):
-    """A type of pyarrow's, which has no types itself."""
+    """A type of pyarrow, which has no annotations."""
 
     num_fields: int
 
@@ -185,7 +185,7 @@ class _Schema(Protocol):
 
 
 def _check_columns(path: Path, schema: _Schema) -> None:
-    """DataError where a column is of a kind that a row cannot hold, or two have one name."""
+    """Raise DataError if a column has a type that rows cannot hold, or if two have the same name."""
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise DataError(f"{path}: {schema.names.count(name)} columns have the name {name!r}: rename all but one")
@@ -198,7 +198,7 @@ def _check_columns(path: Path, schema: _Schema) -> None:
 
 
 def _alien(kind: _Kind) -> str:
-    """What in a column's type has no place in a row; empty where nothing is."""
+    """Return the part of a column's type that rows cannot hold. Empty if there is none."""
     from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
 
     if types.is_temporal(kind):
@@ -208,7 +208,7 @@ def _alien(kind: _Kind) -> str:
     if types.is_map(kind):
         return "a map"
     inner = [kind.field(index).type for index in range(kind.num_fields)]
-    if value := getattr(kind, "value_type", None):  # of a dictionary
+    if value := getattr(kind, "value_type", None):  # of a dictionary column
         inner.append(value)
     return next(filter(None, map(_alien, inner)), "")
 
@@ -229,7 +229,7 @@ def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None
         raise DataError(
             f"{source}: reasoning_gym has no dataset of this name among its {len(DATASETS)}" + (hint and f"; {hint}")
         )
-    # Without a seed reasoning_gym draws other rows in each process.
+    # Without a seed, reasoning_gym draws other rows in each process.
     given: dict[str, object] = {"seed": 0, "size": 10_000, **options}
     _check_options(source, options, DATASETS[name][1])
     try:
@@ -241,9 +241,9 @@ def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None
 
 
 def _check_options(source: str, options: Mapping[str, JsonValue], schema: type) -> None:
-    """ConfigError where an option is not of the type that the dataset declares, or asks for more than `_MOST` rows.
+    """Raise ConfigError for an option of the wrong type, or one that asks for more than `_MOST` rows.
 
-    Of an option whose own default does not fit its type nothing is known.
+    An option whose default does not fit its declared type is not checked.
     """
     hints: Mapping[str, object] = get_type_hints(schema)
     defaults = {field.name: field.default for field in dataclasses.fields(schema)}

@@ -16,7 +16,7 @@ Length = Annotated[int, Field(ge=3, le=8)]
 
 
 class SpellingConfig(Config):
-    """What `task.options` may say. The same options give the same rows as those of reasoning_gym's `spell_backward`."""
+    """The keys of `task.options`. Equal options give the same rows as `spell_backward` of reasoning_gym."""
 
     min_word_len: Length = 3
     max_word_len: Length = 8
@@ -25,7 +25,7 @@ class SpellingConfig(Config):
 
 
 def spelling_rows(config: SpellingConfig) -> Iterator[dict[str, object]]:
-    """Rows with a `question`, an `answer` and the `word`, drawn with replacement; none where no length is allowed."""
+    """Yield rows with a `question`, an `answer` and the `word`, with replacement. None if no length is allowed."""
     words = [word for word in _words() if config.min_word_len <= len(word) <= config.max_word_len]
     for number in range(config.size if words else 0):
         word = Random(config.seed + number).choice(words)
@@ -35,5 +35,5 @@ def spelling_rows(config: SpellingConfig) -> Iterator[dict[str, object]]:
 
 @cache
 def _words() -> list[str]:
-    """English words of 3 to 8 letters, of the list `words3to10.txt` of reasoning_gym (Apache License 2.0)."""
+    """Read the English words of 3 to 8 letters in reasoning_gym's list `words3to10.txt` (Apache License 2.0)."""
     return lzma.decompress(files("meshrl.tasks").joinpath("words.txt.xz").read_bytes()).decode().split()

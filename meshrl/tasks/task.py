@@ -69,7 +69,7 @@ class Task:
                 answer = fill_answer(config, row, where)
                 every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
         rows = short_enough(config, every, quiet=quiet)
-        # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
+        # A hash of the prompt decides, so another order, size or seed of the source moves no prompt between the parts.
         places = {prompt: _place(prompt) for prompt in rows}
         apart = sorted(
             (prompt for prompt in rows if config.held_out and places[prompt] < config.held_out_fraction),
@@ -209,7 +209,7 @@ _FORMATTER = _Template()
 
 @cache
 def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
-    """Split a template with plain keys into texts, each with the key after it. Most templates are so, and fill fast."""
+    """Split a template with plain keys into texts, each with the key after it. None for others, which fill slowly."""
     pieces = _parsed(template)
     is_plain = all(key is None or (key.isidentifier() and not form and not convert) for _, key, form, convert in pieces)
     return [(text, key) for text, key, _, _ in pieces] if is_plain else None

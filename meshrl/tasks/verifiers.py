@@ -5,7 +5,7 @@
     [agent]
     source = "verifiers:ENV_ID"
 
-So stop conditions, tools, state and rubric are the library's, and it talks to the gateway by the library's own client.
+The library provides stop conditions, tools, state and rubric. It talks to the gateway through its own client.
 """
 
 import signal
@@ -28,7 +28,7 @@ class _Rubric(Protocol):
 
 
 class _Environment(Protocol):
-    """What is used of `verifiers.Environment`."""
+    """The members of `verifiers.Environment` that are used here."""
 
     rubric: _Rubric
     score_rollouts: bool
@@ -45,15 +45,15 @@ class _Library(Protocol):
 
 
 class _Clients(Protocol):
-    """What is made of `verifiers.clients`."""
+    """The members of `verifiers.clients` that are used here."""
 
     OpenAIChatCompletionsClient: Callable[[object], object]
 
 
 def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str, object]]:
-    """The environment's training rows: texts `question` and `system`, `answer`, and `verifiers`, its own row.
+    """Yield the environment's training rows: texts `question` and `system`, `answer`, and `verifiers`, its row.
 
-    ConfigError where the library or the environment is missing; DataError where a row is no text.
+    ConfigError if the library or the environment is missing. DataError if a row is no text.
     """
     environment = _load(env_id, options)
     for number, given in enumerate(environment.get_dataset(n=count or -1)):
@@ -70,9 +70,9 @@ def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str
 
 
 def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str, object]], Awaitable[float]]":
-    """What plays the environment with an OpenAI client, for a row of its task, and returns the rubric's reward.
+    """Return a function that plays the environment with an OpenAI client, and returns the rubric's reward of a row.
 
-    ConfigError where the library or the environment is missing, and where its rubric judges groups.
+    ConfigError if the library or the environment is missing, or if its rubric judges groups.
     """
     environment, source = _load(env_id, options), f"{NAME}:{env_id}"
     if environment.requires_group_rollouts:
@@ -89,7 +89,7 @@ def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str
 
 
 def _given(row: Mapping[str, object], source: str) -> dict[str, object]:
-    """The library's own row in a task's."""
+    """Return the library's row inside a task's row."""
     given = row.get(NAME)
     if not isinstance(given, dict):
         raise DataError(f'the row has no {NAME!r}: set task.source = "{source}", as of the environment')
@@ -97,7 +97,7 @@ def _given(row: Mapping[str, object], source: str) -> dict[str, object]:
 
 
 async def _reward(environment: _Environment, given: dict[str, object], client: object) -> float:
-    """What the rubric says of a rollout. What went wrong in it is raised."""
+    """Return the rubric's reward of a rollout. Errors of the rollout are raised."""
     state = await environment.rollout(given, client, "policy", {})
     try:
         error = state.get("error")
@@ -122,7 +122,7 @@ def _load(env_id: str, options: _Options) -> _Environment:
         raise ConfigError(
             f"{source}: verifiers is {version} here, and meshrl plays environments of {_KNOWN}: {_INSTALL}"
         )
-    # It would take SIGINT and SIGTERM, which are the script's, and which a rank that is a thread may not.
+    # It would handle SIGINT and SIGTERM, which belong to the script. A rank that is a thread may not set handlers.
     vars(import_module(f"{NAME}.envs.environment"))["signal"] = SimpleNamespace(
         **{**vars(signal), "signal": lambda *_: None}
     )
@@ -133,7 +133,7 @@ def _load(env_id: str, options: _Options) -> _Environment:
 
 
 def _conversation(messages: object) -> list[tuple[str, str]]:
-    """The role and the text of each message."""
+    """Return the role and the text of each message."""
     if isinstance(messages, str):
         return [("text", messages)]
     return [_told(each) for each in cast("Iterable[object]", messages)]
