@@ -1,10 +1,10 @@
 """One attention function, registered with transformers, that does what the forward pass asks of it.
 
-A model is called with `attend=...`; transformers hands unknown keywords down to the attention of each layer,
-and no T x T mask is made, because no mask function is registered under the name.
+A model is called with `attend=...`. transformers passes unknown keywords on to the attention of each layer. No T x T
+mask is made, because no mask function is registered under the name.
 
-With a kernel made for them (`kernels`) all segments of a packed sequence are one call. Without, and for states that the
-kernel does not take, it is one call of SDPA for each shape of segment.
+With a kernel for packed sequences (`kernels`), all segments are one call. Without a kernel, and for states that it does
+not support, each shape of segments is one call of SDPA.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,12 +23,12 @@ NAME: Final = "meshrl"
 
 
 class Attend(Protocol):
-    """The attention of one forward pass, called once a layer."""
+    """The attention of one forward pass, called once for each layer."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """[batch, tokens, heads, dims] from [batch, heads, tokens, dims], key heads dividing query heads.
+        """Return [batch, tokens, heads, dims] from [batch, heads, tokens, dims]. Key heads divide query heads.
 
         A query sees the `window` positions up to its own, or all of them.
         """
@@ -44,7 +44,7 @@ class Group:
     keys: int
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """What is added to the scores, [queries, keys]: 0 or -inf. None where plain causal masking says it all."""
+        """Return what is added to the scores, [queries, keys]: 0 or -inf. None if plain causal masking suffices."""
         clipped = window is not None and window < self.keys
         if not clipped and (self.queries in (1, self.keys)):
             return None
@@ -58,34 +58,33 @@ class Group:
 
 @dataclass(frozen=True)
 class Packed:
-    """Causal attention inside each segment of one packed sequence: nothing is padded.
+    """Causal attention inside each segment of one packed sequence, without padding.
 
-    Segments of one shape are adjacent, so that each shape is one call on a view. `keys` is int64[all keys]:
-    which packed token each key of each segment is, where a segment also sees a prefix that it shares;
-    None where each segment sees itself alone.
+    Segments of one shape are adjacent, so each shape is one call on a view. `keys`, int64[all keys], is the packed
+    token of each key of each segment, if segments also see a shared prefix. None if each segment sees only itself.
     """
 
     groups: tuple[Group, ...]
     keys: Tensor | None = None
     kernel: Kernel | None = None
-    """For all segments at once."""
+    """The kernel for all segments at once."""
     bounds: dict[torch.device, Bounds] = field(default_factory=dict)
-    """Made in the first layer, and used in all."""
+    """Computed in the first layer, and used in all."""
     masks: dict[tuple[Group, int | None], Tensor | None] = field(default_factory=dict)
-    """Likewise."""
+    """As `bounds`."""
 
     def to(self, device: torch.device) -> "Packed":
-        """The same, for states on the device."""
+        """Return the same on a device."""
         return Packed(self.groups, None if self.keys is None else moved(self.keys, device), self.kernel)
 
     def by(self, kernel: Kernel | None) -> "Packed":
-        """The same, by a kernel; what was made for other layers is shared."""
+        """Return the same with a kernel. It shares what other layers have computed."""
         return self if kernel is self.kernel else replace(self, kernel=kernel)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """One call of the kernel for all segments, where there is one; else a call of SDPA a group."""
+        """Call the kernel once for all segments, or SDPA once for each group."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
@@ -125,7 +124,7 @@ def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer."""
+    """Called by transformers in each layer."""
     if attend is None:
         raise ModelError(f"{type(module).__name__} does not hand keywords of its forward on to its attention")
     if softcap is not None or s_aux is not None:
@@ -137,5 +136,5 @@ def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     return attend(layer, query, key, value, scale, sliding_window), None
 
 
-# Compiled blocks leave it out: they would be compiled anew for the shapes of each micro-batch, until torch gives up.
+# Compiled blocks skip it: torch would recompile them for the shapes of each micro-batch, and then give up.
 AttentionInterface.register(NAME, torch.compiler.disable(_attention))

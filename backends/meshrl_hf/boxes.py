@@ -1,7 +1,7 @@
-"""Rectangular parts of tensors, and safetensors files of them: what one layout of ranks writes, any other reads.
+"""Rectangular parts of tensors, and safetensors files of them. Any layout of ranks reads what another one wrote.
 
-The format is that of torch's `HuggingFaceStorageWriter`: a file for each rank, which says what part of each tensor it
-has. Whole tensors, as in a Hugging Face folder, are one part. Nothing is pickled.
+The format is that of torch's `HuggingFaceStorageWriter`: a file for each rank, which names its part of each tensor.
+Whole tensors, as in a Hugging Face folder, are one part. Nothing is pickled.
 """
 
 import json
@@ -22,10 +22,10 @@ from meshrl.errors import ModelError
 
 _METADATA: Final = {"DCP_VERSION": "1.0", "format": "pt"}
 _PARTS: Final = "DCP_SHARDING_INFO"
-"""torch's names, which its reader looks for."""
+"""The metadata key that torch's reader looks for."""
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""A rectangle: for each dim the first index, and that after the last."""
+"""A rectangle: the first index of each dim, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Box:
 
     name: str
     size: tuple[int, ...]
-    """The whole tensor's."""
+    """Size of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the rectangle begins in it."""
+    """Start of the rectangle in the tensor."""
     tensor: Tensor
-    """The rectangle. Writing into it changes what it was made from."""
+    """The rectangle, as a view: writing to it changes its source."""
 
     @property
     def ranges(self) -> Ranges:
-        """What of the whole tensor it is."""
+        """The ranges of the whole tensor that it covers."""
         return _ranges(self.offsets, self.tensor.shape)
 
 
 def write_boxes(file: Path, boxes: Iterable[Box]) -> None:
-    """Write a safetensors file until it lies on the disk; no file where there are no boxes.
+    """Write a safetensors file, and wait until it is on the disk. Without boxes, no file is written.
 
-    Boxes of one name must make up one rectangle together. ModelError where the file cannot be written.
+    Boxes of one name must form one rectangle. Raises ModelError if the file cannot be written.
     """
     together: dict[str, list[Box]] = {}
     for box in boxes:
@@ -68,10 +68,10 @@ def write_boxes(file: Path, boxes: Iterable[Box]) -> None:
 
 
 class Boxes:
-    """The parts of tensors that the safetensors files of a folder hold."""
+    """The parts of tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads where each part lies. SafetensorError, OSError, KeyError or ValueError where a file is damaged."""
+        """Find the parts. SafetensorError, OSError, KeyError or ValueError if a file is damaged."""
         self._folder = folder
         self._parts: dict[str, dict[Ranges, Path]] = {}
         self._elements: Counter[str] = Counter()
@@ -84,21 +84,21 @@ class Boxes:
             name: tuple(max(end for _, end in dim) for dim in zip(*parts, strict=True))
             for name, parts in self._parts.items()
         }
-        """Of each whole tensor, as far as its parts tell."""
+        """The size of each whole tensor, as far as its parts show."""
 
     def overlaps(self, name: str) -> bool:
-        """Whether files have some of a tensor of `sizes` more than once."""
+        """True if files contain elements of a tensor of `sizes` more than once."""
         return self._elements[name] > prod(self.sizes[name]) - sum(map(_count, self.missing(name)))
 
     def missing(self, name: str) -> list[Ranges]:
-        """What no file has of a tensor of `sizes`, as rectangles."""
+        """Return the rectangles of a tensor of `sizes` that no file contains."""
         return self._found(name, tuple((0, length) for length in self.sizes[name]))[1]
 
     def read(self, boxes: Iterable[Box]) -> None:
-        """Copy into each box's tensor, in its dtype, what the files have of it; nothing else of them is read.
+        """Fill each box's tensor, in its dtype, from the files. Nothing else is read from them.
 
-        ModelError, and nothing copied, where they lack part of a box; also where a file cannot be read to its end:
-        then some boxes are filled.
+        ModelError, before any copy, if files lack part of a box. Also if a file cannot be read to its end: then some
+        boxes are filled.
         """
         plan: dict[Path, list[tuple[Box, Ranges, Ranges]]] = {}
         for box in boxes:
@@ -123,7 +123,7 @@ class Boxes:
             raise ModelError(f"the files of {self._folder} lack the part [{part}] of `{box.name}`, {list(size)}")
 
     def _found(self, name: str, ranges: Ranges) -> tuple[list[tuple[Path, Ranges, Ranges]], list[Ranges]]:
-        """What of a rectangle lies in which file, which part of a tensor it has there, and what lies in none."""
+        """Find a rectangle: the files with its parts, the part of the tensor in each, and what no file has."""
         found: list[tuple[Path, Ranges, Ranges]] = []
         left = [ranges] if _count(ranges) else []
         for part, file in self._parts[name].items():
@@ -140,7 +140,7 @@ class Boxes:
 
 
 def _heads(file: Path) -> Iterator[tuple[str, Ranges]]:
-    """The parts that a file has."""
+    """Yield the parts in a file."""
     with safe_open(file, framework="pt") as opened:
         said = json.loads((opened.metadata() or {}).get(_PARTS, "null"))
         for name in opened.keys():  # noqa: SIM118 -- it is no dict
@@ -151,12 +151,12 @@ def _heads(file: Path) -> Iterator[tuple[str, Ranges]]:
 def _copy(file: Path, copies: Iterable[tuple[Box, Ranges, Ranges]]) -> None:
     with safe_open(file, framework="pt") as opened:
         for box, part, ranges in copies:
-            source = opened.get_tensor(box.name)  # mapped: what is not used of it is not read
+            source = opened.get_tensor(box.name)  # mapped, so only the used part is read
             _narrow(box.tensor.detach(), box.ranges, ranges).copy_(_narrow(source, part, ranges))
 
 
 def _joined(boxes: list[Box]) -> Box:
-    """One box of several of the same tensor, in the host's memory, contiguous."""
+    """Join boxes of one tensor into one, contiguous, in the host's memory."""
     first = boxes[0]
     if len(boxes) == 1:
         return Box(first.name, first.size, first.offsets, first.tensor.detach().cpu().contiguous())
@@ -185,7 +185,7 @@ def _common(one: Ranges, two: Ranges) -> Ranges:
 
 
 def _without(ranges: Ranges, hole: Ranges) -> Iterator[Ranges]:
-    """What is left of a rectangle around a hole in it."""
+    """Yield the rectangles that remain around a hole."""
     for dim, ((start, end), (first, last)) in enumerate(zip(ranges, hole, strict=True)):
         inside, outside = hole[:dim], ranges[dim + 1 :]
         for rest in ((start, first), (last, end)):
@@ -194,7 +194,7 @@ def _without(ranges: Ranges, hole: Ranges) -> Iterator[Ranges]:
 
 
 def _narrow(tensor: Tensor, held: Ranges, ranges: Ranges) -> Tensor:
-    """A part of a tensor that holds a rectangle of a larger one."""
+    """Return a rectangle, given a tensor that holds a larger one."""
     for dim, ((start, end), (origin, _)) in enumerate(zip(ranges, held, strict=True)):
         tensor = tensor.narrow(dim, start - origin, end - start)
     return tensor

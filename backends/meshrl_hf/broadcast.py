@@ -1,8 +1,8 @@
-"""Weights that a policy's ranks broadcast out of their own shards, bucket by bucket: who sends them.
+"""Weights that a policy's ranks broadcast from their shards, bucket by bucket: the sending side.
 
-Each rank is the root of a process group of its own, whose other members are the ranks that read. So no rank gathers
-anything, and a reader is sent each byte once. The store in which the policy's ranks met brings them together: a reader
-asks there (`live_weights`), the policy's first rank says who reads together, and all of its ranks begin to send.
+Each rank is the root of its own process group, whose other members are the ranks that read. So no rank gathers
+anything, and each reader receives each byte once. They meet in the store of the policy's ranks: a reader asks there
+(`live_weights`), the policy's first rank decides who reads together, and all of its ranks start to send.
 """
 
 import json
@@ -31,17 +31,17 @@ from meshrl_hf.meeting import are_processes, meet, place
 from meshrl_hf.ranks import RankGroup
 
 IN_FLIGHT: Final = 2
-"""Buckets that are under way at once, each in memory of its own, which is used again."""
+"""Number of buckets in flight. Each has its memory, which is used again."""
 STUCK: Final = timedelta(seconds=60)
-"""After which a collective fails in which nothing moves; one of a process that dies fails at once."""
+"""Time without progress after which a collective fails. If a process dies, it fails at once."""
 _ALIGNED: Final = 64
-"""Bytes: each part starts at a multiple."""
+"""Bytes. Each part starts at a multiple."""
 _BLOCK: Final = 1 << 17
-"""Numbers that are copied and read again before they leave the cache."""
+"""Number of elements that are copied, and read again while they are in the cache."""
 KEPT: Final = 4
-"""Sets of readers whose groups are kept, the last that were made: a sampler's, a reference's."""
+"""Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
 _WAKE: Final = timedelta(days=1)
-"""Between two looks at a store that has nothing new."""
+"""Time between two checks of a store without news."""
 
 
 class Part(NamedTuple):
@@ -49,54 +49,54 @@ class Part(NamedTuple):
 
     name: str
     size: tuple[int, ...]
-    """The whole tensor's."""
+    """Size of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the rectangle begins in it."""
+    """Start of the rectangle in the tensor."""
     shape: tuple[int, ...]
     start: int
-    """In bytes."""
+    """Offset in bytes."""
 
 
 class Layout(NamedTuple):
-    """What a bucket has: parts of one dtype, and after them a fingerprint of each, XXH3's 64 bits."""
+    """The content of a bucket: parts of one dtype, and then a fingerprint of each, XXH3's 64 bits."""
 
     parts: tuple[Part, ...]
     end: int
-    """Of the parts, in bytes."""
+    """End of the parts, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """With the fingerprints."""
+        """Size in bytes with the fingerprints."""
         return self.end + 8 * len(self.parts)
 
 
 class _Collectives(Protocol):
-    """What torch's types do not say of a group."""
+    """The methods that torch's types lack."""
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
-        """Begin to give all members what one has."""
+        """Start to send the root's tensor to all members."""
         ...
 
     def abort(self) -> None:
-        """End what is under way."""
+        """Abort running collectives."""
         ...
 
 
 class Group:
-    """A sender, its first member, and its readers: by NCCL between GPUs, by gloo between CPUs."""
+    """A sender, which is its first member, and its readers. NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, store: Store, name: str, number: int, size: int, device: torch.device) -> None:
-        """All members make it at the same time, with the same name and size. RuntimeError where one does not come."""
+        """All members construct it together, with the same name and size. RuntimeError if one is missing."""
         prefixed = PrefixStore(name, store)
         make = _by_nccl if device.type == "cuda" else _by_gloo
         self._made = cast("_Collectives", make(prefixed, number, size))
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Begin to give the sender's bytes to all."""
+        """Start to send the sender's bytes to all."""
         return self._made.broadcast(tensor, 0)
 
     def abort(self) -> None:
-        """End what is under way, with an error for who waits for it."""
+        """Abort running collectives, with an error for waiting tasks."""
         self._made.abort()
 
 
@@ -105,10 +105,10 @@ def _by_gloo(store: Store, number: int, size: int) -> object:
 
 
 def _by_nccl(store: Store, number: int, size: int) -> object:
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 -- not there where torch has no CUDA
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 -- missing if torch has no CUDA
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = STUCK  # noqa: SLF001 -- as torch sets it, for want of another way
+    options._timeout = STUCK  # noqa: SLF001 -- torch sets it this way, and offers no other
     return ProcessGroupNCCL(store, number, size, options)
 
 
@@ -133,22 +133,22 @@ class Passing(NamedTuple):
     group: str
     """A name of these members' groups; a new one where they have to be made anew."""
     members: list[str]
-    """The readers' tokens, sorted: they are numbered from 1."""
+    """The readers' tokens, sorted. Their numbers start at 1."""
 
 
 class Groups:
-    """Those that this process is in, by who reads together; a reader is in one with each sender. The latest last."""
+    """The groups of this process, by set of readers, newest last. A reader is in one group with each sender."""
 
     def __init__(self) -> None:
         self._made: dict[str, dict[int, Group]] = {}
 
     @property
     def whole(self) -> list[str]:
-        """The names of those that have not failed, at most as many as are kept."""
+        """The names of groups that have not failed, at most as many as are kept."""
         return list(self._made)
 
     def get(self, store: Store, passing: Passing, sender: int, number: int, device: torch.device) -> Group:
-        """The group with a sender, which is made where it is new. `number`: this process's in it, a sender's is 0."""
+        """Return the group with a sender, made if new. `number`: this process's number in it, 0 for a sender."""
         if passing.group not in self._made:
             while len(self._made) >= KEPT:
                 self.drop(next(iter(self._made)))
@@ -159,18 +159,18 @@ class Groups:
         return made[sender]
 
     def drop(self, name: str) -> None:
-        """They have failed, or are not needed any more."""
+        """Drop groups that failed or are no longer needed."""
         for group in self._made.pop(name, {}).values():
             group.abort()
 
 
 class Sender:
-    """One rank's end, of a policy's. Between two changes of the parameters they are sent to whoever asks."""
+    """The end of one policy rank. Between two changes of the parameters, it sends them to each reader that asks."""
 
     def __init__(self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-        """All ranks make theirs at the same time. `limit`: bytes of a bucket; a row that is longer has its own.
+        """All ranks construct theirs together. `limit`: bytes of a bucket. A longer row gets its own.
 
-        ConfigError where the ranks are no processes.
+        Raises ConfigError if the ranks are not processes.
         """
         if not are_processes(rank):
             raise ConfigError(
@@ -182,20 +182,20 @@ class Sender:
         self._names = ranks.agree(lambda: token_hex(8))[0]
         self.number: Final = rank.index
         self.dtype: Final = str(dtype).removeprefix("torch.")
-        """By its name."""
+        """The name of the dtype."""
         self._device, self._dtype, self._limit = device, dtype, limit
         self._store = connect(self.place)
         self._other = connect(self.place)
-        """For who may not wait until the first lets somebody through."""
+        """A second connection, for requests that must not wait behind others."""
         self._offers = 0
         self._sending: threading.Thread | None = None
         self._staging = Staging()
         self._groups = Groups()
         self._known: list[Passing] = []
-        """Whose groups are kept, where this rank says who reads together."""
+        """The readers whose groups are kept. Used by the rank that decides who reads together."""
 
     def offer(self, boxes: Iterable[Box]) -> tuple[str, tuple[Layout, ...]]:
-        """From now on this rank's parts are sent to who asks, as they are then: by what name, and in which buckets."""
+        """Offer this rank's parts, as they are when they are sent. Returns the offer's name and the buckets."""
         self.end()
         self._offers += 1
         key = f"{self._names}/{self._offers}"
@@ -205,16 +205,16 @@ class Sender:
         return key, tuple(layout for layout, _ in buckets)
 
     def end(self) -> None:
-        """The parameters are about to change: wait until nobody reads them, and send them no more."""
+        """End the offer before the parameters change. Waits until nobody reads them."""
         if self._sending is not None:
             self.leave()
             self._sending.join()
             self._sending = None
 
     def leave(self) -> None:
-        """Send them to nobody else: the first rank says so for all."""
+        """End the offer without waiting. The first rank does so for all."""
         if self._sending is not None and self.number == 0:
-            with suppress(RuntimeError):  # the store is gone, and so is who waits there
+            with suppress(RuntimeError):  # the store is gone, and with it everybody who waits there
                 ask(self._other, f"{self._names}/{self._offers}", "")
 
     def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
@@ -224,11 +224,11 @@ class Sender:
             while passing := (passes.next() if passes else _told(self._store, f"{key}/pass/{number}")):
                 number += 1
                 self._send(passing, buckets)
-        except Exception as error:  # noqa: BLE001 -- the policy's first rank is gone, and readers find that out themselves
+        except Exception as error:  # noqa: BLE001 -- the policy's first rank is gone, which readers notice themselves
             log.warning("weights are no longer sent", error=str(error))
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        """Broadcast all buckets; what goes wrong its readers see too, and ask again."""
+        """Broadcast all buckets. Readers see an error too, and ask again."""
         under_way: deque[dist.Work] = deque()
         try:
             group = self._groups.get(self._store, passing, self.number, 0, self._device)
@@ -247,7 +247,7 @@ class Sender:
 
 
 class _Passes:
-    """Who reads together, as the first rank decides it: those that ask, as many as they say."""
+    """Decides for the first rank who reads together: readers that ask, as many as they announce."""
 
     def __init__(self, store: Store, key: str, known: list[Passing]) -> None:
         self._store, self._key, self._known = store, key, known
@@ -255,7 +255,7 @@ class _Passes:
         self._ended = False
 
     def next(self) -> Passing | None:
-        """Wait for readers; None where these weights are to be sent no more."""
+        """Wait for readers. None once the offer has ended."""
         asked: list[Asked] = []
         deadline = None
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
@@ -278,7 +278,7 @@ class _Passes:
         return passing
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
-        """With groups that all still have: each sender keeps at least those that are known here."""
+        """Choose groups that all readers still have. Each sender keeps at least those that are known here."""
         members = sorted(each.token.partition("/")[0] for each in asked)
         for known in self._known:
             if known.members == members and all(known.group in each.groups for each in asked):
@@ -289,30 +289,30 @@ class _Passes:
 
 
 class Asked(NamedTuple):
-    """What a reader says."""
+    """The request of a reader."""
 
     token: str
-    """Its process's, and, after a slash, a number of its own for each time that it asks."""
+    """The token of its process, and after a slash the number of its request."""
     together: int
-    """How many read at once."""
+    """Number of ranks that read together."""
     groups: list[str]
-    """Those that it has."""
+    """The groups that it has."""
 
 
 def ask(store: Store, key: str, said: str) -> None:
-    """Say something to the policy's first rank; in one step, so that who dies has said it or not begun to."""
+    """Write to the policy's first rank, in one step: a reader that dies has either written it all or nothing."""
     store.queue_push(f"{key}/asked", said)
 
 
 def connect(where: str) -> Store:
-    """A connection of one's own to the store of ranks that met at HOST:PORT: who waits there lets no other through."""
+    """Make a new connection to the store at HOST:PORT. A waiting request blocks all others on its connection."""
     host, _, port = where.rpartition(":")
     made = cast("Callable[..., Store]", vars(dist)["TCPStore"])  # public, but not in torch's type stubs
     return made(host, int(port), is_master=False, timeout=STUCK, wait_for_workers=False)
 
 
 def planned(boxes: Iterable[Box], dtype: torch.dtype, limit: int) -> "list[tuple[Layout, Sequence[Tensor]]]":
-    """Buckets of at most `limit` bytes, and the tensors of their parts; what is larger goes in several, row by row."""
+    """Plan buckets of at most `limit` bytes, and the tensors of their parts. Larger tensors are split by rows."""
     made: list[tuple[Layout, Sequence[Tensor]]] = []
     parts, tensors, end = list[Part](), list[Tensor](), 0
     for box in boxes:
@@ -338,13 +338,13 @@ def _pieces(box: Box, itemsize: int, limit: int) -> Iterable[tuple[tuple[int, ..
 
 
 def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """A part where it lies in a bucket."""
+    """Return a view of a part in a bucket."""
     flat = buffer[part.start : part.start + prod(part.shape) * dtype.itemsize]
     return flat.view(dtype).reshape(part.shape)
 
 
 def copied(place: Tensor, tensor: Tensor) -> int:
-    """Copy a tensor to its place, in the dtype of that; XXH3's 64 bits of the bytes that are there then."""
+    """Copy a tensor to its place, in that dtype. Returns XXH3's 64 bits of the copied bytes."""
     if place.device.type != "cpu" or not (place.is_contiguous() and tensor.is_contiguous()):
         place.copy_(tensor)
         return _fingerprint([place.cpu().contiguous()])
@@ -372,7 +372,7 @@ def _told(store: Store, key: str) -> Passing | None:
 
 
 def _comes(store: Store, key: str, deadline: float | None) -> bool:
-    """Wait until something is said under a key; whether it was before the deadline."""
+    """Wait until a key is set. False if that takes until the deadline."""
     while True:
         left = _WAKE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:

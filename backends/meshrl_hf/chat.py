@@ -1,4 +1,4 @@
-"""How a Hugging Face model converses: its tokenizer and its chat template, without the network."""
+"""The chat format of a Hugging Face model: its tokenizer and its chat template, without the network."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from meshrl_hf.text import Template, Words, character_tokenizer, decode, encode_
 
 
 class HuggingFaceChat:
-    """As `meshrl.agents.Chat`."""
+    """Implements `meshrl.agents.Chat`."""
 
     def __init__(self, known: Words, variables: Template | None = None) -> None:
-        """`variables`: those of the chat template. ModelError where the tokenizer has none."""
+        """`variables`: for the chat template. ModelError if the tokenizer has no template."""
         if not known.tokenizer.chat_template:
             raise ModelError(
                 f"agents need a chat template, and the tokenizer of {known.tokenizer.name_or_path or 'this model'} "
@@ -27,7 +27,7 @@ class HuggingFaceChat:
         self._variables = variables or {}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """The messages in the template; DataError where it refuses them."""
+        """Render messages in the template. DataError if it refuses them."""
         given: dict[str, Any] = dict(self._variables)
         turns: list[Any] = [dict(message.shown()) for message in messages]
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
@@ -40,17 +40,17 @@ class HuggingFaceChat:
         return str(text)
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of the text, in which special ones may be written out."""
+        """Encode a text, which may contain special tokens by name."""
         (tokens,) = encode_texts(self._tokenizer, [text])
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Decode tokens, without special ones."""
         return decode(self._tokenizer, [tokens])[0]
 
 
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
-    """How the model of a role's table converses. ModelError where it has no template."""
+    """Read the chat format of the model in a role's table. ModelError if it has no template."""
     if isinstance(config.model, NewModel):
         made = config.model
         tokenizer = character_tokenizer(made.characters, made.max_tokens, made.chat_template)

@@ -1,4 +1,4 @@
-"""Model folders, written whole or not at all."""
+"""Model folders, written completely or not at all."""
 
 import tempfile
 from collections.abc import Generator, Mapping
@@ -18,7 +18,7 @@ from meshrl_hf.loading import quiet
 from meshrl_hf.model import LanguageModel
 
 VALUE_HEAD: Final = "value_head.safetensors"
-"""Where a critic's folder has its head: `weight` float32[1, hidden] and `bias` float32[1]."""
+"""The file with a critic's head: `weight` float32[1, hidden] and `bias` float32[1]."""
 
 
 def write(
@@ -27,14 +27,14 @@ def write(
     value_head: Mapping[str, Tensor] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder. `tensors`: the model's, where it has only shards of them itself.
+    """Write a Hugging Face folder. `tensors`: the model's tensors, if it has only shards of them.
 
-    With a value head the folder holds it in a file of its own, which other readers of the model leave alone.
-    ModelError if the place is taken by something that is no model.
+    A value head gets its own file, which other readers of the model ignore. ModelError if the path exists and is no
+    model.
     """
     with _replaced(folder) as fresh:
         model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
-        if tensors:  # of another dtype than the shards, perhaps
+        if tensors:  # perhaps of another dtype than the shards
             _tell_dtype(fresh / "config.json", next(iter(tensors.values())).dtype)
         model.tokenizer.save_pretrained(fresh)
         if value_head is not None:
@@ -60,7 +60,7 @@ def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _replaced(folder: str) -> Generator[Path]:
-    """A place beside the folder, which is written and then renamed. An older model there is replaced."""
+    """Yield a temporary folder, and rename it at the end. Replaces an older model."""
     target = Path(folder).expanduser()
     if target.exists() and not _replaceable(target):
         raise ModelError(f"cannot save to {target}: it has other files and no config.json. Choose a separate folder")

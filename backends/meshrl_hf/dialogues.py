@@ -1,4 +1,4 @@
-"""Dialogues of several turns into tokens, by a model's own chat template, and which of them are learned."""
+"""Convert dialogues of several turns to tokens, by a model's chat template, with a mask of learned tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
@@ -10,7 +10,7 @@ from meshrl.errors import DataError, ModelError
 from meshrl_hf.text import Words, encode_texts, in_template
 
 Learn: TypeAlias = Literal["all", "last"]
-"""Which of the assistant's turns are learned."""
+"""The assistant's turns that are learned."""
 Message: TypeAlias = Mapping[str, str]
 Part: TypeAlias = tuple[str, bool]
 """A piece of the rendered text, and whether it is learned."""
@@ -19,13 +19,13 @@ _ASSISTANT: Final = "assistant"
 
 
 def encode_messages(words: Words, batch: Batch) -> Batch:
-    """The batch with `tokens` and `loss_mask` of its `messages`; `learn`, a text a row, is "all" unless it is there.
+    """Add `tokens` and `loss_mask` from `messages`. `learn`, a text for each row, is "all" if it is missing.
 
-    `messages`: a list a row of `{"role": ..., "content": ...}`. What is learned are the assistant's turns, all or the
-    last, from behind what the template opens a turn with, up to and with the token that ends one. Each piece is
-    tokenised by itself, as generation does that starts behind a prompt. ModelError where the tokenizer has no
-    template; DataError for a row that is no dialogue, that the template refuses or does not render piece by piece, that
-    has nothing to learn, or that is too long.
+    `messages`: a list of `{"role": ..., "content": ...}` for each row. The assistant's turns are learned, all or the
+    last, from after the template's opening of the turn through the token that ends it. Each piece is tokenised
+    separately, like a prompt before generation. ModelError if the tokenizer has no template. DataError for a row that
+    is no dialogue, that the template refuses or does not render piece by piece, that has nothing to learn, or that is
+    too long.
     """
     if not words.tokenizer.chat_template:
         raise ModelError(
@@ -50,7 +50,7 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
 
 
 def _parts(words: Words, messages: Sequence[Message], learn: Learn, row: int) -> Iterator[Part]:
-    """The rendered text in pieces: what is learned, and what is between."""
+    """Yield the rendered text in pieces: learned ones, and those in between."""
     turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
     seen = ""
     for at in turns if learn == "all" else turns[-1:]:
@@ -62,13 +62,13 @@ def _parts(words: Words, messages: Sequence[Message], learn: Learn, row: int) ->
 
 
 def _mask(piece: Sequence[int], learned: bool, ends: frozenset[int]) -> list[bool]:
-    """Which tokens of a piece are learned: none, or all up to the first that ends a text."""
+    """Mark the learned tokens of a piece: none, or all up to the first that ends a text."""
     end = next((at for at, token in enumerate(piece) if token in ends), len(piece))
     return [learned and at <= end for at in range(len(piece))]
 
 
 def _added(before: str, after: str, at: int, row: int) -> str:
-    """What the template adds to what it rendered before; DataError where it changed that."""
+    """Return what the template adds to its previous text. DataError if it changed that text."""
     if after.startswith(before):
         return after[len(before) :]
     where = next((place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), 0)

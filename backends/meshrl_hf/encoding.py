@@ -1,4 +1,4 @@
-"""Texts of a batch into the token columns that training reads."""
+"""Encode a batch's texts as the token columns for training."""
 
 import numpy as np
 
@@ -9,9 +9,9 @@ from meshrl_hf.text import encode_completions, encode_prompts, texts_of
 
 
 def encoded(model: LanguageModel, batch: Batch) -> Batch:
-    """The batch with `tokens` and `loss_mask`, from its `messages` or else from `prompt` and `completion`.
+    """Add `tokens` and `loss_mask`, from `messages` or else from `prompt` and `completion`.
 
-    DataError for a row that is too long, and what `encode_messages` says of one that is no dialogue.
+    DataError for a row that is too long, and for invalid dialogues as in `encode_messages`.
     """
     if "messages" in batch:
         return encode_messages(model, batch)

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder; or a GGUF file, or adapters, of which a folder is made once a process."""
+"""Find a model's files: a folder, or one made once for each process from a GGUF file or adapters."""
 
 import atexit
 import shutil
@@ -17,12 +17,12 @@ from meshrl.hub import Repository, download
 
 
 def folder_of(model: str) -> Path:
-    """The Hugging Face folder of a model, from the hub where it is a name and no path; ModelError if there is none.
+    """Return the Hugging Face folder of a model, from the hub if it is a name and no path. ModelError if there is none.
 
-    `package:NAME/FILE` is a file or folder inside an installed package. A GGUF file is dequantised by
-    transformers into a temporary folder that lasts as long as the process: it takes ten times as long as
-    loading that folder, and each role of a process loads the model. A folder of peft's, with adapters alone, becomes
-    one of float32 in the same way: of the model that they belong to, with them merged in.
+    `package:NAME/FILE` is a file or folder inside an installed package. transformers dequantises a GGUF file into a
+    temporary folder, which lasts as long as the process: that takes ten times as long as loading the folder, and each
+    role of a process loads the model. A peft folder with only adapters also becomes a temporary folder, in float32:
+    their base model with the adapters merged.
     """
     path = _located(model)
     if not path.exists():
@@ -72,7 +72,7 @@ def _located(model: str) -> Path:
 
 @cache
 def _merged(path: Path) -> Path:
-    if not (path / "adapter_model.safetensors").is_file():  # peft would look for one elsewhere
+    if not (path / "adapter_model.safetensors").is_file():  # otherwise peft looks for it elsewhere
         raise ModelError(f"{path} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
     try:
         described = PeftConfig.from_pretrained(str(path))
@@ -80,7 +80,7 @@ def _merged(path: Path) -> Path:
         network = AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, local_files_only=True, use_safetensors=True
         )
-        with warnings.catch_warnings():  # peft asks transformers for what is going away there
+        with warnings.catch_warnings():  # peft asks transformers for a deprecated attribute
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
     except Exception as error:
@@ -92,7 +92,7 @@ def _merged(path: Path) -> Path:
 
 
 def _temporary(prefix: str) -> Path:
-    """A folder that goes with this process."""
+    """Make a folder that is removed with this process."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -105,7 +105,7 @@ def _unpacked(path: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=path.name, dtype=torch.float32, local_files_only=True
     )
-    delattr(model.config, "quantization_config")  # its tensors are plain now, but saving it would be refused
+    delattr(model.config, "quantization_config")  # its tensors are plain now, but saving would be refused
     delattr(model, "hf_quantizer")
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
+"""The process group of a rank's process: made once, shared by all its actors, made again after a respawn."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -19,33 +19,33 @@ T = TypeVar("T")
 
 
 class _Joined(NamedTuple):
-    """The group that this process is in."""
+    """The group of this process."""
 
     place: str
-    """Where its ranks met, host and port."""
+    """The meeting place of its ranks, as host and port."""
     generation: str
     vigil: Vigil
 
 
 _joined: _Joined | None = None
 _first: Final = Lock()
-"""For the default group of a mesh of one rank: the local engine's roles are threads of one process."""
+"""Guards the default group of a mesh of one rank, because the local engine's roles are threads of one process."""
 
 
 class Shared(Generic[T]):
-    """What is made of process groups, once a process for each key: they take threads, and are never given back.
+    """Process groups, made once in a process for each key: they use threads, and are never freed.
 
-    Where the default group was made anew, what was made of the old one is forgotten.
+    If the default group was made again, groups made from the old one are forgotten.
     """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, T] = {}
         self._world: dist.ProcessGroup | None = None
-        """The default group that they are of."""
+        """The default group that they belong to."""
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned when it was called for this key. All ranks ask for the same keys in the same order."""
+        """Return the result of `make` for this key, called once. All ranks ask for the same keys in the same order."""
         with self._lock:
             if self._world is not dist.group.WORLD:
                 self._made.clear()
@@ -56,11 +56,11 @@ class Shared(Generic[T]):
 
 
 def join(rank: Rank, device: torch.device, backend: str) -> None:
-    """Make the process group of the mesh, unless this process is in it. All ranks call it at the same time.
+    """Make the process group of the mesh, unless this process is in it. All ranks call it together.
 
-    ConfigError, which names the `backend`, where the ranks of a mesh share a process.
+    ConfigError, which names the `backend`, if ranks of a mesh share a process.
     """
-    global _joined  # noqa: PLW0603 - torch has one default group a process
+    global _joined  # noqa: PLW0603 - torch has one default group for each process
     if rank.size == 1:
         with _first:
             if not dist.is_initialized():
@@ -79,7 +79,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         return
     store = meet(rank)
     known = _generations(store, rank, _joined.generation if _joined else "")
-    if "" in known or len(known) > 1:  # a process is new: the old group, where there is one, lacks it
+    if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
             _joined.vigil.close()
         if dist.is_initialized():
@@ -95,23 +95,23 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
 
 
 def _abort(device: torch.device, world: dist.ProcessGroup | None, dead: int) -> None:
-    """End what waits on a GPU for a rank of the default group `world` that has died; gloo ends it by itself."""
+    """End collectives on a GPU after a rank of the default group `world` died. gloo ends by itself."""
     if device.type == "cuda" and dist.group.WORLD is world:
         log.info("a rank has gone, and collectives are ended", rank=dead)
-        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no other that ends them in one order
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end them in one order
 
 
 def _generations(store: Store, rank: Rank, own: str) -> set[str]:
-    """The groups that the ranks' processes are in; empty where one is in none."""
+    """Return the groups that the ranks' processes are in. Empty text for a process in none."""
     store.set(f"generation/{rank.index}", own)
     return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
 
 
 def _carrier(device: torch.device) -> str:
-    """What carries tensors; gloo beside NCCL for what ranks agree on."""
+    """Return the backend for tensors. With NCCL, gloo carries what ranks agree on."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _bound(device: torch.device) -> torch.device | None:
-    """The GPU that NCCL is to use: told, it neither guesses it nor waits for the first collective to connect."""
+    """Return the GPU for NCCL. Named, NCCL need not guess it or wait for the first collective to connect."""
     return device if device.type == "cuda" else None

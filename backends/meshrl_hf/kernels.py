@@ -1,4 +1,4 @@
-"""Kernels of GPUs for packed sequences: which one a model's passes take, and how each is called."""
+"""GPU kernels for packed sequences: which one a model uses, and how each is called."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 _AMPERE: Final = (8, 0)
 _HOPPER: Final = (9, 0)
 _BLACKWELL: Final = (10, 11)
-"""The first numbers of its capabilities, but for those of cards for games."""
+"""The first numbers of Blackwell's capabilities, except those of consumer cards."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where segments begin and end, as kernels for packed sequences take it."""
+    """The bounds of segments, in the form that kernels for packed sequences need."""
 
     queries: Tensor
-    """int32[segments + 1]: where each segment's queries begin, and the end."""
+    """int32[segments + 1]: the start of each segment's queries, and the end."""
     keys: Tensor
-    """The same of its keys."""
+    """As `queries`, for keys."""
     most_queries: int
-    """Of one segment."""
+    """Most queries of a segment."""
     most_keys: int
-    """Of one segment."""
+    """Most keys of a segment."""
 
     @classmethod
     def of(cls, groups: "tuple[Group, ...]", device: torch.device) -> "Bounds":
-        """The bounds of the groups' segments."""
+        """Compute the bounds of the groups' segments."""
         counts = torch.tensor([group.count for group in groups])
         shapes = torch.tensor([(group.queries, group.keys) for group in groups]).repeat_interleave(counts, 0)
         ends = torch.cat([shapes.new_zeros(1, 2), shapes.cumsum(0)]).to(torch.int32)
@@ -51,34 +51,34 @@ class Call(Protocol):
     """One call for all segments."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
-        """[tokens, heads, dims] from queries of that shape, and keys and values, whose heads divide the queries'.
+        """Return [tokens, heads, dims] from queries of that shape, and keys and values whose heads divide the queries'.
 
-        Within each segment a query sees the keys that are not after it, its own queries being the last of its keys; of
-        these the last `window`, or all of them.
+        A segment's queries are the last of its keys. A query sees the keys of its segment up to itself, or the last
+        `window` of them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, and the states that it takes."""
+    """A kernel, and the states that it supports."""
 
     name: str
     call: Call
     most: int = 256
-    """Dims of a head."""
+    """Most dims of a head."""
     also: int = 0
-    """Dims of a head that it takes beyond `most`."""
+    """One more supported number of dims, beyond `most`."""
 
     def takes(self, states: Tensor) -> bool:
-        """Whether it takes queries such as these, [tokens, heads, dims]."""
+        """True if it supports such queries, [tokens, heads, dims]."""
         dims = states.shape[-1]
         fits = dims % 8 == 0 and (dims <= self.most or dims == self.also)
         return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and fits
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
-    """As flash-attn has it from version 2.3 on: causal from the bottom right, windows inclusive."""
+    """Call flash-attn 2.3 or later: causal from the bottom right, windows inclusive."""
     output = import_module("flash_attn").flash_attn_varlen_func(
         q,
         k,
@@ -95,7 +95,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, w
 
 
 def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
-    """The same, but that None says what -1 did: with -1 a causal call would be one of a window. It gives a pair."""
+    """Call flash-attn 4. None replaces -1, which would make a causal call one with a window. It returns a pair."""
     output, _ = import_module("flash_attn.cute").flash_attn_varlen_func(
         q,
         k,
@@ -112,7 +112,7 @@ def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float,
 
 
 def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
-    """Flash attention as torch has it: the same kernel, so the same alignment."""
+    """Call torch's flash attention: the same kernel with the same alignment."""
     output = import_module("torch.nn.attention.varlen").varlen_attn(
         q,
         k,
@@ -135,10 +135,10 @@ VARLEN: Final = Kernel("varlen", _varlen_attn)
 
 
 def chosen(asked: "Attention", device: torch.device) -> Kernel | None:
-    """The kernel of a model on the device; None: SDPA. ConfigError where the one that is asked for is not here.
+    """Return the kernel for a model on the device. None: SDPA. ConfigError if the requested one is not available.
 
-    "auto", which is logged, takes flash-attn 4 where it is installed and the GPU is of Hopper or later, else
-    flash-attn, else torch's own.
+    "auto", which is logged, uses flash-attn 4 if it is installed and the GPU is Hopper or later, else flash-attn, else
+    torch's own.
     """
     if asked == "sdpa" or (asked == "auto" and device.type != "cuda"):
         return None
@@ -157,7 +157,7 @@ def chosen(asked: "Attention", device: torch.device) -> Kernel | None:
 
 @cache
 def _here(capability: tuple[int, int]) -> Mapping[str, Kernel | str]:
-    """Each kernel on a GPU of this capability, the best first, or why it is not there."""
+    """Return each kernel for a GPU of this capability, best first, or why it is unavailable."""
     old = f"it needs a GPU of capability 8.0 or later, and this one has {capability[0]}.{capability[1]}"
     fourth = FLASH_ATTN_4_ON_BLACKWELL if capability[0] in _BLACKWELL else FLASH_ATTN_4
     return {
@@ -178,7 +178,7 @@ def _missing(here: Mapping[str, Kernel | str]) -> str:
 
 
 def _has(distribution: str) -> bool:
-    """Whether it is installed: both flash-attn and flash-attn 4 have a folder `flash_attn`."""
+    """True if it is installed. flash-attn and flash-attn 4 share a folder `flash_attn`."""
     try:
         version(distribution)
     except PackageNotFoundError:

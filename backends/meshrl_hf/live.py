@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, and were at most."""
+"""Count the bytes of tensors that are alive, and their peak."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +14,9 @@ _Mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode  # 
 
 
 class Live(_Mode):  # type: ignore[misc]  # its type is not known
-    """Counts the storages that operations make while it is entered, until they are freed; fake ones, too.
+    """Counts the storages that operations make inside the block, until they are freed. Includes fake ones.
 
-    What a kernel takes for itself while it runs is not seen.
+    Memory that a kernel uses internally is not counted.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Live(_Mode):  # type: ignore[misc]  # its type is not known
         self._resize: Final[Callable[[torch.UntypedStorage, int], torch.UntypedStorage]] = torch.UntypedStorage.resize_
 
     def peak(self) -> int:
-        """The most that were alive since this was last asked."""
+        """Return the peak since the last call."""
         most, self._peak = self._peak, self.now
         return most
 
     def __enter__(self) -> Self:
-        # FSDP gives whole parameters their memory, and takes it, past the dispatcher.
+        # FSDP allocates and frees whole parameters without the dispatcher.
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             self._resize(storage, size)
             self._see(storage)
@@ -62,7 +62,7 @@ class Live(_Mode):  # type: ignore[misc]  # its type is not known
         return made
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 -- what tells storages apart
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 -- identifies a storage
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
         self.now += size - self._sizes.get(key, 0)
@@ -74,7 +74,7 @@ class Live(_Mode):  # type: ignore[misc]  # its type is not known
 
 
 def _tensors(made: object) -> Iterator[Tensor]:
-    """Those that an operation returns, which may be in lists."""
+    """Yield the tensors in an operation's result, which may be in lists."""
     if isinstance(made, Tensor):
         yield made
     elif isinstance(made, list | tuple):

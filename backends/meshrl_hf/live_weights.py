@@ -1,4 +1,4 @@
-"""Weights that a policy's ranks broadcast out of their own shards, bucket by bucket: who reads them."""
+"""Weights that a policy's ranks broadcast from their shards, bucket by bucket: the reading side."""
 
 import json
 import os
@@ -43,43 +43,43 @@ from meshrl_hf.transfer import Form, array_of, check_forms
 
 _WAY: Final = "broadcast"
 _ATTEMPTS: Final = 2
-"""A pass fails for all of its readers where one of them dies; who is left asks again."""
+"""Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
 _LOOK: Final = timedelta(seconds=1)
-"""Between two looks whether the weights are still to be had."""
+"""Time between two checks whether the weights are still offered."""
 _ANSWER: Final = 600.0
-"""Seconds within which the policy's first rank says who reads together."""
+"""Seconds within which the policy's first rank must say who reads together."""
 
 
 class Source(NamedTuple):
-    """What one rank of the policy sends."""
+    """The parts that one rank of the policy sends."""
 
     rank: int
     layouts: tuple[Layout, ...]
 
 
 class Offer(NamedTuple):
-    """Where weights are to be had, until the policy changes them."""
+    """An offer of weights, valid until the policy changes them."""
 
     place: str
-    """HOST:PORT at which the policy's ranks met."""
+    """HOST:PORT where the policy's ranks met."""
     key: str
     dtype: str
-    """numpy's name."""
+    """The name of the dtype in numpy."""
     sources: tuple[Source, ...]
 
     @property
     def forms(self) -> Mapping[str, Form]:
-        """What the tensors are, whole."""
+        """The forms of the whole tensors."""
         return {part.name: Form(self.dtype, part.size) for part in self._parts()}
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors in bytes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return sum(prod(part.shape) for part in self._parts()) * itemsize
 
     def buckets(self) -> list[tuple[int, Layout]]:
-        """All, each with its sender's number, in the order in which every reader takes them: the senders by turns."""
+        """All buckets with the number of their sender, in the order for every reader, in which senders take turns."""
         rounds = zip_longest(*([(source.rank, layout) for layout in source.layouts] for source in self.sources))
         return [each for turn in rounds for each in turn if each is not None]
 
@@ -88,43 +88,43 @@ class Offer(NamedTuple):
 
 
 class LiveWeights(Weights):
-    """Weights that stay where the policy trains them, and come to each reader when it first looks at them.
+    """Weights that stay where the policy trains them. Each reader receives them on first use.
 
-    They are to be had until the policy's next update; `DataLost` tells who comes later. A reader either pours them into
-    tensors of its own, which takes two buckets of memory, or reads them as any others, whole.
+    They are available until the policy's next update, and later readers get `DataLost`. A reader either pours them into
+    its tensors, which takes two buckets of memory, or reads them whole like any others.
     """
 
     _offer: Offer
     _together: int
-    """How many ranks read at once."""
+    """Number of ranks that read together."""
     _whole: Sequence[Bucket] | None
-    """All tensors, once somebody has looked at them."""
+    """All tensors, after the first use."""
 
     @classmethod
     def offered(cls, version: int, probe: Probe | None, offer: Offer, together: int = 1) -> Self:
-        """Weights that were offered. `together`: how many ranks read them at once."""
+        """Make weights from an offer. `together`: number of ranks that read them at once."""
         self = cls.of(version, (), probe)
         self._offer, self._together, self._whole = offer, together, None
         return self
 
     @classmethod
     def join(cls, parts: Sequence[Weights], plan: Sequence[Rows] | None = None) -> Self:  # noqa: ARG003 -- of no rows
-        """The parts of all ranks. DataError where versions differ."""
+        """Join the parts of all ranks. DataError if versions differ."""
         live = cast("Sequence[LiveWeights]", parts)
         versions = [part.version for part in live]
         if len(set(versions)) > 1:
             raise DataError(f"the ranks have weights of the versions {versions}: they made different updates")
-        offers = [part._offer for part in live]  # noqa: SLF001 -- of its own class
+        offers = [part._offer for part in live]  # noqa: SLF001 -- of this class
         sources = tuple(source for offer in offers for source in offer.sources)
         return cls.offered(versions[0], live[0].probe, offers[0]._replace(sources=sources))
 
     def read_by(self, together: int) -> Self:
-        """The same, of which so many ranks are given each byte at once."""
+        """Return the same weights for `together` ranks that receive each byte at once."""
         return self.offered(self.version, self.probe, self._offer, together)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The tensors, whole, which come when this is first asked for. DataLost where they are not to be had."""
+        """The whole tensors, received on first use. DataLost if they are no longer available."""
         if self._whole is None:
             dtype = getattr(torch, self._offer.dtype)
             made = {name: torch.empty(form.shape, dtype=dtype) for name, form in self._offer.forms.items()}
@@ -135,36 +135,36 @@ class LiveWeights(Weights):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return self._offer.nbytes
 
     @property
     def ways(self) -> frozenset[str]:
-        """What carries them."""
+        """The transport."""
         return frozenset((_WAY,))
 
     @property
     def lasts(self) -> bool:
-        """No: they are gone with the policy's next update."""
+        """False: they are gone with the policy's next update."""
         return False
 
     async def load(self) -> Self:
-        """The same: they come when they are looked at."""
+        """Return the same weights, which are received on use."""
         return self
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
-        """The same: they lie in the policy."""
+        """Return the same weights, which stay in the policy."""
         return self
 
     def with_version(self, version: int) -> Self:
-        """The same tensors under another version."""
+        """Return the same tensors with another version."""
         return self.offered(version, self.probe, self._offer, self._together)
 
     def pour(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
-        """Copy all into a model's tensors, bucket by bucket. `begin` is called before the first is written.
+        """Copy all into a model's tensors, bucket by bucket. Calls `begin` before the first write.
 
-        ModelError, and nothing copied, if they are not of this model. After that ModelError where a bucket has not the
-        bytes that were sent, and DataLost where some do not come: then some tensors are new and others old.
+        Raises ModelError, and copies nothing, if they belong to another model. Later errors leave some tensors old:
+        ModelError if a bucket differs from the sent bytes, DataLost if some never arrive.
         """
         own = {name: Form(array_of(tensor).dtype.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         check_forms(own, self._offer.forms, self.version)
@@ -215,7 +215,7 @@ class LiveWeights(Weights):
             raise
 
     def _ask(self, store: Store) -> tuple[Passing, str]:
-        """Who reads together, and which of these this process is."""
+        """Ask who reads together. Returns that, and this process's name among the readers."""
         key, token = self._offer.key, f"{_me()}/{next(_asked)}"
         ask(store, key, json.dumps(Asked(token, self._together, _groups.whole)))
         end = time.monotonic() + _ANSWER
@@ -232,7 +232,7 @@ class LiveWeights(Weights):
         raise DataLost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s", self._what)
 
     def _take(self, buffer: Tensor, layout: Layout, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a bucket's parts to where they belong. ModelError where one is then not as it was sent."""
+        """Copy a bucket's parts to their places. ModelError if one then differs from what was sent."""
         told = buffer[layout.end : layout.nbytes].cpu().numpy().view(np.uint64).tolist()
         made: list[int] = []
         for part in layout.parts:
@@ -258,7 +258,7 @@ class LiveWeights(Weights):
 
 
 _reading: Final = Lock()
-"""One actor of this process reads at a time: its groups know the process."""
+"""One actor of this process reads at a time, because its groups identify the process."""
 _groups: Final = Groups()
 _staging: Final = Staging()
 _stores: Final[dict[str, Store]] = {}
@@ -268,19 +268,19 @@ _own: Final = token_hex(8)
 
 
 def _me() -> str:
-    """What the groups know this process as; another one after a fork."""
+    """Return the name of this process in groups. It changes after a fork."""
     return f"{_own}-{os.getpid()}"
 
 
 def sender(config: PolicyConfig, trainable: Trainable) -> Sender:
-    """What a rank of a policy sends with; all of them make it at the same time."""
+    """Make the sender of a policy's rank. All ranks make theirs together."""
     passes = trainable.passes
     dtype: torch.dtype = getattr(torch, config.dtype)
     return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20)
 
 
 def offered(sender: Sender, version: int, probe: Probe | None, shards: Iterable[Box]) -> LiveWeights:
-    """A rank's shards, as readers are told of them."""
+    """Offer a rank's shards to readers."""
     key, layouts = sender.offer(shards)
     source = Source(sender.number, layouts)
     return LiveWeights.offered(version, probe, Offer(sender.place, key, sender.dtype, (source,)))

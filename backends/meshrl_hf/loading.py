@@ -1,4 +1,4 @@
-"""Models by name: a Hugging Face folder, a GGUF file, or a small Llama made from nothing."""
+"""Load models by name: a Hugging Face folder, a GGUF file, or a new small Llama."""
 
 import contextlib
 import threading
@@ -30,12 +30,12 @@ from meshrl_hf.model import LanguageModel, ready
 from meshrl_hf.text import END, PAD, Words, character_tokenizer, words
 
 _lock = threading.RLock()
-"""One model at a time: making one seeds torch, reading and writing one quiets transformers, and threads share both."""
+"""One model at a time: construction seeds torch, and reading or writing quiets transformers, for all threads."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model's folder is to hold."""
+    """The kind of model that a folder must contain."""
 
     name: str
     lacks: str
@@ -61,13 +61,13 @@ JUDGE: Final = Kind(
 
 
 def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
-    """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
+    """Load the model in a role's table, in its dtype, without randomness in its forward pass."""
     with _lock:
         return _load(config, kind)
 
 
 def read_words(config: ModelConfig, folder: Path) -> Words:
-    """How the model of a folder reads and writes texts, without the model."""
+    """Read how the model of a folder encodes and decodes texts, without loading the model."""
     with _lock, quiet():
         try:
             shape = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -75,22 +75,22 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
             raise unreadable(str(folder), GENERATOR, error) from error
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except OSError:  # one without the file has what its configuration says
+        except OSError:  # without the file, its configuration decides
             generation = GenerationConfig.from_model_config(shape)
         return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model whose parameters have no values yet, and where these are."""
+    """A model whose parameters have no values yet, and the place of these values."""
 
     model: LanguageModel
     folder: Path
-    """Safetensors files with each parameter under its own name."""
+    """A folder of safetensors files that have each parameter under its own name."""
 
 
 def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
-    """The model that a role's table names, float32, its parameters not read. None where they have other names."""
+    """Return the model in a role's table, float32, with unread parameters. None if they have other names."""
     if isinstance(config.model, NewModel):
         return None
     with _lock, quiet():
@@ -102,7 +102,7 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
 
 
 def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
-    """Buffers are computed, parameters are on the device `meta`."""
+    """Make a model with computed buffers, and parameters on the device `meta`."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
@@ -111,13 +111,13 @@ def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
         raise unreadable(name, kind, error) from error
     _check_kind(name, kind, network)
     network.tie_weights()
-    with contextlib.suppress(OSError):  # one without the file has what its configuration says
+    with contextlib.suppress(OSError):  # without the file, its configuration decides
         network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return network
 
 
 def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
-    """Whether the folder's safetensors have each parameter, under its name and in its shape."""
+    """True if the folder's safetensors have each parameter under its name and in its shape."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -150,7 +150,7 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
 
 
 def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """What a new model of these tokens is."""
+    """Return the configuration of a new model for these tokens."""
     if spec.hidden_size % (2 * spec.heads):
         raise ModelError(
             f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
@@ -187,7 +187,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
 
 
 def unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
-    """What is said of a model that transformers cannot read."""
+    """Return the error for a model that transformers cannot read."""
     return ModelError(f"model {name!r}: cannot be loaded as a {kind.name}: {_first_line(error)}")
 
 
@@ -198,7 +198,7 @@ def _check_kind(name: str, kind: Kind, network: PreTrainedModel) -> None:
 
 
 def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; ModelError, which calls the model by its name, where it cannot be read."""
+    """Read the tokenizer of a folder. ModelError with the model's name if that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
@@ -215,7 +215,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """No progress bars and advice from transformers while it reads or writes a model: what is wrong is raised."""
+    """Silence transformers' progress bars and advice while it reads or writes a model. Errors are raised."""
     with _lock:
         level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
         transformers_logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Low-rank adapters, through peft: only they are trained, in a model whose own parameters are frozen."""
+"""Low-rank adapters, through peft. Only they are trained, and the model's own parameters are frozen."""
 
 import math
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ _ADAPTER: Final = ".lora_"
 
 
 def prepare(model: LanguageModel, config: PolicyConfig) -> None:
-    """Make a model, in place, what a policy trains: with its adapters, and checkpoints of its activations if asked."""
+    """Prepare a policy's model in place, with its adapters, and activation checkpointing if configured."""
     adapt(model, config.lora, config.seed)
     if config.activation_checkpointing:
         model.network.activation_checkpointing_enable({"use_reentrant": False})
-        model.network.train(True)  # what transformers asks for; its dropout is zero
+        model.network.train(True)  # required by transformers; its dropout is zero
 
 
 def adapt(model: LanguageModel, config: LoraConfig | None, seed: int) -> None:
-    """Put adapters into a model, in place, that change nothing yet. ConfigError where it has none of the layers."""
+    """Add adapters to a model in place, without any effect yet. ConfigError if it has none of the layers."""
     if config is None:
         return
     network = model.network
@@ -40,7 +40,7 @@ def adapt(model: LanguageModel, config: LoraConfig | None, seed: int) -> None:
         inject_adapter_in_model(_peft(config), network, adapter_name=_NAME)
     except ValueError as error:
         raise ConfigError(f"lora.targets = {list(config.targets)}: {error}") from error
-    # Drawn here, so that they are the same on each rank, also where the model has no values yet.
+    # Drawn here, so that all ranks get the same, even if the model has no values yet.
     random = torch.Generator().manual_seed(seed)
     for name, parameter in adapters(dict(network.named_parameters())).items():
         values = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -50,29 +50,29 @@ def adapt(model: LanguageModel, config: LoraConfig | None, seed: int) -> None:
 
 
 def trained(model: LanguageModel) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name: the adapters, where there are some."""
+    """Return the trained parameters by name: only the adapters, if there are any."""
     return {name: each for name, each in model.network.named_parameters() if each.requires_grad}
 
 
 def own_name(name: str) -> str:
-    """The name that a parameter of an adapted model has in the model itself."""
+    """Return the name in the original model of an adapted model's parameter."""
     return name.replace(_BASE, ".")
 
 
 def adapters(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Those of an adapted model's tensors that are adapters."""
+    """Select the adapters among an adapted model's tensors."""
     return {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
 
 
 def published(tensors: Mapping[str, Tensor], config: LoraConfig | None) -> Mapping[str, Tensor]:
-    """What a sampler is given of a model's tensors: all, or as `lora.sync` says."""
+    """Select the tensors for samplers: all, or as `lora.sync` says."""
     if config is None:
         return tensors
     return adapters(tensors) if config.sync == "adapters" else merged(tensors, config)
 
 
 def merged(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    """An adapted model's tensors as those of the model itself: W + alpha / rank * B A, in W's dtype."""
+    """Convert an adapted model's tensors to those of the original model: W + alpha / rank * B A, in W's dtype."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if _ADAPTER in name:

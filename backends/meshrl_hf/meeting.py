@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh meet, each a process of its own: a store that all of them see."""
+"""The meeting place of a mesh's ranks, each a process: a store that all of them reach."""
 
 import os
 from datetime import timedelta
@@ -10,24 +10,24 @@ from torch.distributed.rendezvous import rendezvous
 from meshrl.mesh import Rank
 
 PATIENCE: Final = timedelta(minutes=30)
-"""How long a rank waits for another."""
+"""Longest time that a rank waits for another."""
 
 _stores: Final[dict[str, Store]] = {}
-"""By place. Kept: the first rank serves them to the others."""
+"""By place. Kept, because the first rank serves its store to the others."""
 
 
 def are_processes(rank: Rank) -> bool:
-    """Whether each rank of the mesh is a process, and not a thread of this one."""
+    """True if each rank of the mesh is a process, not a thread of this one."""
     return os.environ.get("WORLD_SIZE") == str(rank.size)
 
 
 def place() -> str:
-    """Where the ranks meet, host and port; another one after a process of the mesh was made anew."""
+    """Return the meeting place, as host and port. It changes after a process of the mesh was restarted."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def meet(rank: Rank) -> Store:
-    """The store of the mesh. All ranks call it at the same time."""
+    """Return the store of the mesh. All ranks call it together."""
     here = place()
     if here not in _stores:
         _stores[here], _, _ = next(rendezvous(f"tcp://{here}", rank.index, rank.size, timeout=PATIENCE))

@@ -1,4 +1,4 @@
-"""What a rank holds of a model: a rehearsal of its passes with tensors that have shapes and no memory."""
+"""The memory of a model on a rank, from a rehearsal of its passes with tensors that have shapes but no memory."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -42,36 +42,36 @@ from meshrl_hf.value_head import with_head
 fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it
 
 DEPTHS: Final = (2, 3)
-"""Layers of the models that are rehearsed: each further layer holds what the third one does."""
+"""Numbers of layers of the rehearsed models. Each further layer needs as much as the third."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a role computes with a model, and what it trains."""
+    """The computations of a role with a model, and its trained parameters."""
 
     model: LanguageModel
     predict: Predict
     extra: Sequence[nn.Module] = ()
-    """A head beside the model."""
+    """Heads in addition to the model."""
     parameters: Callable[[], Sequence[nn.Parameter]] | None = None
-    """What is trained, once it has its place; None where nothing is."""
+    """Returns the trained parameters, once they are in place. None if nothing is trained."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A part as its backend lays it out on a rank; on the device `meta`."""
+    """A part in a backend's layout on a rank, on the device `meta`."""
 
     root: nn.Module
-    """All that has parameters."""
+    """The module with all parameters."""
     predict: Predict
     steps_over: Callable[[], Sequence[Tensor]] | None = None
-    """Makes an optimizer, and gives what it steps over; None for a model that is not trained."""
+    """Makes an optimizer, and returns the tensors that it steps over. None for a model that is not trained."""
     gathered: int = 0
-    """Bytes of parameters that are whole in all of a pass, beside their shards."""
+    """Bytes of parameters that are whole during an entire pass, in addition to their shards."""
 
 
 def part_of(config: ModelConfig, model: LanguageModel) -> Part:
-    """What the role of a table does with a model. ConfigError for a table that is of no model's role."""
+    """Return what a table's role does with a model. ConfigError if its role has no model."""
     if isinstance(config, PolicyConfig):
         prepare(model, config)
         return Part(model, partial(predicted, model), parameters=lambda: list(trained(model).values()))
@@ -90,7 +90,7 @@ def part_of(config: ModelConfig, model: LanguageModel) -> Part:
 
 
 def knobs(config: ModelConfig) -> list[str]:
-    """Settings that every backend has for a role, and that would make its memory less."""
+    """List the settings of a role, the same for all backends, that would reduce its memory."""
     found: list[str] = []
     if isinstance(config, PolicyConfig) and not config.activation_checkpointing:
         found.append("activation_checkpointing=true")
@@ -112,12 +112,12 @@ class Figures(NamedTuple):
     gathered: int
     activations: int
     head: int
-    """The most beside these while the head computes, and its gradient."""
+    """The peak beyond these while the head and its gradient are computed."""
     workspace: int
-    """And what the rest of the pass takes beyond that."""
+    """What the rest of the pass needs beyond that."""
 
     def terms(self, during: str, *, host: bool) -> list[Term]:
-        """Those that are not 0, with what they are made of."""
+        """Return the figures that are not 0, with their formulas."""
         return [
             Term(name, size, when and during, text, host)
             for size, (name, when, text) in zip(self, _TERMS, strict=True)
@@ -138,7 +138,7 @@ _TERMS: Final = (
 
 
 def config_of(config: ModelConfig) -> PretrainedConfig:
-    """The configuration of the model that a role's table names: of a folder, config.json alone is read."""
+    """Read the configuration of a role's model. Of a folder, it reads only config.json."""
     if isinstance(config.model, NewModel):
         return new_config(config.model, character_tokenizer(config.model.characters, config.model.max_tokens))
     folder = folder_of(config.model)
@@ -150,12 +150,12 @@ def config_of(config: ModelConfig) -> PretrainedConfig:
 
 
 def depth_of(shape: PretrainedConfig) -> int:
-    """How many layers a model has."""
+    """Return the number of layers."""
     return int(shape.get_text_config().num_hidden_layers)
 
 
 def cache_per_token(shape: PretrainedConfig, dtype: str, tp: int = 1) -> int:
-    """Bytes of a token's keys and values in all layers, on one of the ranks along tp. `shape`: the text model's."""
+    """Bytes of a token's keys and values in all layers, on one rank along tp. `shape`: the text model's."""
     heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
     dims = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     itemsize = cast("torch.dtype", getattr(torch, dtype)).itemsize
@@ -163,10 +163,10 @@ def cache_per_token(shape: PretrainedConfig, dtype: str, tp: int = 1) -> int:
 
 
 def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[LanguageModel], Cast]) -> Figures:
-    """What the rank that holds most has of a role's model; micro-batches have `budget` tokens.
+    """Compute the figures of the rank that holds the most of a role's model. Micro-batches have `budget` tokens.
 
-    `lay_out` makes of a model what is on a rank; other ranks are not there. A model of more than three equal layers is
-    rehearsed with two and with three of them, and what a layer adds is counted for the others.
+    `lay_out` places a model on a rank. The other ranks do not exist. A model of more than three equal layers is
+    rehearsed with two and with three, and their difference counts for each further layer.
     """
     shape = config_of(config)
     kind = kind_of(config) if isinstance(config, RewardModelConfig | RewardTrainingConfig) else GENERATOR
@@ -177,7 +177,7 @@ def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[Lan
     rehearsed: list[Rehearsal] = []
     for depth in DEPTHS if layers > max(DEPTHS) else (layers,):
         model = skeleton_of(config, shape, kind, depth)
-        fresh = [  # it keeps what it made
+        fresh = [  # it keeps what it computed
             (batch, replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))) for batch, micro in passes
         ]
         try:
@@ -194,7 +194,7 @@ def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[Lan
 
 
 def skeleton_of(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth: int) -> LanguageModel:
-    """The first layers of a model, on the device `meta`; its tokenizer is none of its own."""
+    """Make the first layers of a model, on the device `meta`. Its tokenizer is a placeholder."""
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     try:
         with quiet(), torch.device("meta"):
@@ -207,7 +207,7 @@ def skeleton_of(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth:
 
 
 def _shorten(network: PreTrainedModel, depth: int) -> None:
-    """Leave a model its first layers. ModelError where they are of different sizes."""
+    """Keep only the first layers of a model. ModelError if they differ in size."""
     names = cast("Sequence[str]", getattr(network, "_no_split_modules", None) or ())
     for parent in list(network.modules()):
         for name, layers in list(parent.named_children()):
@@ -222,10 +222,10 @@ def _shorten(network: PreTrainedModel, depth: int) -> None:
 
 
 def longest_rows(work: Work, families: int, *, trains: bool) -> tuple[Batch, Rows, Ragged | None]:
-    """Rows of the longest prompt and completion, of at most so many families; what is read of them, and learned."""
+    """Make rows of the longest prompt and completion, of at most `families` families, with what is read and learned."""
     count = min(work.own_rows, families * work.n)
     prompts = [np.full(work.prompt, row // work.n, np.int32) for row in range(count)]
-    completions = [np.full(work.completion, row, np.int32) for row in range(count)]  # no two begin alike
+    completions = [np.full(work.completion, row, np.int32) for row in range(count)]  # all begin differently
     tokens = Ragged.of(list(map(np.append, prompts, completions)), np.int32)
     mask = Ragged(np.tile(np.arange(work.tokens) >= work.prompt, count), tokens.offsets)
     rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
@@ -233,23 +233,23 @@ def longest_rows(work: Work, families: int, *, trains: bool) -> tuple[Batch, Row
 
 
 def _micro_batch(work: Work, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
-    """The largest micro-batch of rows of the longest prompt and completion."""
+    """Make the largest micro-batch of rows with the longest prompt and completion."""
     batch, rows, learn = longest_rows(work, budget // work.tokens + 2, trains=trains)
     return batch, max(micro_batches(batch.tokens, rows, learn, budget), key=lambda each: each.ids.numel())
 
 
 @contextmanager
 def rehearsed_alone(rank: int, size: int) -> Generator[None]:
-    """One rank of a group of this size whose other ranks are not there: what it waits for is there at once.
+    """Simulate one rank of a group of this size. Results of the other ranks are there at once.
 
-    ConfigError in a process that is in a process group already.
+    ConfigError if the process is in a process group already.
     """
     if dist.is_initialized():
         raise ConfigError(
             "this process is in a process group, and memory is told in a group whose other ranks are not there: ask "
             "in a process of its own, as `meshrl memory` is"
         )
-    group = import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend "fake" known
+    group = import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
     dist.init_process_group("fake", store=group.FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -259,20 +259,20 @@ def rehearsed_alone(rank: int, size: int) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was alive when, in bytes, of a model of some layers."""
+    """Bytes alive at points of a pass, for a model of some layers."""
 
     figures: Figures
     before: int
-    """When the second micro-batch began: what is held, and gradients."""
+    """At the start of the second micro-batch: permanent memory, and gradients."""
     computed: int
-    """When its layers were computed."""
+    """After the computation of its layers."""
     early: int
-    """The most from the layers' first activation to the first of their gradients, beyond `computed`."""
+    """The peak from the layers' first activation to the first of their gradients, beyond `computed`."""
     late: int
-    """The most after that."""
+    """The peak after that."""
 
     def deeper(self, shallow: "Rehearsal", layers: int) -> "Rehearsal":
-        """Of a model of so many layers more; `shallow` is of one with a layer less."""
+        """Extrapolate to `layers` more layers. `shallow`: the rehearsal with one layer less."""
         grown = [one + layers * (one - other) for one, other in zip(self.figures, shallow.figures, strict=True)]
         named = Figures(*grown)._replace(head=self.figures.head, gathered=self.figures.gathered)
         before = self.before + layers * (self.before - shallow.before)
@@ -283,7 +283,7 @@ class Rehearsal:
 
 
 def _rehearse(model: LanguageModel, cast_: Cast, passes: Iterable[tuple[Batch, MicroBatch]]) -> Rehearsal:
-    """Two micro-batches, the second of which is measured: gradients are there when it begins."""
+    """Run two micro-batches and measure the second, at whose start gradients exist."""
     trains = cast_.steps_over is not None
     modes = fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
     with modes[0], modes[1], Live() as live, nullcontext() if trains else torch.no_grad():
@@ -311,10 +311,10 @@ def _rehearse(model: LanguageModel, cast_: Cast, passes: Iterable[tuple[Batch, M
 
 
 class Marks:
-    """The most that was alive in each part of a pass."""
+    """The peak in each part of a pass."""
 
     def __init__(self, live: Live, body: nn.Module, last: nn.Module) -> None:
-        """`body`: what computes the states that the head reads; `last`: its last layer."""
+        """`body`: computes the states that the head reads. `last`: its last layer."""
         self._live = live
         self._most: dict[str, int] = {}
         self._entered = self._computed = 0
@@ -323,16 +323,16 @@ class Marks:
         body.register_forward_hook(self._leave_body)
 
     def begin(self) -> None:
-        """Before a pass."""
+        """Start a pass."""
         self._live.peak()
         self._most = dict.fromkeys(("body", "head", "layer", "rest"), 0)
 
     def end(self) -> None:
-        """After it."""
+        """End the pass."""
         self._note("rest")
 
     def rehearsal(self, held: Figures, before: int, *, trains: bool) -> Rehearsal:
-        """What the last pass took, of a model that is trained or not; `before`: what was alive when it began."""
+        """Return the measurements of the last pass. `before`: bytes that were alive at its start."""
         most, computed = self._most, self._computed
         gathered = min(held.gathered, self._entered - before)
         if not trains:
@@ -365,12 +365,12 @@ class Marks:
 
 
 class OnGpu(Packed):
-    """Packed attention as a kernel of a GPU keeps it: no mask, and one number for each query and head."""
+    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Attention's shapes, and what it keeps for the backward pass."""
+        """Return tensors of attention's shapes, and keep what its backward pass needs."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
@@ -378,7 +378,7 @@ class OnGpu(Packed):
 
 
 class _Kernel(torch.autograd.Function):
-    """Keeps what flash attention does: [tokens, heads, dims] in and out."""
+    """Keeps what flash attention keeps. Inputs and outputs are [tokens, heads, dims]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -391,7 +391,7 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = ctx.saved_tensors[:3]
         summed = q.new_empty(q.shape, dtype=torch.float32)  # the queries' gradient, summed over blocks of keys
-        wide = [q.new_empty((len(k), *q.shape[1:])) for _ in (k, v)]  # by query heads, before they are summed
+        wide = [q.new_empty((len(k), *q.shape[1:])) for _ in (k, v)]  # for each query head, before they are summed
         made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         del summed, wide
         return made

@@ -21,34 +21,34 @@ from meshrl_hf.routing import Routers, Routes
 from meshrl_hf.text import Template, Words, words
 
 MAX_LOGITS: Final = 1 << 26
-"""Logits made at once, 256 MiB in float32; more are made in chunks, and made again for the backward pass.
+"""Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
 
-Each chunk adds to the head's gradient, which is as large as the head: smaller chunks would do little else.
+Each chunk adds to the head's gradient, which is as large as the head, so smaller chunks would do little else.
 """
 
 _AT_ONCE: Final = 1 << 22
-"""Probabilities that are held beside their logarithms: so few that they stay in a cache."""
+"""Probabilities that are held in addition to their logarithms, few enough to stay in a cache."""
 
 
 @dataclass(frozen=True)
 class LanguageModel(Words):
-    """A model, its tokenizer, and what the roles ask of both."""
+    """A model, its tokenizer, and their operations for roles."""
 
     network: PreTrainedModel
     head: PreTrainedModel
-    """The same model without its body: what it makes of the last hidden states, parameters shared."""
+    """The model without its body, with shared parameters: it computes logits from the last hidden states."""
     kernel: Kernel | None = None
-    """For packed sequences; None: SDPA."""
+    """The kernel for packed sequences. None: SDPA."""
     routers: Routers | None = None
-    """Of a mixture of experts."""
+    """The routers of a mixture of experts."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self.network.device
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: Routes | None = None) -> Tensor:
-        """The last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
+        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
         body = self.network.base_model
         if self.routers is not None:
             self.routers.routes = routes
@@ -57,15 +57,15 @@ class LanguageModel(Words):
         return cast("Tensor", output.last_hidden_state)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
+        """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
         return self._logits(hidden).float()
 
     def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
-        """The log-probability of each chosen token, float32[tokens], at a temperature for each.
+        """Return the log-probability of each chosen token, float32[tokens], at a temperature for each.
 
-        Where gradients are kept it is float32[tokens, 2]: with the entropy of the distribution, in nats, which has no
-        gradient. `hidden` is [tokens, hidden], of the tokens that predict. With more than MAX_LOGITS logits it goes
-        chunk by chunk, so that memory does not grow with tokens times vocabulary.
+        If gradients are kept, returns float32[tokens, 2]: also the entropy of the distribution, in nats, without a
+        gradient. `hidden` is [tokens, hidden], of the tokens that predict. More than MAX_LOGITS logits are made in
+        chunks, so memory does not grow with tokens times vocabulary.
         """
         rows = max(1, MAX_LOGITS // int(self.network.config.get_text_config().vocab_size))
         if len(hidden) <= rows:
@@ -83,16 +83,16 @@ class LanguageModel(Words):
         return logprobs_of(self._logits(hidden), chosen, temperature)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """In the head's dtype."""
+        """Return logits in the head's dtype."""
         return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
 
     @property
     def known(self) -> int:
-        """How many tokens it has embeddings of."""
+        """Number of token embeddings."""
         return _embeddings(self.network)
 
     def check_rows(self, batch: Batch) -> None:
-        """DataError where the model cannot read a batch's tokens: too long a row, an id that it has not."""
+        """Raise DataError if the model cannot read a batch: too long a row, or an unknown token id."""
         tokens, known = batch.tokens, self.known
         self.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
         ids = tokens.values.astype(np.int64, copy=False)
@@ -105,7 +105,7 @@ class LanguageModel(Words):
             )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The model's parameters and saved buffers by name, a tied one once. Writing into them changes it."""
+        """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model."""
         once: dict[tuple[int, torch.Size, torch.dtype], tuple[str, Tensor]] = {}
         for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
             once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
@@ -113,21 +113,21 @@ class LanguageModel(Words):
 
 
 def to_probabilities(logprobs: Tensor) -> Tensor:
-    """Make log-probabilities, float32[tokens, vocabulary], probabilities in place; their entropy in nats, [tokens]."""
+    """Convert log-probs, float32[tokens, vocabulary], to probabilities in place. Returns entropies in nats."""
     sums: list[Tensor] = []
     for part in logprobs.split(max(1, _AT_ONCE // max(1, logprobs.shape[1]))):
         probabilities = part.exp()
-        # Of a token of probability 0 the product is 0, and not that of 0 and infinity.
+        # For probability 0 the product must be 0, not that of 0 and infinity.
         sums.append(part.clamp_(min=torch.finfo(part.dtype).min).mul_(probabilities).sum(-1))
         part.copy_(probabilities)
     return torch.cat(sums).neg_()
 
 
 class _Chosen(torch.autograd.Function):
-    """The log-probability of each chosen token, from logits of any dtype; and the entropy, where these need a gradient.
+    """Returns the log-prob of each chosen token, from logits of any dtype, and the entropy if a gradient is needed.
 
-    Beside the logits it holds one float32 tensor of their size, which the backward pass turns into their gradient;
-    autograd would hold three.
+    In addition to the logits it holds one float32 tensor of their size, which the backward pass turns into their
+    gradient. Autograd would hold three.
     """
 
     @staticmethod
@@ -152,7 +152,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None) -> LanguageModel:
-    """Set a loaded network up: nothing random in its forward pass, packed sequences kept apart."""
+    """Set up a loaded network: no randomness in its forward pass, and packed sequences kept separate."""
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler's log-probs must be the trainer's
@@ -164,18 +164,18 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
         own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network), routers=routers
     )
     embeddings = _embeddings(network)
-    if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
+    if tokenizer.vocab_size > embeddings:  # unused added tokens may be beyond
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
             "they do not belong together"
         )
-    if network.device.type != "meta":  # one without values is checked when it has them
+    if network.device.type != "meta":  # otherwise it is checked once it has values
         check_packing(model)
     return model
 
 
 class _States:
-    """What a body returns: its last hidden states, and None for whatever else a head asks for."""
+    """The result of a body: its last hidden states, and None for anything else that a head reads."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -188,14 +188,14 @@ class _States:
 
 
 class _Given(nn.Module):
-    """Stands where a model's body was: its hidden states are given."""
+    """Replaces a model's body and returns given hidden states."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _States:
         return _States(inputs_embeds)
 
 
 def _headless(network: PreTrainedModel) -> PreTrainedModel:
-    """The network with its body taken out, so that its own code (scaling, capping) makes the logits."""
+    """Return the network without its body, so that its code (scaling, capping) makes the logits."""
     if network.base_model is network:
         raise ModelError(f"{type(network).__name__} has no body apart from its head")
     head = copy.copy(network)
@@ -204,7 +204,7 @@ def _headless(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_packing(model: LanguageModel) -> None:
-    """ModelError for an architecture whose sequences see each other when packed, or that ignores positions."""
+    """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions."""
     ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     ids, positions = ids.to(model.device) % _embeddings(model.network), positions.to(model.device)
     name = type(model.network).__name__

@@ -1,4 +1,4 @@
-"""The small file beside a model's tensors in a checkpoint, which says whose they are."""
+"""The small file next to a model's tensors in a checkpoint, which identifies their owner."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +18,13 @@ _FILE: Final = "state.json"
 
 
 class Numbers(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is said of a model in training beside its tensors."""
+    """The facts about a model in training, besides its tensors."""
 
     role: str
     steps: int
-    """Of the optimizer."""
+    """Optimizer steps."""
     files: int | None = None
-    """Of tensors, where ranks write one each. A checkpoint of a single rank does not say it, nor did older ones."""
+    """Number of files of tensors, if each rank writes one. A single rank omits it, as did older versions."""
 
     def write(self, folder: Path) -> None:
         """Write the file."""
@@ -32,9 +32,9 @@ class Numbers(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[Numbers, T]:
-    """The numbers of a folder, and what `read` finds there; ModelError where one fails, or they are of another role.
+    """Return the numbers of a folder, and the result of `read`. ModelError if one fails, or the role differs.
 
-    `files`: a pattern of what this backend calls its files of tensors. ModelError where there are others alone.
+    `files`: pattern of this backend's files of tensors. ModelError if there are only others.
     """
     said = _role(folder)
     if said not in ("", role):
@@ -58,7 +58,7 @@ def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[
 
 
 def another(folder: Path, role: str, name: str, there: str, here: str) -> ModelError:
-    """The error of a tensor, `KIND/NAME`, that is told otherwise there than here."""
+    """Return the error for a tensor, `KIND/NAME`, that is described differently there and here."""
     return ModelError(
         f"{folder} is the state of another {role}: `{name.partition('/')[2]}` is {there} there and {here} here; "
         f"{REMEDY}"
@@ -66,7 +66,7 @@ def another(folder: Path, role: str, name: str, there: str, here: str) -> ModelE
 
 
 def _role(folder: Path) -> str:
-    """Whose state it is, whatever backend has written it; empty where the file does not tell."""
+    """Return the role whose state it is, from any backend. Empty if the file does not say."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((folder / _FILE).read_bytes(), type=Numbers).role
     return ""

@@ -1,4 +1,4 @@
-"""What an environment answered, put after what a row has."""
+"""Append an environment's observation to a row."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +8,10 @@ from meshrl_hf.text import Words, encode_texts
 
 
 def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
-    """The rows with the tokens of their `observation` at the end, and which of them have no room, bool[rows].
+    """Append the tokens of `observation` to rows. Also returns the rows without room, bool[rows].
 
-    Such a token is not learnt, its log-prob is 0 and its version -1. No room is where the model could not take it and
-    one token more: that row stays as it is. DataError for a text that the tokenizer does not know.
+    The new tokens are not learned, their log-probs are 0 and their versions -1. A row has no room if the model could
+    not read it and one more token, and is returned unchanged. DataError for a text that the tokenizer cannot encode.
     """
     texts = [str(text) if text else "" for text in rows.objects("observation")]
     encoded = encode_texts(words.tokenizer, texts)

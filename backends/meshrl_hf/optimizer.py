@@ -22,10 +22,10 @@ _CAUSES: Final[Mapping[Predicts, str]] = {
 
 
 class Optimizer:
-    """Steps over the parameters of a model. Weight decay falls on matrices, not on vectors such as norms.
+    """Steps over the parameters of a model. Weight decay applies to matrices, not to vectors such as norms.
 
-    Parameters of a narrower dtype than float32 have masters in it, and are these rounded after each step: near 1 the
-    next bfloat16 is 2**-7 away, and a step of 1e-5 would be lost. Gradients of micro-batches are summed in float32.
+    Parameters narrower than float32 have float32 masters, and are rounded from these after each step: near 1 the next
+    bfloat16 is 2**-7 away, and a step of 1e-5 would be lost. Gradients of micro-batches are summed in float32.
 
     Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2.
     """
@@ -36,11 +36,12 @@ class Optimizer:
         parameters: Sequence[nn.Parameter],
         norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
     ) -> None:
-        """`norm`: of the whole gradient, from the gradients of these parameters, which may be a rank's shards."""
+        """`norm`: computes the whole gradient's norm from the gradients of these parameters, or of a rank's shards."""
         self._config = config
         self._parameters = list(parameters)
         self.masters: Final = [_master(each) for each in self._parameters]
-        """What AdamW steps over, float32, one for each of `parameters`: itself where that is float32."""
+        """The float32 tensors that AdamW steps over, one for each of `parameters`: the parameter itself if it is
+        float32."""
         self._norm = norm
         self.steps = 0
         groups = [
@@ -64,9 +65,9 @@ class Optimizer:
         return learning_rate(self._config, self.steps)
 
     def step(self, predicts: Predicts) -> float:
-        """Clip the gradients, step, and forget them; the gradients' norm before clipping.
+        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
 
-        ModelError, and no step, if the norm is not finite. `predicts`: what the model does, for that message.
+        ModelError, and no step, if the norm is not finite. `predicts`: the model's prediction, for that message.
         """
         norm = self._clip(predicts)
         for group in self._adamw.param_groups:
@@ -100,7 +101,7 @@ class Optimizer:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter if it is float32, else a copy that is. Each gradient of the parameter goes to its copy."""
+    """Return the parameter if it is float32, else a float32 copy that receives each gradient of the parameter."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())
@@ -115,7 +116,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def not_finite(predicts: Predicts, norm: float, gradients: Sequence[Tensor], step: int, lr: float) -> ModelError:
-    """What is said of a gradient with such a norm, of a model that predicts this."""
+    """Return the error for a gradient with such a norm."""
     worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
     return ModelError(
         f"the gradient of step {step} is not finite: its norm is {norm}, in {worst} of {len(gradients)} tensors, at "
@@ -124,7 +125,7 @@ def not_finite(predicts: Predicts, norm: float, gradients: Sequence[Tensor], ste
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of step `step`, from 0: a linear warm-up, then the schedule down to zero at `total_steps`."""
+    """Return the rate of step `step`, from 0: a linear warm-up, then the schedule down to zero at `total_steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant" or config.total_steps is None:

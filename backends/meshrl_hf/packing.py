@@ -1,7 +1,7 @@
-"""Rows into micro-batches: one packed sequence each, no padding, and what rows share at their beginning computed once.
+"""Pack rows into micro-batches: each is one sequence without padding, and shared beginnings are computed once.
 
-That is the prompt of a family, rows of one prompt, and of any rows what is long enough to be worth it: the history that
-branches of a conversation have in common, or a long system message.
+The rows of one prompt, a family, share that prompt. Any rows may share more if that is long enough to be worth it: the
+history of a conversation's branches, or a long system message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ from meshrl_hf.devices import moved
 Ints = NDArray[np.int64]
 
 _WORTH: Final = 32
-"""Tokens that rows share beyond a prompt of theirs, from which on they are computed once..."""
+"""Rows that share at least this many tokens beyond a prompt compute them once..."""
 _PARTS: Final = 4
-"""... and where the row has no such prompt, at least one part in so many of what it reads: what shares is slower."""
+"""... and without such a prompt, at least the row's tokens divided by this, because sharing has a cost."""
 _KEY: Final = 8
-"""Tokens shared beyond a prompt whose keys and values, once more for each row, take no more memory than one token."""
+"""This many shared tokens beyond a prompt, whose keys and values are copied for each row, count as one token."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Rows:
     starts: Ints
     """The row's first token in the column."""
     inputs: Ints
-    """How many of its tokens the model has to read: those before its last target."""
+    """Tokens that the model has to read: those before the row's last target."""
     prefix: Ints
-    """How many of these it shares with the rows of its family, their prompt; 0 for a row without family."""
+    """How many of these the row shares with its family, as their prompt. 0 for a row without a family."""
     family: Ints
-    """Rows of one number share their prefix."""
+    """Rows with the same number share their prefix."""
     first: Ints
-    """Its first target, a position in the row; targets run to position `inputs`."""
+    """The row's first target, a position in the row. Targets end at position `inputs`."""
     apart: bool = False
-    """Whether it shares nothing but its prompt: what reads it is told for each row, as experts are."""
+    """True if rows share only their prompt, because each row has other data for the same tokens, such as experts."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed sequence of T tokens and the N tokens that it predicts. A token may be predicted once only."""
+    """One packed sequence of T tokens, and the N tokens that it predicts. A token is predicted only once."""
 
     ids: Tensor
     """int64[1, T]."""
@@ -57,20 +57,20 @@ class MicroBatch:
     """int64[1, T], restarting in each row."""
     attend: Packed
     source: Tensor
-    """int64[N]: which packed token predicts."""
+    """int64[N]: the packed token that predicts."""
     target: Ints
-    """int64[N]: what is predicted, a position in the batch's token column."""
+    """int64[N]: the predicted token, a position in the batch's token column."""
     read: Ints
-    """int64[T]: which token of that column each packed token is."""
+    """int64[T]: the token of that column in each place of the sequence."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same, with its tensors on the device."""
+        """Return the same with its tensors on the device."""
         ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
         return replace(self, ids=ids, positions=positions, attend=self.attend.to(device), source=source)
 
 
 Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBatch]]
-"""Divides rows of a token column into micro-batches of at most so many tokens, as `micro_batches` does."""
+"""Divides rows of a token column into micro-batches of at most the given number of tokens, like `micro_batches`."""
 
 IDLE: Final = MicroBatch(
     ids=torch.zeros(1, 2, dtype=torch.int64),
@@ -80,14 +80,14 @@ IDLE: Final = MicroBatch(
     target=np.empty(0, np.int64),
     read=np.zeros(1, np.int64),
 )
-"""Nothing to predict: a pass that a rank without rows makes, so that it keeps in step with others.
+"""A pass without targets, for a rank without rows that has to keep in step with others.
 
-Two tokens: compiled layers that were compiled for any number of them would be compiled again for one.
+Two tokens, because compiled layers would be compiled again for one.
 """
 
 
 def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False) -> Rows:
-    """What a training pass needs: up to the last learned token of each row that has one."""
+    """Return what training reads: each row with a learned token, up to the last such token."""
     spans = np.flatnonzero(mask.values)
     row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
     rows, firsts = np.unique(row, return_index=True)
@@ -98,7 +98,7 @@ def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False) -> Rows:
 
 
 def check_first(tokens: Ragged, mask: Ragged) -> None:
-    """DataError where a row's first token is learned, which nothing predicts."""
+    """Raise DataError if a row's first token is learned, which nothing predicts."""
     starts = tokens.offsets[:-1][tokens.lengths > 0]
     values = np.asarray(mask.values, np.bool_)
     if values[starts].any():
@@ -110,7 +110,7 @@ def check_first(tokens: Ragged, mask: Ragged) -> None:
 
 
 def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
-    """What scoring every token needs; a prompt, where the mask tells it, is read once for all its rows."""
+    """Return what scoring every token reads. If the mask marks prompts, each is read once for all its rows."""
     starts, lengths = tokens.offsets[:-1], tokens.lengths
     rows = np.flatnonzero(lengths > 1)
     starts, inputs = starts[rows], lengths[rows] - 1
@@ -125,9 +125,9 @@ def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
 
 
 def ends(tokens: Ragged, prompt: Ints) -> Rows:
-    """What one number of each row needs, where its last token stands for that number and is not read.
+    """Return what one number for each row reads. The last token only stands for that number and is not read.
 
-    `prompt`, int64[rows]: how many tokens a row has in common with the others of its family. Empty rows are left out.
+    `prompt`, int64[rows]: tokens that a row has in common with its family. Empty rows are skipped.
     """
     rows = np.flatnonzero(tokens.lengths)
     starts, inputs = tokens.offsets[rows], tokens.lengths[rows] - 1
@@ -145,17 +145,16 @@ def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, fir
 
 
 def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
-    """Fill micro-batches of at most `budget` tokens; a row longer than that has one of its own.
+    """Fill micro-batches of at most `budget` tokens. A longer row gets its own.
 
-    Rows that begin alike stay together, and others of about one length meet, so that few shapes of attention are
-    needed.
+    Rows that begin alike stay together, and others are sorted by length, so that few shapes of attention are needed.
     """
     order, shared = _alike(tokens, rows, np.arange(len(rows.starts)))
     prefix, family = rows.prefix[order], rows.family[order]
-    tree = np.cumsum(shared == 0) - 1  # a row that shares nothing with the one before begins another
+    tree = np.cumsum(shared == 0) - 1  # a row that shares nothing with the previous one starts a tree
     longest = np.zeros(len(order), np.int64)
     np.maximum.at(longest, tree, rows.inputs[order])
-    # Rows of one family that share their prompt alone do so in any order: they are ordered by length.
+    # Rows of a family that share only their prompt do so in any order, so they are sorted by length.
     deep = np.zeros(len(order), np.bool_)
     np.logical_or.at(deep, tree, (shared > 0) & ((shared != prefix) | (np.diff(family, prepend=-1) != 0)))
     deep = deep[tree]
@@ -168,7 +167,7 @@ def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int)
 
 
 def _filled(rows: Rows, order: Ints, shared: Ints, budget: int) -> Iterator[Ints]:
-    """Adjacent rows of this order, each of which shares so many tokens with those before it."""
+    """Yield adjacent rows of this order. `shared`: tokens that each shares with those before it."""
     start = filled = 0
     inputs = rows.inputs[order]
     costs = inputs - shared + -(-np.maximum(shared - rows.prefix[order], 0) // _KEY)
@@ -182,9 +181,10 @@ def _filled(rows: Rows, order: Ints, shared: Ints, budget: int) -> Iterator[Ints
 
 
 def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
-    """These rows, numbers of `part`, in an order in which those that begin alike are adjacent, the shorter one first.
+    """Sort rows, numbers of `part`, so that those that begin alike are adjacent, shorter ones first.
 
-    And how many tokens each, in this order, takes from those before it. It never takes more of fewer rows.
+    Also returns how many tokens each, in this order, takes from those before it. A subset of the rows never increases
+    it.
     """
     starts, inputs = rows.starts[part], rows.inputs[part]
     family = rows.family[part] if rows.apart else np.zeros(len(part), np.int64)
@@ -205,7 +205,7 @@ def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
 
 
 def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
-    """One micro-batch of these rows, numbers of `rows`; of their targets those that are learned, where that is told."""
+    """Pack rows, numbers of `rows`, into one micro-batch. With `learn`, only learned targets are predicted."""
     starts, lengths = rows.starts[part], rows.inputs[part]
     alike, shared = _alike(tokens, rows, part)
     before = np.zeros(len(part), np.int64)
@@ -216,7 +216,7 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
     packed_at = np.zeros(len(queries), np.int64)
     packed_at[order] = np.cumsum(queries[order]) - queries[order]
 
-    # Which packed token each input of each row is.
+    # The packed token of each input of each row.
     offsets = np.cumsum(lengths) - lengths
     path = runs(packed_at - before, lengths)
     for one, other in pairwise(alike.tolist()):
@@ -236,9 +236,9 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
 
 
 def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[Ints, Ints]:
-    """Which packed token predicts which token of the column, over the targets of these rows.
+    """Return the packed token that predicts, and the predicted token of the column, for each target of these rows.
 
-    `path`: which packed token each input of each row is.
+    `path`: the packed token of each input of each row.
     """
     inputs, first = rows.inputs[part], rows.first[part]
     counts = inputs - first + 1
@@ -251,7 +251,7 @@ def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[
 
 
 def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
-    """Runs of equal shapes; none of no segments."""
+    """Group runs of equal shapes. Empty if there are no segments."""
     if not len(queries):
         return ()
     changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
@@ -264,7 +264,7 @@ def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
 
 
 def runs(starts: Ints, counts: Ints) -> Ints:
-    """`start, start + 1, ...` for each start, as many as its count, one after the other."""
+    """Concatenate `start, start + 1, ...` for each start, as many as its count."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + counts, counts)

@@ -1,6 +1,6 @@
-"""Proof that weights arrived: policy and sampler each say what their model makes of the same tokens.
+"""Prove that weights arrived: policy and sampler compute log-probs of the same tokens with their models.
 
-Fingerprints prove that the bytes arrived, this that they stand where the model looks for them.
+Fingerprints prove that the bytes arrived. This proves that they are where the model reads them.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from meshrl_hf.scoring import Passes, PredictAll, logprobs
 _ROWS: Final = 4
 _TOKENS: Final = 16
 _FEWEST: Final = 2
-"""Tokens of a row: the first is predicted by nothing."""
+"""Fewest tokens of a row, because nothing predicts the first."""
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
-"""By the sampler's dtype: how far apart policy and sampler may be on average."""
+"""Largest mean difference of policy and sampler, by the sampler's dtype."""
 
 
 def probe(passes: Passes, version: int) -> Probe | None:
-    """What a model says of tokens that hang on the version alone: every rank at the same time.
+    """Compute log-probs of tokens that depend only on the version. All ranks call it together.
 
-    None where a model reads so few that there is nothing to predict.
+    None if the model's longest row is too short to predict anything.
     """
     model = passes.model
     length = min(_TOKENS, model.max_tokens - 1)
@@ -36,17 +36,17 @@ def probe(passes: Passes, version: int) -> Probe | None:
 
 
 def difference(model: LanguageModel, predict: PredictAll, asked: Probe) -> float:
-    """How far a model is from a probe: the mean of the absolute differences of log-probs."""
+    """Return the mean absolute difference of a model's log-probs from a probe."""
     return apart(asked, _logprobs(Passes(model, predict, asked.tokens.size), asked.tokens))
 
 
 def apart(asked: Probe, logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
-    """The mean of the absolute differences of log-probs."""
+    """Return the mean absolute difference of log-probs."""
     return float(np.abs(asked.logprobs - logprobs).mean())
 
 
 def check(weights: Weights, found: float, dtype: str) -> None:
-    """ModelError where a sampler that has taken weights computes something else than the policy that made them."""
+    """Raise ModelError if a sampler with new weights computes something else than the policy that made them."""
     if weights.probe is not None and not np.isfinite(weights.probe.logprobs).all():
         raise ModelError(
             f"the weights of version {weights.version} give log-probs that are not finite in the policy itself: "

@@ -1,4 +1,4 @@
-"""How long prompts are, by a model's tokenizer alone."""
+"""Count the tokens of prompts, with a model's tokenizer alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +13,16 @@ from meshrl_hf.text import character_tokenizer, encode_prompts
 
 
 def count_prompts(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:
-    """Of each prompt its tokens, in the chat template where it is wrapped, or why it cannot be read.
+    """Count the tokens of each prompt, in the chat template if configured, or say why it cannot be read.
 
-    None for a model that has to be downloaded, or made whole, first. ModelError where a folder has no tokenizer.
+    None for a model that must first be downloaded, or converted. ModelError if a folder has no tokenizer.
     """
     tokenizer = _tokenizer(config.model)
     if tokenizer is None:
         return None
     try:
         return [len(tokens) for tokens in encode_prompts(tokenizer, prompts, config.template)]
-    except Exception:  # noqa: BLE001 -- one of them, which is found below; a template may raise anything
+    except Exception:  # noqa: BLE001 -- one prompt fails, and is found below; a template may raise anything
         return [_one(tokenizer, prompt, config) for prompt in prompts]
 
 

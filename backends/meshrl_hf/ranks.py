@@ -1,4 +1,4 @@
-"""The ranks that compute one model together, several processes or one rank: what they agree on before they begin."""
+"""The ranks that compute one model together, several processes or one rank, and how they agree before they begin."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,38 +14,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank brings to a call, or what all bring: sums, but the most of `passes`."""
+    """A rank's contribution to a call, or that of all: sums, but the maximum of `passes`."""
 
     passes: int
     """Forward passes."""
     tokens: int = 0
-    """That are learned."""
+    """Learned tokens."""
     rows: int = 0
-    """That have such tokens."""
+    """Rows with learned tokens."""
 
     def padded(self, micros: list[MicroBatch]) -> list[MicroBatch]:
-        """As many passes as the rank with the most makes."""
+        """Add idle passes, up to the number of the rank with the most."""
         return micros + [IDLE] * (self.passes - len(micros))
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of torch's default group, each a process. What they compute together has the layout a backend adds."""
+    """The ranks of torch's default group, each a process. The backend adds the layout of their computations."""
 
     size: int
-    """Ranks with rows of their own."""
+    """Number of ranks with different rows."""
     place: tuple[int, ...]
-    """This rank's, among these: ranks of one place have the same rows."""
+    """This rank's number among these. Ranks with the same number have the same rows."""
     interruptible = False
-    """Whether a call may end between two passes: where ranks wait for each other, it may not."""
+    """True if a call may end between two passes. False if ranks wait for each other."""
 
     @property
     def number(self) -> int:
-        """This rank's, among all."""
+        """This rank's number among all."""
         return dist.get_rank()
 
     def total(self, share: Callable[[], Share]) -> Share:
-        """The shares of all ranks together. What one of them raises, all raise."""
+        """Combine the shares of all ranks. An error of one rank is raised on all."""
         different = dict(self.agree(lambda: (self.place, share()))).values()
         return Share(
             max(each.passes for each in different),
@@ -54,11 +54,11 @@ class RankGroup:
         )
 
     def first(self, work: Callable[[], None]) -> None:
-        """Do on one rank what is to be done once. Where it raises, all raise; all have waited for it."""
+        """Run `work` on one rank, while the others wait. An error is raised on all."""
         self.agree(work if self.number == 0 else lambda: None)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on each rank, on all of them. Where it raises on one, all raise.
+        """Run `work` on each rank and return the results of all. An error of one rank is raised on all.
 
         So no rank waits in a collective for one that has left.
         """
@@ -68,7 +68,7 @@ class RankGroup:
         outcome: T | Failed
         try:
             outcome = work()
-        except Exception as error:  # noqa: BLE001 -- it is raised when the others know of it
+        except Exception as error:  # noqa: BLE001 -- it is raised after the others know of it
             failure, outcome = error, Failed.of(error)
         outcomes: list[T | Failed] = [outcome] * dist.get_world_size()
         dist.all_gather_object(outcomes, outcome)
@@ -82,7 +82,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class SingleRank(RankGroup):
-    """One rank, which needs no process group."""
+    """A single rank, which needs no process group."""
 
     size: int = 1
     place: tuple[int, ...] = ()
@@ -90,11 +90,11 @@ class SingleRank(RankGroup):
 
     @property
     def number(self) -> int:
-        """The only one."""
+        """Its number, the only one."""
         return 0
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """Its own."""
+        """Return its own result."""
         return [work()]
 
 
@@ -102,14 +102,14 @@ SINGLE_RANK: Final = SingleRank()
 
 
 class Failed(NamedTuple):
-    """What the other ranks are told of an exception."""
+    """An exception as the other ranks receive it."""
 
     kind: type[MeshrlError]
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> "Failed":
-        """A plain error of meshrl's keeps its kind."""
+        """Convert an exception. A plain error of meshrl keeps its class."""
         if type(error) in (ConfigError, DataError, ModelError):
             return cls(cast("type[MeshrlError]", type(error)), str(error))
         return cls(ModelError, f"{type(error).__name__}: {error}")

@@ -19,10 +19,10 @@ from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts,
 
 
 class ScoreModel:
-    """A model that judges texts, and what it makes of rows that it cannot judge."""
+    """A model that scores texts, with the handling of rows that it cannot score."""
 
     def __init__(self, model: LanguageModel, config: ModelConfig) -> None:
-        """ModelError where the model's head is not linear, or gives more than one number."""
+        """Raises ModelError if the model's head is not linear, or returns more than one number."""
         network = model.network
         head = getattr(network, "score", None)
         if not isinstance(head, nn.Linear):
@@ -43,19 +43,19 @@ class ScoreModel:
         self._told = False
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
-        """The score of each text that ends in a micro-batch, float32[targets]."""
+        """Return the score of each text that ends in a micro-batch, float32[targets]."""
         there = micro.to(self.model.device)
         hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
         bias = cast("Tensor | None", self.head.bias)
         return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
 
     def score(self, passes: Passes, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
+        """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, with the model's tokenizer.
 
-        With `chat` they are two messages in its template; without, the tokens that a policy's `encode` gives. A
-        completion that was cut short is judged as one that ends there, since judges learn from whole texts: what being
-        cut costs is for the script to say, by the column `truncated`. A row that the tokenizer cannot encode, that is
-        longer than the model takes or whose score is not finite gets reward 0, and `reward_error` says why.
+        With `chat`, they are two messages in its template. Without it, tokens are those of a policy's `encode`. A
+        truncated completion is scored as if it ended there, because the model learned from whole texts. Scripts decide
+        on the cost of truncation by the column `truncated`. A row gets reward 0 and a `reward_error` if the tokenizer
+        cannot encode it, if it is too long for the model, or if its score is not finite.
         """
         read: list[tuple[Ragged, NDArray[np.int64], dict[int, str]]] = []
         passes.ranks.agree(lambda: read.append(self._read(batch)))
@@ -71,12 +71,12 @@ class ScoreModel:
         return batch.assign(rewards=rewards, reward_error=[errors.get(row) for row in range(len(batch))])
 
     def encode(self, batch: Batch) -> Batch:
-        """Add `tokens`, those that `score` reads, and `loss_mask`, True at the last; DataError for a row it cannot."""
+        """Add `tokens`, as `score` reads them, and `loss_mask`, True at the last. DataError for an unreadable row."""
         ids = [self.judged(each) for each in self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))]
         return self.marked(batch, ids, [[len(each) - 1] for each in ids])
 
     def marked(self, batch: Batch, rows: Sequence[Sequence[int]], scored: Sequence[Sequence[int]]) -> Batch:
-        """Add `tokens`, these, and `loss_mask`, True at these places of each row. DataError for one it cannot read."""
+        """Add these `tokens`, and `loss_mask`, True at the `scored` places of rows. DataError for an unreadable row."""
         for row, ids in enumerate(rows):
             if refused := self._refused(ids):
                 raise DataError(f"row {row} cannot be judged: {refused}")
@@ -87,7 +87,7 @@ class ScoreModel:
         return batch.assign(tokens=tokens, loss_mask=Ragged(mask, tokens.offsets))
 
     def _read(self, batch: Batch) -> tuple[Ragged, NDArray[np.int64], dict[int, str]]:
-        """The tokens of each row and one more, none for a row that cannot be judged; those shared; the errors."""
+        """Return each row's tokens plus one (none if it cannot be scored), numbers of shared tokens, and errors."""
         prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
@@ -101,7 +101,7 @@ class ScoreModel:
     def _encoded(
         self, prompts: Sequence[str], completions: Sequence[str]
     ) -> Sequence[tuple[Sequence[int], str | None]]:
-        """The tokens of each row, and why it has none."""
+        """Return the tokens of each row, or why it has none."""
         try:
             return [(ids, None) for ids in self._tokens(prompts, completions)]
         except DataError:
@@ -123,14 +123,14 @@ class ScoreModel:
         return [prompt + completion for prompt, completion in pairs]
 
     def judged(self, ids: Sequence[int]) -> Sequence[int]:
-        """The tokens up to the last that is no padding, at which transformers' classifiers learn to score."""
+        """Return the tokens up to the last that is no padding, where transformers' classifiers learn to score."""
         end = len(ids)
         while end and ids[end - 1] == self._pad:
             end -= 1
         return ids[:end]
 
     def _refused(self, ids: Sequence[int]) -> str | None:
-        """Why the model cannot read these tokens."""
+        """Return why the model cannot read these tokens, or None."""
         if not ids:
             return "the row has no token"
         if max(ids) >= self.model.known:
@@ -142,21 +142,21 @@ class ScoreModel:
         return None
 
     def _tell(self, errors: dict[int, str]) -> None:
-        """The first rows that are not judged, to the log."""
+        """Log the first rows that are not scored."""
         if errors and not self._told:
             self._told = True
             log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:
-    """How many tokens each row begins with that all rows of its prompt begin with, int64[rows]."""
+    """Return how many tokens each row shares with all rows of its prompt at the beginning, int64[rows]."""
     families: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if rows[row]:
             families.setdefault(prompt, []).append(row)
     shared = np.zeros(len(rows), np.int64)
     for family in families.values():
-        ordered = sorted(rows[row] for row in family)  # what the first and the last begin with, all begin with
+        ordered = sorted(rows[row] for row in family)  # what the first and the last share, all share
         ends_at = (at for at, (one, other) in enumerate(zip(ordered[0], ordered[-1], strict=False)) if one != other)
         shared[family] = next(ends_at, len(ordered[0]))
     return shared

@@ -1,4 +1,4 @@
-"""A model that learns to judge: what it starts from, at which tokens it is scored, and its step."""
+"""A trained reward model: its initial weights, the tokens that it scores, and its optimizer step."""
 
 import contextlib
 from collections.abc import Sequence
@@ -27,35 +27,35 @@ _CLASSIFIER: Final = "ForSequenceClassification"
 
 
 def load_judge(config: ModelConfig) -> ScoreModel:
-    """The judge that a role's table names, or a generator with a head whose scores are 0."""
+    """Load the reward model in a role's table, or a language model with a new head whose scores are 0."""
     kind = kind_of(config)
     return with_score(load(config, kind), config)
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """What the model that a role's table names is: a judge, as a frozen reward's has to be, or a generator."""
+    """Return the kind of a table's model: a reward model, which a frozen reward requires, or a language model."""
     if isinstance(config, RewardModelConfig):
         return JUDGE
     if isinstance(config.model, NewModel):
         return GENERATOR
     folder = folder_of(config.model)
     written: Sequence[str] = ()
-    with contextlib.suppress(Exception):  # who loads the folder says what is wrong with it
+    with contextlib.suppress(Exception):  # the loader of the folder reports its errors
         written = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or ()
     return JUDGE if any(name.endswith(_CLASSIFIER) for name in written) else GENERATOR
 
 
 def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
-    """The judge as it is; a generator's body with a new head, whose scores are 0.
+    """Return a reward model as it is, or a language model's body with a new head whose scores are 0.
 
-    ModelError for an architecture of which there is no classifier with a linear head named `score`.
+    ModelError if the architecture has no classifier with a linear head named `score`.
     """
     generator = model.network
     if type(generator).__name__.endswith(_CLASSIFIER):
         return ScoreModel(model, config)
     shape = generator.config
     shape.num_labels = 1
-    if shape.pad_token_id is None:  # by which transformers finds a row's last token
+    if shape.pad_token_id is None:  # transformers finds a row's last token by it
         shape.pad_token_id = model.tokenizer.pad_token_id
     try:
         with init_empty_weights():
@@ -75,9 +75,9 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
 
 
 def encoded(judge: ScoreModel, batch: Batch) -> Batch:
-    """The batch with `tokens` and `loss_mask`, from its `steps` or else its completions.
+    """Add `tokens` and `loss_mask`, from `steps` or else from completions.
 
-    DataError for a row that the model cannot read, and for one that has no step, or a step without a token.
+    DataError for a row that the model cannot read, that has no step, or that has a step without tokens.
     """
     if "steps" not in batch:
         return judge.encode(batch)
@@ -103,7 +103,7 @@ def encoded(judge: ScoreModel, batch: Batch) -> Batch:
 
 
 def _texts(steps: Sequence[object]) -> list[list[str]]:
-    """The steps of each row."""
+    """Return the steps of each row."""
     for row, own in enumerate(steps):
         if not isinstance(own, Sequence) or isinstance(own, str) or not all(isinstance(each, str) for each in own):
             raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one for each step")
@@ -111,7 +111,7 @@ def _texts(steps: Sequence[object]) -> list[list[str]]:
 
 
 def token_scores(judge: ScoreModel, passes: Passes, batch: Batch) -> Batch:
-    """Add `token_scores`: the score at each token where `loss_mask` is True, 0 at the others."""
+    """Add `token_scores`: the score at each token where `loss_mask` is True, 0 elsewhere."""
     kept: list[Batch] = []
     passes.ranks.agree(lambda: kept.append(_read_after(judge, batch, ())))
     after = kept[0]
@@ -125,9 +125,9 @@ def token_scores(judge: ScoreModel, passes: Passes, batch: Batch) -> Batch:
 
 
 async def step(judge: ScoreModel, model: Trainable, batch: Batch, loss: Loss) -> Metrics:
-    """One step, as the model's own, and its errors.
+    """Make one optimizer step like the model's own, with the same errors.
 
-    DataError, too, on all ranks, where the loss is not of scores, or the batch lacks a column that it reads.
+    DataError on all ranks, too, if the loss is not of scores, or if the batch lacks a column that it reads.
     """
     ranks = model.passes.ranks
     kept: list[Batch] = []
@@ -138,14 +138,14 @@ async def step(judge: ScoreModel, model: Trainable, batch: Batch, loss: Loss) ->
 
     ranks.agree(prepare)
     told = await model.step(kept[0], loss, lambda: None)
-    return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})  # the batch's own
+    return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})  # before the shift
 
 
 def _read_after(judge: ScoreModel, batch: Batch, names: Sequence[str]) -> Batch:
-    """The batch's tokens, mask and these columns, moved so that each token says what is read after the one before it.
+    """Shift the batch's tokens, mask and these columns, so that each token carries the data of the previous one.
 
-    What predicts a token reads up to the one before; a score is of all up to its own token. So each row has one token
-    more, which is never read, and what was of a token is of the next.
+    A token's log-prob depends on the tokens before it, a score also on its own token. So each row gets one more token,
+    which is never read, and a token's data moves to the next.
     """
     judge.model.check_rows(batch)
     tokens = batch.tokens

@@ -1,7 +1,6 @@
-"""The roles, once for every backend that runs a Hugging Face model: one builds the model, these are what it answers.
+"""The roles, once for all backends that run a Hugging Face model: a backend builds the model, and these answer calls.
 
-Where ranks wait for each other, a call runs on all of them at the same time, from its beginning to its end. What one
-raises, all raise.
+If ranks wait for each other, a call runs on all of them from beginning to end. An error of one is raised on all.
 """
 
 import weakref
@@ -30,28 +29,28 @@ T = TypeVar("T")
 
 
 class Spread(CollectiveActor):
-    """Base, beside its role, of what is spread over ranks that meet in each call."""
+    """A base, next to the role, for actors whose ranks meet in each call."""
 
     _passes: Passes
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """As `RankGroup.agree`."""
+        """See `RankGroup.agree`."""
         return self._passes.ranks.agree(work)
 
 
 class Trained(Stateful):
-    """Base, beside its role, of what is trained."""
+    """A base, next to the role, for trained models."""
 
     def __init__(self, trainable: Trainable) -> None:
         self._trainable, self._passes = trainable, trainable.passes
         self._model = trainable.passes.model
 
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder, whole or not at all: a critic's head, or adapters as peft does, in own files."""
+        """Write a Hugging Face folder, completely or not at all. A critic's head and adapters get their own files."""
         self._trainable.save(folder)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
+        """Write the weights, the optimizer's moments and the number of steps, after all earlier updates."""
         async with self._trainable.turn:
             self._trainable.state.write(folder, wait)
         if wait:
@@ -62,17 +61,17 @@ class Trained(Stateful):
         await self._trainable.state.written()
 
     async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, of several ranks also in another layout.
+        """Load what `checkpoint` wrote. Several ranks may have another layout.
 
-        ModelError, and nothing taken, where it is of another role or model; where a file of several ranks cannot be
-        read to its end, a part may be taken, and it says so.
+        ModelError, and nothing changes, if it belongs to another role or model. If one of several ranks' files cannot
+        be read to its end, a part may be loaded, and the error says so.
         """
         async with self._trainable.turn:
             self._change()
             self._trainable.state.read(folder)
 
     def _change(self) -> None:
-        """The weights are about to change."""
+        """Called before the weights change."""
 
 
 class TrainedPolicy(Trained, Policy):
@@ -90,10 +89,10 @@ class TrainedPolicy(Trained, Policy):
         return encoded(self._model, batch)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step; on one rank it may be cancelled between micro-batches, and then changes no weight.
+        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
 
-        DataError if there is nothing to learn, the loss is a critic's, or log-probs come from elsewhere than it says or
-        from later weights; ModelError if the gradient is not finite. Then no weight has changed.
+        DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source or are
+        of later weights. ModelError if the gradient is not finite. In these cases no weight changes.
         """
         trainable = self._trainable
 
@@ -107,24 +106,24 @@ class TrainedPolicy(Trained, Policy):
             return await trainable.step(batch, loss, check)
 
     def _change(self) -> None:
-        """Nobody reads the weights in their place any more; what readers have not taken is gone."""
+        """End the offer of the weights, because they change. Readers that have not received them get an error."""
         if self._sender:
             self._sender.end()
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Add `logprobs`, of the version after the updates that were called before."""
+        """Add `logprobs`, of the version after all earlier updates."""
         async with self._trainable.turn:
             source = Source.trainer(self._trainable.optimizer.steps)
             return batch.assign(logprobs=logprobs(self._passes, batch, source, self.check_rows))
 
     @staticmethod
     def check_rows(model: LanguageModel, batch: Batch) -> None:
-        """DataError where the model cannot read a batch's rows, or not by the experts that they tell."""
+        """Raise DataError if the model cannot read a batch's rows, or follow the experts in them."""
         check_readable(model, batch)
         check_followed(model.routers, batch)
 
     async def weights(self) -> Weights:
-        """This rank's part of the weights, after the updates that were called before; adapted as `lora.sync` says."""
+        """Return this rank's part of the weights, after all earlier updates, with adapters as `lora.sync` says."""
         async with self._trainable.turn:
             version = self._trainable.optimizer.steps
             asked = probe(self._passes, version)
@@ -134,19 +133,19 @@ class TrainedPolicy(Trained, Policy):
 
 
 class TrainedCritic(Trained, Critic):
-    """The policy's architecture with a linear head in place of its last layer; a new head gives 0 for every state."""
+    """The policy's architecture with a linear head instead of its last layer. A new head returns 0 for every state."""
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
-        async with self._trainable.turn:  # so that no value is of a half-done update
+        async with self._trainable.turn:  # so that no value comes from a half-done update
             found = values(self._passes, batch)
         return with_advantages(batch, found, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step; on one rank it may be cancelled between micro-batches, and then changes no weight.
+        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
 
-        DataError if there is nothing to learn, the loss is a policy's, or log-probs come from elsewhere than it says;
-        ModelError if the gradient is not finite. Then no weight has changed.
+        DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source.
+        ModelError if the gradient is not finite. In these cases no weight changes.
         """
 
         def check() -> None:
@@ -159,7 +158,7 @@ class TrainedCritic(Trained, Critic):
 
 
 class TrainedRewardModel(Trained, RewardModel):
-    """A sequence classifier with one label; a new head gives 0 for every text."""
+    """A sequence classifier with one label. A new head returns 0 for every text."""
 
     def __init__(self, judge: ScoreModel, trainable: Trainable) -> None:
         super().__init__(trainable)
@@ -170,8 +169,8 @@ class TrainedRewardModel(Trained, RewardModel):
         return reward_training.encoded(self._judge, batch)
 
     async def score(self, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error`; a completion that was cut short is judged as one that ends there."""
-        async with self._trainable.turn:  # so that no score is of a half-done update
+        """Add `rewards` and `reward_error`. A truncated completion is scored as if it ended there."""
+        async with self._trainable.turn:  # so that no score comes from a half-done update
             return self._judge.score(self._passes, batch)
 
     async def token_scores(self, batch: Batch) -> Batch:
@@ -180,17 +179,17 @@ class TrainedRewardModel(Trained, RewardModel):
             return reward_training.token_scores(self._judge, self._passes, batch)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step; on one rank it may be cancelled between micro-batches, and then changes no weight.
+        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
 
-        DataError if there is nothing to learn or the loss is not of scores; ModelError if the gradient is not finite.
-        Then no weight has changed.
+        DataError if there is nothing to learn or the loss is not of scores. ModelError if the gradient is not finite.
+        In these cases no weight changes.
         """
         async with self._trainable.turn:
             return await reward_training.step(self._judge, self._trainable, batch, loss)
 
 
 class FrozenReference(Reference):
-    """A model whose weights come from a policy alone."""
+    """A frozen model, which gets new weights only from a policy."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
@@ -201,11 +200,11 @@ class FrozenReference(Reference):
 
 
 class FrozenReward(Reward):
-    """A model that judges."""
+    """A frozen model that scores texts."""
 
     def __init__(self, judge: ScoreModel, passes: Passes) -> None:
         self._judge, self._passes = judge, passes
 
     async def score(self, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error`; a completion that was cut short is judged as one that ends there."""
+        """Add `rewards` and `reward_error`. A truncated completion is scored as if it ended there."""
         return self._judge.score(self._passes, batch)

@@ -1,4 +1,4 @@
-"""What samplers share, whatever they decode with: rows into token sequences to go on after, and these into rollouts."""
+"""The common part of all samplers: rows to token sequences to continue, and decoded tokens to rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,32 +19,32 @@ from meshrl_hf.text import Words, decode, encode_prompts, texts_of
 Ints = NDArray[np.int64]
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
-"""Columns of rows that go on after what they have."""
+"""Columns of rows that are to be continued."""
 _NEWEST: Final = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `generate` asks for."""
+    """The rows that one call of `generate` has to decode."""
 
     prefixes: Sequence[Sequence[int]]
-    """Different token sequences, each of one token or more: prompts, and what is drawn of their completions."""
+    """Distinct token sequences, each with at least one token: prompts, and started completions."""
     prefix: Ints
-    """Which of them each row continues, int64[rows]; rows of one prefix are best adjacent."""
+    """The prefix that each row continues, int64[rows]. Rows of one prefix should be adjacent."""
     rows: Ints
-    """What the rows are called, int64[rows]."""
+    """Names of the rows, int64[rows]."""
     starts: Ints
-    """Tokens of each row's prompt, int64[rows]: where its completion starts."""
+    """Tokens of each row's prompt, int64[rows], which is where its completion starts."""
     limits: Ints
-    """The most tokens of each row's completion, int64[rows]."""
+    """Most tokens of each row's completion, int64[rows]."""
     numbers: Ints
-    """What each row's random numbers hang on, int64[rows]."""
+    """Numbers that determine each row's random numbers, int64[rows]."""
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
 
     def select(self, rows: NDArray[np.bool_]) -> "Request":
-        """Some of the rows, bool[rows]."""
+        """Select some rows, bool[rows]."""
         return replace(
             self,
             prefix=self.prefix[rows],
@@ -57,9 +57,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """Rows that are done, or were stopped. Token arrays are flat, [sum of lengths]; the prompt is part of a row.
+    """Rows that are finished, or were stopped. Token arrays are flat, [sum of lengths], with the prompts.
 
-    What a row had already when it began, its prefix, has log-probs of 0 and versions of -1.
+    The tokens that a row had at its start, its prefix, have log-probs of 0 and versions of -1.
     """
 
     rows: Ints
@@ -72,7 +72,7 @@ class Finished:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     experts: NDArray[np.int16] = field(default_factory=lambda: np.empty((0, 0, 0), np.int16))
-    """[sum of lengths, layers, experts of a token]; of 0 layers where no experts are told."""
+    """[sum of lengths, layers, experts of a token]. 0 layers if experts are not recorded."""
 
 
 NONE: Final = Finished(
@@ -89,12 +89,12 @@ NONE: Final = Finished(
 
 
 class Rollouts:
-    """The rows of one call of `generate`: what is to be decoded for them, and the batches of what was."""
+    """The rows of one call of `generate`: the request to decode, and the batches of results."""
 
     def __init__(self, words: Words, prompts: Batch, sampling: Sampling, routed: tuple[int, int] = (0, 0)) -> None:
-        """DataError for a row that cannot be read, or is too long with all its new tokens.
+        """Raises DataError for a row that cannot be read, or is too long with all its new tokens.
 
-        `routed`: in how many layers to how many experts a token goes, where that is told.
+        `routed`: number of layers that route, and of experts for each token, if experts are recorded.
         """
         self._words = words
         self._routed = routed
@@ -111,15 +111,15 @@ class Rollouts:
         if self._continued and routed[0]:
             rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
         self.rows: Final = rows
-        """`n` rows for each of the prompts."""
+        """`n` rows for each prompt."""
         request, ended = self._read()
         self.request: Final = request
-        """The rows that are to be decoded."""
+        """The rows to decode."""
         self.ended: Final = ended
-        """Those that have ended already."""
+        """The rows that have ended already."""
 
     def batch(self, finished: Finished, version: int) -> Batch:
-        """Rows as they are told; `version` is that of a row which has no token of its own yet."""
+        """Return finished rows. `version` is for rows without a new token."""
         rows = self.rows.select(finished.rows)
         offsets = np.append(0, np.cumsum(finished.lengths))
         place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
@@ -162,7 +162,7 @@ class Rollouts:
             row = int(totals.argmax())
             self._words.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
         numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
-        if len(np.unique(numbers)) != len(numbers):  # rows taken twice since the split: equal draws are not wanted
+        if len(np.unique(numbers)) != len(numbers):  # rows repeated since the split must not sample equally
             numbers = np.arange(len(rows))
         ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
         request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
@@ -173,7 +173,7 @@ class Rollouts:
         return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
 
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
-        """The different prompts, which of them each row has, and its length."""
+        """Return the distinct prompts, the number of each row's prompt, and its length."""
         texts = texts_of(self.rows, "prompt")
         different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         ids = encode_prompts(self._words.tokenizer, list(different), self._words.chat)
@@ -181,7 +181,7 @@ class Rollouts:
         return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
 
     def _stopped(self, request: Request) -> NDArray[np.bool_]:
-        """Whether each row's completion has an end already, bool[rows]."""
+        """True for each row whose completion has an end already, bool[rows]."""
         values, offsets = self.rows.tokens.values, self.rows.tokens.offsets
         begun = self.rows.tokens.lengths > request.starts
         stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
@@ -192,7 +192,7 @@ class Rollouts:
 
 
 def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
-    """The different token sequences that rows go on after, which of them each row has, and where completions start."""
+    """Return the distinct token sequences to continue, that of each row, and the starts of completions."""
     empty = np.flatnonzero(rows.tokens.lengths == 0)
     if len(empty):
         raise DataError(
@@ -208,7 +208,7 @@ def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
 
 
 def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:
-    """These rows, as they are."""
+    """Return these rows as they are."""
     some = rows.select(which)
     return Finished(
         rows=which,
@@ -224,7 +224,7 @@ def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_])
 
 
 def _lengthened(had: object, tokens: Ragged, routed: tuple[int, int]) -> Ragged:
-    """The experts of rows, as of `had`; -1 for the tokens that came after, and for all where it is of another model."""
+    """Extend the experts `had` of rows: -1 for later tokens, and for all tokens if they are of another model."""
     values = np.full((len(tokens.values), *routed), -1, np.int16)
     if isinstance(had, Ragged) and had.values.shape[1:] == routed:
         values[runs(tokens.offsets[:-1], had.lengths)] = had.values

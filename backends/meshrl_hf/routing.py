@@ -1,7 +1,7 @@
-"""The routers of a mixture of experts: a sampler tells which experts read each token, and a policy follows it.
+"""The routers of a mixture of experts: a sampler records the experts of each token, and a policy uses the same.
 
-Where two programs compute one model, a token for which two experts are nearly as good may be sent to one here and to
-the other there, and its log-prob is another one. This is rollout routing replay, arXiv:2510.11370.
+Two programs may route a token to different experts if two are nearly equal, and so compute different log-probs. This is
+rollout routing replay, arXiv:2510.11370.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,56 +19,56 @@ from meshrl_hf.devices import moved
 from meshrl_hf.packing import IDLE, MicroBatch
 
 COLUMN: Final = "experts"
-"""int16[tokens, layers, experts of a token]: those that read each token, in each layer that has some; -1: not known."""
+"""int16[tokens, layers, experts of a token]: the experts of each token in each layer that routes. -1: unknown."""
 _KIND: Final = "TopKRouter"
-"""How transformers' classes of routers are called."""
+"""Suffix of the names of transformers' router classes."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of a forward pass: told by it, or given to it."""
+    """The experts of a forward pass, recorded or given."""
 
     given: Tensor | None = None
-    """int64[tokens, layers, experts of a token]; where it is -1 the model's own choice stays. None: they are told."""
+    """int64[tokens, layers, experts of a token]. At -1 the model chooses. None: experts are recorded."""
     seen: list[Tensor] = field(default_factory=list)
-    """What is told, int16[tokens, experts of a token] for each layer."""
+    """The recorded experts, int16[tokens, experts of a token] for each layer."""
 
     def told(self) -> np.ndarray[Any, np.dtype[np.int16]]:
-        """int16[tokens, layers, experts of a token]."""
+        """Return the recorded experts, int16[tokens, layers, experts of a token]."""
         return torch.stack(self.seen, 1).cpu().numpy()
 
 
 class Routers:
-    """Those of a network, which tell and follow where a pass has `routes`."""
+    """The routers of a network. In a pass with `routes` they record or follow experts."""
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self._routers = routers
         self._known = [False] * len(routers)
-        """Of each whether it was seen that `_weights` gives what it gives itself."""
+        """For each router, True once `_weights` was found to equal its own results."""
         self.routes: Routes | None = None
-        """Of the pass that is made, and of its backward pass, which may compute layers again."""
+        """For the present pass and its backward pass, which may compute layers again."""
         route = cast("Callable[..., object]", torch.compiler.disable(self._route))
         for number, router in enumerate(routers):
             router.register_forward_hook(partial(route, number))
 
     @classmethod
     def of(cls, network: nn.Module) -> "Routers | None":
-        """None where a network has none."""
+        """Return the routers of a network, or None if it has none."""
         found = [module for module in network.modules() if type(module).__name__.endswith(_KIND)]
         return cls(found) if found else None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many layers route, and to how many experts each token goes."""
+        """Number of layers that route, and of experts for each token."""
         return len(self._routers), int(cast("int", self._routers[0].top_k))
 
     @property
     def experts(self) -> int:
-        """Of a layer."""
+        """Number of experts of a layer."""
         return int(cast("int", self._routers[0].num_experts))
 
     def _route(self, number: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
-        """What a router says in place of its `output`: logits, weights and numbers of each token's experts."""
+        """Replace a router's `output`: logits, and weights and numbers of each token's experts."""
         if self.routes is None:
             return None
         logits, weights, chosen = output
@@ -90,13 +90,13 @@ class Routers:
 
 
 def _weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights of these experts, float32[tokens, experts of a token], as Mixtral and those after it have them."""
+    """Compute the weights of these experts, float32[tokens, experts of a token], as in Mixtral and later models."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
 
 def routed(routers: Routers | None) -> tuple[int, int]:
-    """In how many layers a model routes, and to how many experts each token. ConfigError where it does in none."""
+    """Return the number of layers that route, and of experts for each token. ConfigError if no layer routes."""
     if routers is None:
         raise ConfigError(
             "sampler.record_experts is set, but the model is not a mixture of experts, or has unknown routers: remove "
@@ -106,7 +106,7 @@ def routed(routers: Routers | None) -> tuple[int, int]:
 
 
 def check_followed(routers: Routers | None, batch: Batch) -> None:
-    """DataError where a batch tells experts that a model has not."""
+    """Raise DataError if a batch has experts that the model lacks."""
     if COLUMN not in batch:
         return
     column = batch[COLUMN]
@@ -123,7 +123,7 @@ def check_followed(routers: Routers | None, batch: Batch) -> None:
 
 
 def followed(batch: Batch, micro: MicroBatch, device: torch.device) -> Routes | None:
-    """The experts that a batch tells of a micro-batch's tokens; None where it tells none."""
+    """Return the experts in a batch for a micro-batch's tokens. None if it has no experts."""
     if COLUMN not in batch or micro is IDLE:
         return None
     told = cast("Ragged", batch[COLUMN]).values[micro.read]

@@ -18,36 +18,37 @@ from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
 from meshrl_hf.routing import COLUMN, followed
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
-"""What a model says of each target of a micro-batch, float32[targets]: log-probs, or values.
+"""The prediction for each target of a micro-batch, float32[targets]: log-probs, or values.
 
-Where gradients are kept, log-probs have entropies beside them, float32[targets, 2]."""
+If gradients are kept, log-probs come with entropies, float32[targets, 2].
+"""
 PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
-"""The same of micro-batches in their order, which a pipeline may compute together."""
+"""The same for micro-batches in order, which a pipeline may compute together."""
 Values: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How a role's ranks run its model over a batch."""
+    """Runs a role's model over a batch, on all its ranks."""
 
     model: LanguageModel
     predict: PredictAll
     budget: int
-    """Tokens of a micro-batch, at most."""
+    """Most tokens of a micro-batch."""
     ranks: RankGroup = SINGLE_RANK
     split: Split = micro_batches
 
 
 def one_by_one(predict: Predict) -> PredictAll:
-    """Each micro-batch when it is asked for."""
+    """Compute each micro-batch when it is requested."""
     return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
-    """What `LanguageModel.logprobs` gives of each target of a micro-batch.
+    """Return `LanguageModel.logprobs` for each target of a micro-batch.
 
-    Logits are divided by the batch's `temperature` where it has one. `follows`: tokens go to the experts that the batch
-    tells, where it tells some.
+    Logits are divided by the batch's `temperature` if it has one. `follows`: tokens are routed to the experts in the
+    batch, if it has some.
     """
     there = micro.to(model.device)
     routes = followed(batch, micro, model.device) if follows else None
@@ -58,18 +59,17 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
 
 
 def check_readable(model: LanguageModel, batch: Batch) -> None:
-    """DataError where `predicted` cannot take a batch."""
+    """Raise DataError if `predicted` cannot read a batch."""
     model.check_rows(batch)
     if "temperature" in batch:
         spread(batch, "temperature", np.empty(0, np.int64))
 
 
 def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
-    """A column at these positions of the token column; a row column gives each token its row's value.
+    """Return a column at these positions of the token column. A row column is repeated over its row's tokens.
 
-    Floating columns become float32, whatever numpy made them. The reserved name `rows` gives each token the number of
-    its row among those of these positions, int64. DataError where a token column has rows of other lengths than
-    `tokens`.
+    Floating columns become float32. The reserved name `rows` returns the number of each token's row among the rows of
+    these positions, int64. DataError if a token column's lengths differ from those of `tokens`.
     """
     offsets = batch.tokens.offsets
     if name != "rows" and isinstance(column := batch[name], Ragged):
@@ -89,9 +89,10 @@ def _tensor(values: Array) -> Tensor:
 
 @torch.no_grad()
 def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None) -> Values:
-    """What a model says of each target of the rows, float32[tokens of the batch]; 0 for the other tokens.
+    """Return the model's prediction for each target, float32[tokens of the batch]. Other tokens get 0.
 
-    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise. Each rank makes as many passes.
+    `rows`, called once, raises if this rank's rows do not fit, which is then raised on all ranks. All ranks make the
+    same number of passes.
     """
     micros: list[MicroBatch] = []
 
@@ -109,9 +110,9 @@ def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged 
 def logprobs(
     passes: Passes, batch: Batch, source: Source, check: Callable[[LanguageModel, Batch], object] = check_readable
 ) -> Ragged:
-    """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row.
+    """Return the log-probability of each token of `tokens`, ragged float32 with this source. 0 for a row's first token.
 
-    `check` raises where this rank's rows do not fit the model.
+    `check` raises if this rank's rows do not fit the model.
     """
     tokens = batch.tokens
     mask = batch.loss_mask if "loss_mask" in batch else None

@@ -1,4 +1,4 @@
-"""Seeds from several numbers: the same for the same numbers, wherever and whenever they are asked for."""
+"""Seeds from several numbers: equal for equal numbers, in any place and at any time."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ UInt64 = NDArray[np.uint64]
 
 
 def key(*parts: int) -> UInt64:
-    """One uint64[] that hangs on all the parts and on their order."""
+    """Hash the parts in their order to one uint64[]."""
     mixed = np.zeros((), np.uint64)
     for part in parts:
         mixed = mix(mixed + np.array(part & 0xFFFF_FFFF_FFFF_FFFF, np.uint64))
@@ -15,7 +15,7 @@ def key(*parts: int) -> UInt64:
 
 
 def mix(state: UInt64) -> UInt64:
-    """Splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195)."""
+    """Apply Splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195)."""
     with np.errstate(over="ignore"):
         mixed = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,6 +1,6 @@
-"""What a checkpoint keeps of a model that is spread over ranks: each writes its parts under Hugging Face names.
+"""The checkpoint of a model over several ranks: each rank writes its parts under Hugging Face names.
 
-So a checkpoint of any layout of ranks is read by any other, also by that of another backend.
+Any other layout of ranks can read it, even one of another backend.
 """
 
 from abc import ABC, abstractmethod
@@ -16,26 +16,27 @@ from meshrl_hf.ranks import RankGroup
 from meshrl_hf.writing import Writing
 
 MODEL: Final = "model"
-"""The kind of what is trained, where MOMENTS are the others: `KIND/NAME` is a tensor's name in files."""
+"""The kind of the trained tensors, next to MOMENTS: a tensor's name in files is `KIND/NAME`."""
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each element."""
+"""AdamW's state of each element."""
 
 _FILES: Final = "shard-*-model-00001-of-00001.safetensors"
-"""A file of each rank, by its number."""
+"""The file of each rank, by its number."""
 
 
 class SpreadState(ABC):
-    """A model in training. What `write` keeps, `read` puts back, to the bit, also in another layout of ranks."""
+    """A model in training. `read` restores what `write` wrote, bit for bit, also in another layout of ranks."""
 
     def __init__(self, role: str, ranks: RankGroup) -> None:
-        """`role`: whose state it is, for messages."""
+        """`role`: owner of the state, for messages."""
         self._role, self._ranks = role, ranks
         self._writing = Writing()
 
     def write(self, folder: str, wait: bool) -> None:
-        """Write a file for each rank, and one of numbers. All ranks do it at once.
+        """Write a file for each rank, and one of numbers. All ranks call it together.
 
-        With `wait = False` it returns when the state is copied, and a thread writes the copy: `written` tells the end.
+        With `wait = False` it returns once the state is copied, and a thread writes the copy. `written` waits for its
+        end.
         """
         path = Path(folder)
         self._ranks.agree(lambda: path.mkdir(parents=True, exist_ok=True))
@@ -54,13 +55,13 @@ class SpreadState(ABC):
             self._writing.begin(work)
 
     async def written(self) -> None:
-        """Wait until this rank's last copy is written. Raises what went wrong."""
+        """Wait until this rank's last copy is written. Raises its error."""
         await self._writing.written()
 
     def read(self, folder: str) -> None:
-        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model.
+        """Load what `write` wrote. ModelError, and nothing changes, if it is of another role or model.
 
-        ModelError too where a file cannot be read to its end: then part of it is taken.
+        If a file cannot be read to its end, ModelError too, and a part may be loaded.
         """
         sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
         found: list[tuple[Numbers, Boxes]] = []
@@ -78,19 +79,19 @@ class SpreadState(ABC):
     @property
     @abstractmethod
     def _steps(self) -> int:
-        """Optimizer steps so far."""
+        """Return the number of optimizer steps."""
 
     @abstractmethod
     def _sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the whole tensors that this rank has a part of, by their names in files without the kind."""
+        """Return the sizes of the whole tensors of this rank's parts, by their names in files without the kind."""
 
     @abstractmethod
     def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterable[Box]:
-        """What this rank writes, in the host's memory; all ranks together tell each element once."""
+        """Yield the boxes that this rank writes, in the host's memory. All ranks together write each element once."""
 
     @abstractmethod
     def _begin(self, steps: int) -> None:
-        """Go on after this many steps, with moments that are taken next; after 0 there are none."""
+        """Set the number of steps, before moments are loaded. After 0 steps there are none."""
 
     @abstractmethod
     def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model in training: its tensors, its optimizer's moments, and the number of its steps."""
+"""The checkpoint of a model in training: its tensors, its optimizer's moments, and its number of steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,27 +14,27 @@ from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.writing import Writing
 
 _TENSORS: Final = "state.safetensors"
-"""`model/NAME`, a tensor of the model; `model/float32/NAME`, a parameter's master; `exp_avg/NAME` and the like, what
-AdamW keeps of a parameter."""
+"""`model/NAME`: a tensor of the model. `model/float32/NAME`: a parameter's master. `exp_avg/NAME` and similar: AdamW's
+state of a parameter."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A model in training, on one rank: what `write` keeps, `read` puts back, to the bit. Nothing is pickled."""
+    """A model in training, on one rank. `read` restores what `write` wrote, bit for bit. Nothing is pickled."""
 
     role: str
-    """Whose state it is, for messages."""
+    """Owner of the state, for messages."""
     tensors: Mapping[str, Tensor]
-    """The model's own, by name, and the optimizer's masters that are not; `read` writes into them."""
+    """The model's tensors by name, and the optimizer's separate masters. `read` writes to them."""
     parameters: Mapping[str, nn.Parameter]
-    """What the optimizer steps over, by name."""
+    """The parameters that the optimizer steps over, by name."""
     optimizer: Optimizer
     _writing: Writing = field(default_factory=Writing)
 
     def write(self, folder: str, wait: bool) -> None:
-        """Copy the state as it is now. A thread writes the copy, two files in a folder that it makes.
+        """Copy the present state. A thread writes the copy, as two files in a new folder.
 
-        `wait` changes nothing: only `written` waits for the files.
+        `wait` has no effect: only `written` waits for the files.
         """
         own = {f"model/{name}": tensor for name, tensor in self.tensors.items()} | dict(self._moments())
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in own.items()}
@@ -49,11 +49,11 @@ class TrainingState:
         self._writing.begin(write)
 
     async def written(self) -> None:
-        """Wait until the last copy is written. Raises what went wrong."""
+        """Wait until the last copy is written. Raises its error."""
         await self._writing.written()
 
     def read(self, folder: str) -> None:
-        """Take what was written; ModelError, and nothing taken, where it is of another role or model."""
+        """Load the written state. ModelError, and nothing changes, if it is of another role or model."""
         path = Path(folder)
         numbers, saved = opened(path, self.role, _TENSORS, lambda: load_file(path / _TENSORS))
         self._check(path, saved)
@@ -65,18 +65,18 @@ class TrainingState:
         for full, value in saved.items():
             kind, _, name = full.partition("/")
             if kind != "model":
-                # Each its own memory: AdamW writes into its tensors, and `step` may not be one for all parameters.
+                # Separate memory for each: AdamW writes to its tensors, and parameters must not share `step`.
                 kept = value.to(self.parameters[name].device, copy=True)
                 state.setdefault(self.parameters[name], {})[kind] = kept
         self.optimizer.steps = numbers.steps
 
     @property
     def _adamw_state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        adamw = self.optimizer._adamw  # noqa: SLF001 -- one package; nobody else is to see AdamW through the optimizer
+        adamw = self.optimizer._adamw  # noqa: SLF001 -- one package; AdamW stays hidden behind the optimizer
         return cast("dict[nn.Parameter, dict[str, Tensor]]", adamw.state)
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        """What AdamW keeps; nothing of a parameter that has had no gradient yet."""
+        """Yield AdamW's state. A parameter without a gradient so far has none."""
         for name, parameter in self.parameters.items():
             for kind, value in self._adamw_state.get(parameter, {}).items():
                 yield f"{kind}/{name}", value

@@ -1,4 +1,4 @@
-"""Text to tokens and back: one way for all roles, and the character tokenizer."""
+"""Text to tokens and back, in one way for all roles, and the character tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +15,24 @@ PAD: Final = 0
 END: Final = 1
 """The tokens of a character tokenizer that are no characters."""
 Template: TypeAlias = Mapping[str, JsonValue]
-"""Variables of a chat template, by their names."""
+"""Variables of a chat template, by name."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """How a model reads and writes texts: all of it but the network."""
+    """How a model encodes and decodes texts: everything except the network."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: Template | None
-    """Variables of the tokenizer's template, in which each prompt is one user message; None: it stays as it is."""
+    """Variables of the tokenizer's template, in which each prompt is one user message. None: prompts stay as they
+    are."""
     ends: frozenset[int]
     """The tokens that end a text."""
     max_tokens: int
-    """The longest sequence the model was made for."""
+    """The longest sequence that the model supports."""
 
     def check_lengths(self, longest: int, what: str) -> None:
-        """DataError if a sequence is longer than the model was made for."""
+        """Raise DataError if a sequence is longer than the model supports."""
         if longest > self.max_tokens:
             raise DataError(
                 f"{what} has {longest} tokens and the model takes at most {self.max_tokens}: shorten the row, or "
@@ -45,7 +46,7 @@ def words(
     generation: GenerationConfig | None,
     chat: Template | None,
 ) -> Words:
-    """What a model's tokenizer and configurations say. ModelError without an end of texts, or a template for `chat`."""
+    """Read a tokenizer and configurations. ModelError if there is no end-of-text token, or no template for `chat`."""
     ends = None if generation is None else generation.eos_token_id
     stops = {ends} if isinstance(ends, int) else set(ends or ())
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -58,7 +59,7 @@ def words(
 
 
 def character_tokenizer(characters: str, max_tokens: int, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """One token a character, after `<pad>` (PAD) and `<eos>` (END); no beginning-of-text token."""
+    """Make a tokenizer with one token for each character, after `<pad>` (PAD) and `<eos>` (END). No BOS token."""
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
         wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
@@ -80,10 +81,10 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Template | None
 ) -> list[list[int]]:
-    """The tokens of each prompt as generation starts from them, with what the tokenizer puts before a text.
+    """Encode each prompt as generation starts from it, with the tokenizer's prefix of a text.
 
-    With `chat`, each prompt is one user message in the tokenizer's template. DataError for one that has no token
-    or cannot be encoded.
+    With `chat`, each prompt is one user message in the tokenizer's template. DataError for a prompt without tokens, or
+    one that cannot be encoded.
     """
     texts = list(prompts)
     if chat is not None:
@@ -99,12 +100,12 @@ def encode_prompts(
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of texts that stand inside a row, with nothing before or after; DataError for one it does not know."""
+    """Encode texts within a row, with nothing before or after them. DataError for texts that it cannot encode."""
     return _encode(tokenizer, list(texts), special=False)
 
 
 def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[str]) -> list[list[int]]:
-    """The tokens of each completion and the end-of-text token."""
+    """Encode each completion, and append the end-of-text token."""
     end = end_token(tokenizer)
     tokens = _encode(tokenizer, list(completions), special=False)
     return [[*ids, end] for ids in tokens]
@@ -113,9 +114,9 @@ def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence
 def encode_dialogues(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str], chat: Template
 ) -> list[list[int]]:
-    """The tokens of each prompt and completion as a user's and an assistant's message in the tokenizer's template.
+    """Encode each prompt and completion as a user's and an assistant's message in the tokenizer's template.
 
-    DataError for what the template refuses or the tokenizer cannot encode.
+    DataError for texts that the template refuses or the tokenizer cannot encode.
     """
     texts: list[str] = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -134,7 +135,7 @@ def in_template(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Messages in the tokenizer's chat template, which may raise anything."""
+    """Render messages in the tokenizer's chat template, which may raise anything."""
     given: dict[str, Any] = dict(variables)
     turns: list[Any] = [dict(message) for message in messages]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
@@ -142,7 +143,7 @@ def in_template(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
-    """The text of each row of tokens, without special tokens."""
+    """Decode each row of tokens, without special tokens."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):  # one call for all rows: twice as fast
         return tokenizer.backend_tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
     return [str(tokenizer.decode(list(row), skip_special_tokens=True)) for row in rows]
@@ -151,8 +152,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) ->
 def stopped_after(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begun: int, stop: Sequence[str]
 ) -> int | None:
-    """After how many tokens of a completion one of the texts is whole, of which `begun` have none; None if never."""
-    # A character is at most four bytes, and a token at least one: older tokens are of no stop text that is new.
+    """Return the number of tokens after which a stop text is complete. None if never. The first `begun` have none."""
+    # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
     reach = 4 * max(map(len, stop)) + 4
     ends = range(begun + 1, len(tokens) + 1)
     texts = decode(tokenizer, [tokens[max(0, end - reach) : end] for end in ends])
@@ -160,7 +161,7 @@ def stopped_after(
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the end-of-text token; ModelError if there is none."""
+    """Return the id of the end-of-text token. ModelError if there is none."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise ModelError(
@@ -171,7 +172,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def texts_of(batch: Batch, name: str) -> list[str]:
-    """A column of text; DataError for a value that is none."""
+    """Return a column of texts. DataError if a value is no text."""
     values = batch.objects(name) if len(batch) else ()
     for row, value in enumerate(values):
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a backend builds for a role that is trained."""
+"""A backend's model for a trained role."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -18,56 +18,56 @@ from meshrl_hf.training import Steps
 
 
 class State(Protocol):
-    """A model in training, as checkpoints keep it."""
+    """A model in training, for checkpoints."""
 
     def write(self, folder: str, wait: bool) -> None:
-        """Write it, or, with `wait = False`, copy it for a thread to write. All ranks do it at once."""
+        """Write it, or with `wait = False` copy it for a thread to write. All ranks call it together."""
         ...
 
     async def written(self) -> None:
-        """Wait until the last copy is written. Raises what went wrong."""
+        """Wait until the last copy is written. Raises its error."""
         ...
 
     def read(self, folder: str) -> None:
-        """Take what was written."""
+        """Load the written state."""
         ...
 
 
 class Trainable(ABC):
-    """A model, what it predicts, and its optimizer, in the layout of a backend. All ranks call it at the same time."""
+    """A model, its predictions and its optimizer, in the layout of a backend. All ranks call its methods together."""
 
     def __init__(
         self,
         passes: Passes,
         optimizer: Steps,
         state: State,
-        turn: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 -- it has no state
+        turn: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 -- stateless
     ) -> None:
-        """`turn`: held while weights are read or changed, where calls may come between the passes of another."""
+        """`turn`: held while weights are read or changed, if calls may run between the passes of another call."""
         self.passes, self.optimizer, self.state, self.turn = passes, optimizer, state, turn
 
     @abstractmethod
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """One optimizer step, as `training.step`."""
+        """Make one optimizer step. See `training.step`."""
 
     @abstractmethod
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """What a sampler is given by this rank: whole tensors by their Hugging Face names."""
+        """Return this rank's tensors for samplers: whole ones, by their Hugging Face names."""
 
     def shards(self) -> Iterable[Box]:
-        """This rank's own parts of what a sampler is given, in place; of parts that several ranks have one has it.
+        """Return this rank's parts of the tensors for samplers, as views. Each part comes from only one rank.
 
-        ConfigError where it has no such parts.
+        ConfigError if there are no such parts.
         """
         raise ConfigError("policy.broadcast_sync is for the backends 'torch' and 'fsdp': remove it")
 
     @abstractmethod
     def save(self, folder: str) -> None:
-        """Write a Hugging Face folder, whole or not at all."""
+        """Write a Hugging Face folder, completely or not at all."""
 
 
 def own_rank() -> Rank:
-    """This rank, once torch knows how many threads it may use."""
+    """Return this rank, after setting torch's number of threads."""
     rank = current_rank()
     torch.set_num_threads(rank.threads)
     return rank

@@ -1,4 +1,4 @@
-"""One optimizer step of a whole batch, for the policy and the critic alike."""
+"""One optimizer step on a whole batch, for all trained roles."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +24,10 @@ _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"}
 
 
 class Steps(Protocol):
-    """What a step needs of an optimizer."""
+    """The optimizer, as a step uses it."""
 
     steps: int
-    """Made so far."""
+    """Steps so far."""
 
     @property
     def lr(self) -> float:
@@ -35,9 +35,9 @@ class Steps(Protocol):
         ...
 
     def step(self, predicts: Predicts) -> float:
-        """Step, and forget the gradients; their norm before clipping. ModelError, and no step, if it is not finite.
+        """Step and drop the gradients. Returns their norm before clipping. ModelError and no step if not finite.
 
-        `predicts`: what the model does, for the message.
+        `predicts`: the model's prediction, for the message.
         """
         ...
 
@@ -55,38 +55,38 @@ async def step(
     check: Callable[[], object],
     begin: Callable[[bool], None] = lambda _: None,
 ) -> Metrics:
-    """One step on the rows of all ranks, pass by pass, as many on each rank; `predict` keeps what gradients need.
+    """Make one step on the rows of all ranks, with the same number of passes on each. `predict` keeps gradients.
 
-    `begin` is told before each pass whether it is the last. `check` raises where this rank's rows do not fit. Where
-    peers allow it, the step may be cancelled between two micro-batches. Then, and where it raises, no weight has
-    changed. DataError if there is nothing to learn or the loss names a metric as the step does, ModelError if the
-    gradient is not finite.
+    `begin` is called before each pass, with True for the last one. `check` raises if this rank's rows do not fit. If
+    peers allow it, the step may be cancelled between two micro-batches. After that, or an error, no weight has changed.
+    DataError if there is nothing to learn or a metric of the loss has a name of the step's, ModelError if the gradient
+    is not finite.
     """
     peers = passes.ranks
     ready = prepared(passes, batch, loss, check)
-    optimizer.forget()  # what an update left behind that failed half-way
+    optimizer.forget()  # gradients of an update that failed half-way
     for left, micro in zip(reversed(range(len(ready.micros))), ready.micros, strict=True):
         begin(left == 0)
         ready.judge(predict(batch, micro), micro, peers).backward()
         if peers.interruptible:
-            await asyncio.sleep(0)  # here a cancelled call ends
+            await asyncio.sleep(0)  # a cancelled call ends here
     told = peers.agree(ready.judge.told)[peers.number]
     return stepped(optimizer, loss.predicts, told, batch, peers)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step whose gradients are yet to be computed."""
+    """A step before the computation of its gradients."""
 
     judge: "Judge"
     micros: list[MicroBatch]
-    """As many on each rank."""
+    """The same number on each rank."""
 
 
 def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]) -> Prepared:
-    """What `step` computes: micro-batches, and the loss that weighs them together.
+    """Prepare `step`: micro-batches, and the loss that weighs them together.
 
-    DataError, on all ranks, if there is nothing to learn; what `check` raises on one rank, all raise.
+    DataError on all ranks if there is nothing to learn. An error of `check` on one rank is raised on all.
     """
     tokens, mask = batch.tokens, batch.loss_mask
     micros: list[MicroBatch] = []
@@ -115,13 +115,13 @@ class Judge:
     def __init__(self, batch: Batch, loss: Loss, weights: NDArray[np.float32]) -> None:
         self._batch, self._loss, self._weights = batch, loss, weights
         self._sums: dict[str, Tensor] = {}
-        """float64[] each, on the device: of `loss`, and of each metric by its name."""
+        """float64[] each, on the device: the sum of `loss`, and of each metric by name."""
         self._failure: Exception | None = None
 
     def __call__(self, predicted: Tensor, micro: MicroBatch, peers: RankGroup) -> Tensor:
-        """The micro-batch's part of the loss, float32[].
+        """Return the micro-batch's part of the loss, float32[].
 
-        Where the loss raises and other ranks would wait for this one, it goes on with zeros, and `told` raises.
+        If the loss raises while other ranks would wait for this one, it continues with zeros, and `told` raises.
         """
         if micro is not IDLE and self._failure is None:
             try:
@@ -133,10 +133,10 @@ class Judge:
         return predicted.sum() * 0
 
     def told(self) -> Mapping[str, float]:
-        """The sums of `loss` and of its metrics, once all is computed. Raises what the loss has raised."""
+        """Return the sums of `loss` and of its metrics, after all passes. Raises the loss's error."""
         if self._failure is not None:
             raise self._failure
-        if not self._sums:  # each micro-batch was idle
+        if not self._sums:  # all micro-batches were idle
             return {}
         return dict(zip(self._sums, cast("list[float]", torch.stack([*self._sums.values()]).tolist()), strict=True))
 
@@ -155,9 +155,9 @@ class Judge:
 
 
 def stepped(optimizer: Steps, predicts: Predicts, told: Mapping[str, float], batch: Batch, peers: RankGroup) -> Metrics:
-    """Make the step, from the gradients of all micro-batches and what the judge has told.
+    """Make the step, with the gradients of all micro-batches and the sums of the judge.
 
-    Its metrics become the whole batch's where those of all ranks with rows of their own are averaged.
+    The mean of its metrics over the ranks with different rows is that of the whole batch.
     """
     ranks = peers.size
     rate = optimizer.lr
@@ -174,7 +174,7 @@ def stepped(optimizer: Steps, predicts: Predicts, told: Mapping[str, float], bat
 
 
 def _check_logprobs(batch: Batch, loss: Loss) -> None:
-    """DataError where log-probs of learned tokens are not finite, which no gradient survives."""
+    """Raise DataError if log-probs of learned tokens are not finite, which would make gradients NaN."""
     for name in loss.columns:
         if name.endswith("logprobs") and name in batch and isinstance(column := batch[name], Ragged):
             if column.offsets is not batch.tokens.offsets:
@@ -189,7 +189,7 @@ def _check_logprobs(batch: Batch, loss: Loss) -> None:
 
 
 def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
-    """DataError where a loss tells what the step tells: before it, so that who tries again does not learn twice."""
+    """Raise DataError if a loss uses a name of the step's metrics, before the step: a retry must not learn twice."""
     if taken := sorted(_OWN.intersection(metrics)):
         raise DataError(
             f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update reports: choose a name "
@@ -198,7 +198,7 @@ def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
 
 
 def learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
-    """How many rows have a learned token, and how many such tokens there are."""
+    """Return the number of rows with a learned token, and the number of learned tokens."""
     check_first(tokens, mask)
     starts = tokens.offsets[:-1][tokens.lengths > 0]
     values = np.asarray(mask.values, np.bool_)

@@ -1,4 +1,4 @@
-"""Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
+"""Weights out of a model and into one, as arrays. bfloat16 is that of `ml_dtypes`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -16,22 +16,22 @@ _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 
 class Form(NamedTuple):
-    """What a tensor of a model is, but for its values."""
+    """A tensor of a model without its values."""
 
     dtype: str
-    """numpy's name."""
+    """The name of the dtype in numpy."""
     shape: tuple[int, ...]
 
 
 def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
-    """The memory of tensors, one after another; copied where it is a GPU's."""
+    """Yield the memory of tensors, copied if it is on a GPU."""
     return ((name, array_of(tensor.cpu())) for name, tensor in tensors)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
     """Copy the weights into a model's tensors.
 
-    ModelError, and nothing copied, if they are not of this model or have not the bytes that were sent.
+    ModelError, and nothing is copied, if they are of another model or differ from the sent bytes.
     """
     own = {name: array_of(tensor) for name, tensor in tensors.items()}
     check_weights({name: Form(array.dtype.name, array.shape) for name, array in own.items()}, weights)
@@ -40,7 +40,7 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
 
 
 def check_weights(own: Mapping[str, Form], weights: Weights) -> None:
-    """ModelError if the weights are not of a model with these tensors, or have not the bytes that were sent."""
+    """Raise ModelError if the weights are not of a model with these tensors, or differ from the sent bytes."""
     given = {name: Form(array.dtype.name, array.shape) for name, array in weights.tensors.items()}
     check_forms(own, given, weights.version)
     if damaged := [name for bucket in weights.buckets for name in bucket.damaged()]:
@@ -51,7 +51,7 @@ def check_weights(own: Mapping[str, Form], weights: Weights) -> None:
 
 
 def check_forms(own: Mapping[str, Form], given: Mapping[str, Form], version: int) -> None:
-    """ModelError if the weights of a version, `given`, are not of a model with the tensors `own`."""
+    """Raise ModelError if the weights of a version, `given`, are not of a model with the tensors `own`."""
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ModelError(
@@ -68,8 +68,8 @@ def check_forms(own: Mapping[str, Form], given: Mapping[str, Form], version: int
 
 
 def copy_into(tensor: Tensor, array: Array) -> None:
-    """Copy an array of the tensor's shape into it, in its dtype and on its device."""
-    copied = np.array(array)  # torch takes no memory that may not be written
+    """Copy an array of the same shape into a tensor, in its dtype and on its device."""
+    copied = np.array(array)  # torch accepts no read-only memory
     plain = (
         torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
         if array.dtype == _BFLOAT16
@@ -79,7 +79,7 @@ def copy_into(tensor: Tensor, array: Array) -> None:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The tensor's memory as an array."""
+    """Return the tensor's memory as an array."""
     plain = tensor.detach()
     if plain.dtype == torch.bfloat16:
         return plain.view(torch.int16).numpy().view(_BFLOAT16)

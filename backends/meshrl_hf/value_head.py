@@ -1,4 +1,4 @@
-"""A language model's body with a head that predicts one number at each token: the value of what follows it."""
+"""A language model's body with a head that predicts the value at each token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,26 +22,26 @@ from meshrl_hf.scoring import Passes, score
 
 @dataclass(frozen=True)
 class ValueModel:
-    """A language model whose own head is not used, and a linear one: float32, whatever the body's dtype."""
+    """A language model whose head is replaced by a linear one: float32, for any dtype of the body."""
 
     model: LanguageModel
     head: nn.Linear
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Of the body and the head, by name."""
+        """Parameters of body and head, by name."""
         body = self.model.network.base_model.named_parameters(prefix="body")
         return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
-        """The value of the state that each target of a micro-batch was drawn from, float32[targets]."""
+        """Return the value of the state that each target of a micro-batch was sampled from, float32[targets]."""
         there = micro.to(self.model.device)
         hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
         return cast("Tensor", self.head(hidden.float()))[:, 0]
 
 
 def values(passes: Passes, batch: Batch) -> Ragged:
-    """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
+    """Return the value of the state that each learned token was sampled from, ragged float32. 0 for others."""
     tokens, mask = batch.tokens, batch.loss_mask
 
     def rows() -> Rows:
@@ -53,12 +53,12 @@ def values(passes: Passes, batch: Batch) -> Ragged:
 
 
 def load_valued(config: ModelConfig) -> ValueModel:
-    """The model that a role's table names, with the head that its folder holds, or a new one whose values are 0."""
+    """Load the model in a role's table, with the head in its folder, or a new one whose values are 0."""
     return with_head(load(config), config)
 
 
 def with_head(model: LanguageModel, config: ModelConfig) -> ValueModel:
-    """The model with the head that its folder holds, or a new one whose values are 0."""
+    """Add the head in the model's folder, or a new one whose values are 0."""
     head = nn.Linear(int(model.network.config.get_text_config().hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)

@@ -1,6 +1,6 @@
-"""Who of the ranks that share a process group dies, the others hear at once: NCCL would let them wait for its timeout.
+"""Report the death of a rank to the others of its process group at once: NCCL would wait for its timeout.
 
-Each rank holds a connection to the first one. The system closes those of a process that ends, however it ends.
+Each rank holds a connection to the first one. The system closes the connections of a process that ends in any way.
 """
 
 import secrets
@@ -19,27 +19,27 @@ from meshrl.mesh import Rank
 
 _KEY: Final = "vigil"
 _TOKEN: Final = 16
-"""Bytes by which the first rank knows the others."""
+"""Bytes of the secret by which the first rank recognises the others."""
 _NUMBER: Final = struct.Struct("<I")
 _PATIENCE: Final = 10.0
-"""Seconds that who connects has to say who it is."""
+"""Seconds that a connecting process has to identify itself."""
 _CONNECTED: Final = 120.0
-"""Seconds within which all ranks connect: they have met just before."""
+"""Seconds within which all ranks connect. They have met just before."""
 _FAREWELL: Final = 0xFFFFFFFF
-"""Said instead of a number by who closes its vigil, and lives."""
+"""Sent instead of a number by a living rank that closes its vigil."""
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""After a minute without an answer the host of a rank counts as gone."""
+"""The host of a rank counts as gone after a minute without an answer."""
 
 
 class Vigil:
-    """One rank's watch over the others: `died` is called once, in a thread, with the number of one that is gone."""
+    """One rank's watch over the others. Calls `died` once, in a thread, with the number of a rank that is gone."""
 
     def __init__(
         self, store: Store, rank: Rank, host: str, died: Callable[[int], None], patience: float = _CONNECTED
     ) -> None:
-        """All ranks make theirs at the same time. `host`: where the others reach the first rank.
+        """All ranks construct theirs together. `host`: where the others reach the first rank.
 
-        One that has not connected within the `patience`, in seconds, counts as gone.
+        A rank that has not connected within `patience` seconds counts as gone.
         """
         self._died = died
         self._closed = False
@@ -61,7 +61,7 @@ class Vigil:
         self._thread.start()
 
     def close(self) -> None:
-        """End it: `died` is not called any more, and the others do not take this for a death."""
+        """End the watch. `died` is not called any more, and the others do not count this as a death."""
         self._closed = True
         with suppress(OSError):  # it has ended, or the first rank is gone
             self._own.sendall(_NUMBER.pack(_FAREWELL))
@@ -72,7 +72,7 @@ class Vigil:
     def _over(
         self, listening: socket.socket, closing: socket.socket, token: bytes, awaited: set[int], patience: float
     ) -> Callable[[], None]:
-        """What the first rank does: it tells all of the first that is gone. `awaited`: who has not connected yet."""
+        """Return the first rank's watch, which reports the first death to all. `awaited`: unconnected ranks."""
         there: dict[socket.socket, int] = {}
 
         def watch() -> None:
@@ -105,7 +105,7 @@ class Vigil:
         return watch
 
     def _of(self, first: socket.socket) -> Callable[[], None]:
-        """What each other rank does: it waits until the first tells it of one, or is gone itself."""
+        """Return another rank's watch, which waits for the first rank's report, or for its death."""
 
         def watch() -> None:
             with first:
@@ -120,7 +120,7 @@ class Vigil:
 
 
 def _greeted(listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
-    """A rank that connects, and its number; None where it is somebody else."""
+    """Accept a connection from a rank, and return its number. None for a stranger."""
     connection = _kept(listening.accept()[0])
     connection.settimeout(_PATIENCE)
     hello = _read(connection, _TOKEN + _NUMBER.size)
@@ -132,7 +132,7 @@ def _greeted(listening: socket.socket, token: bytes) -> tuple[socket.socket, int
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; none where the other end is gone before."""
+    """Read `size` bytes. Empty if the other end is gone before."""
     got = b""
     with suppress(OSError):
         while len(got) < size and (more := connection.recv(size - len(got))):
@@ -141,7 +141,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _kept(connection: socket.socket) -> socket.socket:
-    """The connection, which ends where the other host does not answer."""
+    """Configure a connection so that it ends if the other host does not answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
