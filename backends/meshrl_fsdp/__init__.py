@@ -1,6 +1,6 @@
 """The FSDP2 backend: a Hugging Face model sharded over the ranks of a mesh, and split over its axis `tp`.
 
-Each rank is a process of its own, so a mesh of several ranks needs `run.engine = "processes"`, or `"ray"`.
+Each rank is a process, so a mesh of several ranks needs `run.engine = "processes"`, or `"ray"`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ ROLES: Final[Mapping[str, str]] = {
     "Reward": "meshrl_fsdp.reward:FsdpReward",
     "RewardModel": "meshrl_fsdp.reward_model:FsdpRewardModel",
 }
-"""Where each role's class is. Strings, so that looking a role up imports no torch."""
+"""The class of each role. Strings, so that a look-up imports no torch."""
 
 AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(ROLES, ("dp", "tp"))
-"""The axes that each role's ranks may stand along, the last one fastest; none where it takes one rank."""
+"""The axes along which each role's ranks can be arranged, the last one fastest. Empty if it takes one rank."""
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_fsdp.options:FsdpConfig")
-"""Where the schema of each role's own options is: the table `fsdp` in the role's."""
+"""The schema of each role's options: the table `fsdp` in the role's."""
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
-"""Tells the tokens of prompts, without a model."""
+"""Counts the tokens of prompts, without a model."""
 
 MEMORY: Final = "meshrl_fsdp.memory:held"
-"""Tells what a rank holds of a role, without weights."""
+"""Estimates the memory of a role's rank, without weights."""

@@ -8,7 +8,7 @@ from meshrl_hf.trainable import own_rank
 
 
 class FsdpCritic(Spread, TrainedCritic):
-    """A model with a value head that is sharded and trained by its ranks together."""
+    """A model with a value head, sharded over its ranks and trained by them together."""
 
     def __init__(self, config: CriticConfig) -> None:
         valued, sharded = load_sharded_valued(config, own_rank())

@@ -1,4 +1,4 @@
-"""Models onto the ranks: each reads its own part of the files, where these name parameters as the model does."""
+"""Load models onto the ranks: each reads its part of the files, if they use the model's parameter names."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,13 +25,13 @@ from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.value_head import ValueModel, with_head
 
 _NETWORK: Final = "parts.0."
-"""What stands before the names of a model's parameters in a `Root`."""
+"""The prefix of a model's parameters in a `Root`."""
 
 
 def load_sharded(config: ModelConfig, rank: Rank) -> Sharded:
-    """The model that a role's table names, on the ranks of its mesh: all call it at the same time.
+    """Load the model in a role's table onto the ranks of its mesh, which call it together.
 
-    A policy's has its adapters.
+    A policy's model has its adapters.
     """
     layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
@@ -56,7 +56,7 @@ def load_sharded_valued(config: ModelConfig, rank: Rank) -> tuple[ValueModel, Sh
 
 
 def load_sharded_judge(config: ModelConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
-    """The same for a reward, and for a reward model that is trained."""
+    """The same for a reward, and for a trained reward model."""
     layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
     kinds: list[Kind] = []
@@ -68,7 +68,7 @@ def load_sharded_judge(config: ModelConfig, rank: Rank) -> tuple[ScoreModel, Sha
 
 
 def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path | None]:
-    """The model in float32: without values, and where they are, or whole. Where a rank cannot read it, all say so."""
+    """Return the model in float32, whole, or without values but with their folder. A rank's error is raised on all."""
     whole = config.model_copy(update={"dtype": "float32"})
     kept: list[tuple[LanguageModel, Path | None]] = []
 
@@ -101,7 +101,7 @@ def _spread(
 
 
 def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
-    """Give the parameters their values: each rank reads its shards alone."""
+    """Load the values of the parameters: each rank reads only its shards."""
     root = sharded.root
     real = {name: each for name, each in root.named_parameters() if not each.is_meta}
     kept = {name: local(each).clone() for name, each in {**real, **dict(root.named_buffers())}.items()}

@@ -1,4 +1,4 @@
-"""What a rank of the fsdp backend holds: its own code, rehearsed in a group whose other ranks are not there."""
+"""The memory of a rank of the fsdp backend: its code, rehearsed in a group without other ranks."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -19,13 +19,13 @@ from meshrl_hf.memory import Cast, figures, knobs, part_of, rehearsed_alone
 from meshrl_hf.model import LanguageModel
 
 _OFFLOADED: Final = ("parameters", "moments", "gradients")
-"""What is in the host's memory with `cpu_offload`."""
+"""Kept in the host's memory with `cpu_offload`."""
 
 
 def held(config: ModelConfig, work: Work) -> Memory:
-    """What the first rank holds of a role, whose shards are the largest.
+    """Estimate the memory of a role's first rank, whose shards are the largest.
 
-    BackendError for what is not counted, ConfigError in a process that is in a process group already.
+    BackendError for unsupported cases, ConfigError if the process is in a process group already.
     """
     layout = options_of(config, FsdpConfig)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
@@ -59,7 +59,7 @@ def _laid_out(config: ModelConfig, layout: FsdpConfig, dtype: torch.dtype, world
 
 @contextmanager
 def _alone(axes: Mapping[str, int], layout: FsdpConfig) -> Generator[World]:
-    """The first rank of a mesh with these axes, none of whose other ranks is there."""
+    """The first rank of a mesh with these axes, without the other ranks."""
     grid = grid_of(axes, layout)
     with rehearsed_alone(0, grid.numel()):
         yield World.on(grid, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The optimizer of a rank: over its own shards, with the norm of the whole gradient."""
+"""The optimizer of a rank: over its shards, with the norm of the whole gradient."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -18,15 +18,15 @@ from meshrl_hf.spread_state import MOMENTS
 
 
 class ShardedOptimizer(Optimizer):
-    """AdamW on each rank's shards as plain tensors: it works element by element, so shards need not know of others."""
+    """AdamW on each rank's shards as plain tensors. It works element by element, so shards are independent."""
 
     def __init__(
         self, config: OptimizerConfig, sharded: Sharded, parameters: Sequence[nn.Parameter], *, offload: bool = False
     ) -> None:
-        """`offload`: between steps the moments are in the host's memory."""
+        """`offload`: keep the moments in the host's memory between steps."""
         self._sharded: Final = sharded
         self._hosts: Final[dict[tuple[Tensor, str], Tensor]] = {}
-        """Where they are then, by shard and name; pinned for a GPU."""
+        """Their place between steps, by shard and name. Pinned for a GPU."""
         self._offload: Final = offload
         self._spread: Final = parameters
         self.shards: Final = [nn.Parameter(local(parameter)) for parameter in self._spread]
@@ -34,7 +34,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(config, self.shards, self._total_norm)
 
     def step(self, predicts: Predicts) -> float:
-        """As the base's, on all ranks at the same time."""
+        """Make a step like the base. All ranks call it together."""
         for parameter in self._sharded.partial:
             if parameter.grad is not None:  # a view of the gradient, which is summed in place
                 dist.all_reduce(local(parameter.grad), group=self._sharded.world.tensors.get_group())
@@ -56,12 +56,12 @@ class ShardedOptimizer(Optimizer):
             parameter.grad = None
 
     def moments(self, name: str) -> list[Tensor]:
-        """What AdamW keeps under a name, of each shard. Writing into them changes it."""
-        state = self._adamw.state  # of a parameter that has had no gradient there is nothing
+        """Return AdamW's state of this name for each shard, as views."""
+        state = self._adamw.state  # a parameter without a gradient so far has none
         return [state[shard][name] if shard in state else torch.zeros_like(shard) for shard in self.shards]
 
     def begin(self, steps: int) -> None:
-        """Go on after this many steps, with moments that are to be filled in."""
+        """Set the number of steps, with moments to be filled in."""
         self.steps = steps
         if not steps:
             self._adamw.state.clear()
@@ -73,7 +73,7 @@ class ShardedOptimizer(Optimizer):
                     kept[name] = torch.zeros_like(shard)
 
     def _to_host(self) -> None:
-        """Keep the moments in the host's memory, each in a buffer that is made once. It waits for the copies."""
+        """Move the moments to the host's memory, each to a buffer that is made once. Waits for the copies."""
         for shard, kept in self._adamw.state.items():
             for name in MOMENTS:
                 if (shard, name) not in self._hosts:
@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
                 kept[name] = self._hosts[shard, name].copy_(kept[name])
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm over all shards of all ranks, float32[]."""
+        """Return the norm over all shards of all ranks, float32[]."""
         squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square()
         there = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
         split = torch.tensor(there, device=squares.device)

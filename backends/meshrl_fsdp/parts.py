@@ -1,4 +1,4 @@
-"""A rank's own part of a tensor that is spread over ranks."""
+"""A rank's part of a tensor that is spread over ranks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
@@ -13,20 +13,20 @@ from meshrl_hf.boxes import Box
 
 
 class _Chunked(Protocol):
-    """What torch.distributed.checkpoint asks of a tensor that is spread over ranks."""
+    """The interface of spread tensors for torch.distributed.checkpoint."""
 
     def __create_chunk_list__(self) -> Sequence[ChunkStorageMetadata]:
-        """Where this rank's part lies in the whole."""
+        """Return the place of this rank's part in the whole."""
         ...
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, or all of a tensor that is not spread. Writing into it changes the tensor."""
+    """Return this rank's part, as a view, or a whole tensor as it is."""
     return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def rectangle(name: str, tensor: Tensor, part: Tensor) -> Iterator[Box]:
-    """This rank's part of a tensor, or another of the part's shape, with where it lies; nothing where it is empty."""
+    """Yield this rank's part of a tensor, or another of its shape, with its place. Nothing if it is empty."""
     if not part.numel():
         return
     if not isinstance(tensor, DTensor):
@@ -37,14 +37,14 @@ def rectangle(name: str, tensor: Tensor, part: Tensor) -> Iterator[Box]:
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether each rank along `tp` has another part of a DTensor; a bias may be whole on all."""
+    """True if each rank along `tp` has another part of a DTensor. A bias may be whole on all."""
     spread = cast("DTensor", tensor)
     names = spread.device_mesh.mesh_dim_names or ()
     return any(name == TP and kind.is_shard() for name, kind in zip(names, spread.placements, strict=True))
 
 
 def is_first(tensor: Tensor) -> bool:
-    """Whether no rank before this one has the same part."""
+    """True if no rank before this one has the same part."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     mesh, kinds = tensor.device_mesh, tensor.placements

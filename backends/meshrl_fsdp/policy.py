@@ -12,7 +12,7 @@ from meshrl_hf.trainable import own_rank
 
 
 class FsdpPolicy(Spread, TrainedPolicy):
-    """A model that is sharded and trained by its ranks together."""
+    """A model sharded over its ranks, and trained by them together."""
 
     def __init__(self, config: PolicyConfig) -> None:
         sharded = load_sharded(config, own_rank())

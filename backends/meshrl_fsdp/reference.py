@@ -12,7 +12,7 @@ from meshrl_hf.trainable import own_rank
 
 
 class FsdpReference(Spread, FrozenReference):
-    """A model that is sharded; it computes in the dtype of its table."""
+    """A sharded model, which computes in the dtype of its table."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         self._sharded, self._dtype = load_sharded(config, own_rank()), config.dtype

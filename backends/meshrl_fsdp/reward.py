@@ -7,7 +7,7 @@ from meshrl_hf.trainable import own_rank
 
 
 class FsdpReward(Spread, FrozenReward):
-    """A model that is sharded; it computes in the dtype of its table, and its head in float32."""
+    """A sharded model, which computes in the dtype of its table, and in float32 in its head."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         judge, sharded = load_sharded_judge(config, own_rank())

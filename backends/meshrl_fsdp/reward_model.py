@@ -8,7 +8,7 @@ from meshrl_hf.trainable import own_rank
 
 
 class FsdpRewardModel(Spread, TrainedRewardModel):
-    """A model with a head that scores, which is sharded and trained by its ranks together."""
+    """A model with a scoring head, sharded over its ranks and trained by them together."""
 
     def __init__(self, config: RewardTrainingConfig) -> None:
         judge, sharded = load_sharded_judge(config, own_rank())

@@ -1,4 +1,4 @@
-"""A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
+"""A model spread over the ranks: split along `tp`, sharded along `dp`, with a forward pass under FSDP2's hooks."""
 
 import inspect
 import logging
@@ -22,23 +22,23 @@ from meshrl_hf.scoring import Passes, Predict, one_by_one
 
 _STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARED: Final = "replicated_with_grad_allreduce"
-"""What transformers calls a module that each rank has whole and uses for its own heads."""
+"""transformers' name for a module that each rank holds whole and uses for its own heads."""
 
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-"""It advises against gathering shards of shards in two hops, which is how they were made."""
+"""Silences advice against gathering shards of shards in two hops, which is how they were made."""
 
 
 class Root(nn.Module):
-    """Holds all that is sharded. Whatever is computed inside its forward pass finds parameters whole."""
+    """Holds everything sharded. Computations inside its forward pass see whole parameters."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(modules)
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """What is computed."""
-        return compute().clone()  # FSDP marks what is returned, which may be no view
+        """Return the result of `compute`."""
+        return compute().clone()  # FSDP marks the result, which must not be a view
 
 
 @dataclass(frozen=True)
@@ -49,76 +49,76 @@ class Sharded:
     model: LanguageModel
     world: World
     shared: Sequence[str]
-    """Names of modules that each rank along `tp` has whole, and uses for its own heads alone."""
+    """Names of modules that each rank along `tp` holds whole, and uses only for its heads."""
     sums_late: bool
-    """Whether gradients are summed over the ranks after the last pass of a step alone."""
+    """True if gradients are summed over the ranks only after the last pass of a step."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute with the model: every rank at the same time."""
+        """Compute with the model. All ranks call it together."""
         done = False
         try:
             result = cast("Tensor", self.root(compute))
-            done = torch.is_grad_enabled()  # then the backward pass frees what is whole
+            done = torch.is_grad_enabled()  # then the backward pass frees whole parameters
         finally:
             if not done:
                 self.reshard()
         return result
 
     def predicting(self, predict: Predict) -> Predict:
-        """What computes the same with the model."""
+        """Wrap a prediction so that it computes with the model."""
         return lambda batch, micro: self(partial(predict, batch, micro))
 
     def begin(self, last: bool) -> None:
-        """Before a pass that is trained on, the last of a step or not: FSDP waits for no sum before the last ends."""
+        """Start a training pass. FSDP waits for sums only at the end of the last one."""
         root = cast("FSDPModule", self.root)
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last or not self.sums_late)
 
     def passes(self, predict: Predict, budget: int) -> Passes:
-        """Those of what `predict` says, without gradients."""
+        """Return the passes of `predict`, without gradients."""
         return Passes(self.model, one_by_one(self.predicting(predict)), budget, self.world)
 
     def reshard(self) -> None:
-        """Free all whole parameters, which would not change with the shards."""
+        """Free all whole parameters, which would miss changes of the shards."""
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @property
     def partial(self) -> list[nn.Parameter]:
-        """Parameters of the shared modules: their gradients are of this rank's heads alone."""
+        """Parameters of the shared modules, whose gradients cover only this rank's heads."""
         ends = tuple(f".{name}.{kind}" for name in self.shared for kind in ("weight", "bias"))
         return [each for name, each in self.parameters.items() if ends and name.endswith(ends)]
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By the names that the unsharded model gives them, a tied one once; each a DTensor."""
+        """Parameters by their names in the unsharded model, tied ones once. Each is a DTensor."""
         return dict(self.model.network.named_parameters())
 
     @property
     def saved(self) -> Mapping[str, Tensor]:
-        """The parameters, and the buffers that are saved with them, which each rank has whole."""
+        """The parameters, and the saved buffers, which each rank holds whole."""
         buffers = dict(self.model.network.named_buffers())
         kept = sorted(self.model.network.state_dict().keys() & buffers.keys())
         return {**self.parameters, **{name: buffers[name] for name in kept}}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that is saved, whole one after another: every rank at the same time."""
+        """Yield all saved tensors, whole, one after another. All ranks call it together."""
         self.reshard()
         for name, tensor in self.saved.items():
             yield name, gathered(tensor)
 
     def whole(self) -> dict[str, Tensor]:
-        """Copies of all of these in the host's memory: every rank at the same time."""
+        """Copy all of these to the host's memory. All ranks call it together."""
         return {name: tensor.cpu() for name, tensor in self.tensors()}
 
 
 def shard(
     model: LanguageModel, world: World, config: FsdpConfig, dtype: torch.dtype, extra: Sequence[nn.Module] = ()
 ) -> Sharded:
-    """Spread a model in float32 that every rank has whole, or without values; its passes compute in `dtype`.
+    """Spread a float32 model that every rank holds whole, or without values. Its passes compute in `dtype`.
 
-    `extra` modules compute in float32. ModelError where the model cannot be split over the mesh's axis `tp`.
+    `extra` modules compute in float32. ModelError if the model cannot be split over the mesh's axis `tp`.
     """
     network = model.network
     shared = _split(model, world) if world.tensors.size() > 1 else ()
@@ -126,7 +126,7 @@ def shard(
         nn.Module.to(network, world.device)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     place = partial(fully_shard, mesh=world.sharding, offload_policy=offload)
-    # What goes in stays as it is: temperatures and positions are no states. Reduced in float32, summed, not averaged.
+    # Inputs keep their dtype: temperatures and positions are no states. Gradients are summed, not averaged, in float32.
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = _blocks(network)
     for block in blocks:
@@ -139,7 +139,7 @@ def shard(
     place(root, mp_policy=mixed, reshard_after_forward=False)
     for module in (*blocks, *extra, root):
         cast("FSDPModule", module).set_gradient_divide_factor(1.0)
-        cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo scales nothing
+        cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo does not scale
     for number, block in enumerate(blocks):
         ahead = cast("list[FSDPModule]", blocks[number + 1 : number + 1 + config.prefetch])
         cast("FSDPModule", block).set_modules_to_forward_prefetch(ahead)
@@ -147,10 +147,10 @@ def shard(
 
 
 def _compile(block: nn.Module) -> None:
-    """Compile a block's own operations for any number of tokens.
+    """Compile a block's operations for any number of tokens.
 
-    What FSDP does before and after stays outside, and so does what computes activations again: torch compiles nothing
-    below it where attention, which is not compiled, is in between.
+    FSDP's hooks stay outside, and so does activation checkpointing: torch compiles nothing below it if attention, which
+    is not compiled, is in between.
     """
     plain = cast("Callable[..., Tensor]", inspect.unwrap(type(block).forward))
     forward = torch.compile(plain.__get__(block), dynamic=True)
@@ -159,13 +159,13 @@ def _compile(block: nn.Module) -> None:
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """The model's layers, by the names that transformers gives as not to be split."""
+    """Return the model's layers, by transformers' names of modules that must not be split."""
     names = cast("Iterable[str]", getattr(network, "_no_split_modules", None) or ())
     return [module for module in network.modules() if type(module).__name__ in names]
 
 
 def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
-    """Split matrices along `tp` as transformers' plan for the model says; the modules that stay whole for each."""
+    """Split matrices along `tp` by transformers' plan for the model. Returns the modules that stay whole on each."""
     network, count = model.network, world.tensors.size()
     name = type(network).__name__
     config = network.config.get_text_config()
@@ -185,6 +185,6 @@ def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """A parameter, whole: every rank at the same time."""
+    """Return a whole parameter. All ranks call it together."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return whole.detach()

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model that is sharded: each rank writes its shards, as safetensors."""
+"""The checkpoint of a sharded model: each rank writes its shards, as safetensors."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ class ShardedState(SpreadState):
     def __init__(
         self, role: str, sharded: Sharded, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
     ) -> None:
-        """`parameters`: what the optimizer steps over, in its order, by name."""
+        """`parameters`: those that the optimizer steps over, in its order, by name."""
         super().__init__(role, sharded.world)
         self._sharded, self._optimizer = sharded, optimizer
         self._parameters = parameters
@@ -42,7 +42,7 @@ class ShardedState(SpreadState):
         boxes.read(self._boxes(kinds, self._parameters))
 
     def _boxes(self, kinds: Sequence[str], names: Collection[str]) -> Iterator[Box]:
-        """This rank's shards. Writing into them changes the model and its moments."""
+        """Yield this rank's shards, as views of the model and its moments."""
         self._sharded.reshard()
         for kind in kinds:
             own = map(local, self._parameters.values()) if kind == MODEL else self._optimizer.moments(kind)
@@ -51,7 +51,7 @@ class ShardedState(SpreadState):
                     yield from rectangle(f"{kind}/{name}", parameter, part)
 
     def _written_here(self) -> Collection[str]:
-        """Of the ranks that hold the same part one writes it, and replicas share the work."""
+        """Names that this rank writes. Of ranks with the same part one writes it, and replicas share the work."""
         mesh = self._sharded.world.mesh
         loads = [0] * mesh[REPLICATE].size()
         names: set[str] = set()

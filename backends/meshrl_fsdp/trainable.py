@@ -1,4 +1,4 @@
-"""A model in training that is spread over the ranks."""
+"""A model in training, spread over the ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -22,7 +22,7 @@ from meshrl_hf.trainable import Trainable
 
 
 class Sharding(Trainable):
-    """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table."""
+    """A model with sharded float32 parameters and optimizer. It computes in the dtype of its table."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Sharding(Trainable):
         role: str,
         head: nn.Linear | None = None,
     ) -> None:
-        """`parameters`: what is trained. `head`: a critic's, which is none of the model's own."""
+        """`parameters`: the trained ones. `head`: a critic's, which is not part of the model."""
         self._adapted = config if isinstance(config, PolicyConfig) and config.lora else None
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._sharded, self._head = sharded, head
@@ -44,12 +44,12 @@ class Sharding(Trainable):
         super().__init__(passes, optimizer, ShardedState(role, sharded, parameters, optimizer))
 
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """One optimizer step on the rows of all ranks."""
+        """Make one optimizer step on the rows of all ranks."""
         begin = self._sharded.begin
         return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check, begin)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's share, in the table's dtype: about as many bytes as the others'."""
+        """Yield this rank's share, in the table's dtype, with about as many bytes as the others'."""
         sharded, adapted = self._sharded, self._adapted
         tensors = published(sharded.whole(), adapted.lora).items() if adapted else sharded.tensors()
         loads = [0] * dist.get_world_size()
@@ -60,14 +60,14 @@ class Sharding(Trainable):
                 yield name, tensor.to(self._dtype)
 
     def shards(self) -> Iterator[Box]:
-        """This rank's shards, in float32; the first of those that have the same one has it."""
+        """Yield this rank's shards, in float32. Of ranks with the same shard, the first has it."""
         self._sharded.reshard()
         for name, tensor in self._sharded.saved.items():
             if is_first(tensor):
                 yield from rectangle(name, tensor, local(tensor))
 
     def save(self, folder: str) -> None:
-        """Write a Hugging Face folder in the dtype of the table, or the adapters as peft does: the first rank does."""
+        """Write a Hugging Face folder in the dtype of the table, or the adapters like peft, on the first rank."""
         model, world = self.passes.model, self._sharded.world
         tensors = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
         head = {name: gathered(each).cpu() for name, each in self._head.named_parameters()} if self._head else None

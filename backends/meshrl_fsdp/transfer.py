@@ -12,9 +12,9 @@ from meshrl_hf.transfer import Form, check_weights, copy_into
 
 
 def take(sharded: Sharded, weights: Weights, dtype: str) -> None:
-    """Copy weights, whole tensors of `dtype`, into a model's shards: each rank its own, all at the same time.
+    """Copy weights, whole tensors of `dtype`, into a model's shards. All ranks call it together.
 
-    ModelError, on all ranks and nothing copied, if they are of another model or have not the bytes that were sent.
+    ModelError on all ranks, and nothing is copied, if they are of another model or differ from the sent bytes.
     """
     sharded.reshard()
     own = sharded.saved

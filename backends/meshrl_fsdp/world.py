@@ -1,4 +1,4 @@
-"""Where a rank stands among those that share its model."""
+"""The place of a rank among those that share its model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ SHARD: Final = "shard"
 TP: Final = "tp"
 
 _meshes: Final[Shared[DeviceMesh]] = Shared()
-"""By device and grid of ranks: roles of one layout share their process groups."""
+"""By device and grid of ranks, because roles with the same layout share process groups."""
 
 
 @dataclass(frozen=True)
 class World(RankGroup):
-    """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`; the first two are the mesh's axis `dp`."""
+    """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`. The first two are the mesh's axis `dp`."""
 
     mesh: DeviceMesh
     device: torch.device
 
     @classmethod
     def of(cls, rank: Rank, config: FsdpConfig) -> "World":
-        """Meet the other ranks. ConfigError where the mesh's axes do not fit."""
+        """Meet the other ranks. ConfigError if the mesh's axes do not fit."""
         grid = grid_of(rank.shape, config)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if config.cpu_offload and device.type == "cpu":
@@ -44,7 +44,7 @@ class World(RankGroup):
 
     @classmethod
     def on(cls, grid: Tensor, device: torch.device) -> "World":
-        """This rank's place in a grid of those of the default group, int64[replicate, shard, tp]."""
+        """Return this rank's place in a grid of the default group's ranks, int64[replicate, shard, tp]."""
         mesh = _shared(device, grid)
         here = mesh.get_coordinate() or (0, 0, 0)
         place = tuple(here[:2])  # ranks along tp have the same rows
@@ -52,7 +52,7 @@ class World(RankGroup):
 
     @property
     def sharding(self) -> DeviceMesh:
-        """The mesh that parameters are sharded over: of one axis, or, with replicas, of two."""
+        """The mesh that parameters are sharded over: one axis, or two with replicas."""
         return self.mesh[REPLICATE, SHARD] if self.mesh[REPLICATE].size() > 1 else self.mesh[SHARD]
 
     @property
@@ -62,7 +62,7 @@ class World(RankGroup):
 
 
 def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
-    """The numbers of a mesh's ranks, int64[replicate, shard, tp]. ConfigError where its axes do not fit."""
+    """Arrange a mesh's ranks as int64[replicate, shard, tp]. ConfigError if its axes do not fit."""
     unknown = {axis: size for axis, size in axes.items() if axis not in ("dp", "tp") and size > 1}
     if unknown:
         raise ConfigError(f"the backend 'fsdp' supports the axes dp and tp, but its mesh has {unknown}")
@@ -81,6 +81,6 @@ def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
 
 
 def _shared(device: torch.device, grid: Tensor) -> DeviceMesh:
-    """The mesh of this grid, int64[replicate, shard, tp]: made once a process, by all ranks at the same time."""
+    """Return the mesh of this grid, int64[replicate, shard, tp], made once in a process, by all ranks together."""
     key = device.type, *grid.shape, *grid.flatten().tolist()
     return _meshes.get(key, lambda: DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP)))

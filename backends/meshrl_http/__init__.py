@@ -1,4 +1,4 @@
-"""The http backend: a sampler on inference servers that run elsewhere, vLLM's own or SGLang's own."""
+"""The http backend: a sampler on external inference servers, vLLM's or SGLang's."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -6,16 +6,16 @@ from typing import Final
 __all__ = ["CHAT", "COUNTS", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {"Sampler": "meshrl_http.sampler:HttpSampler"}
-"""Where each role's class is. Strings, so that looking a role up imports no torch."""
+"""The class of each role. Strings, so that a look-up imports no torch."""
 
 OPTIONS: Final[Mapping[str, str]] = {"Sampler": "meshrl_http.options:HttpConfig"}
-"""Where the schema of the backend's own options is: the table `http` in the role's."""
+"""The schema of the backend's options: the table `http` in the role's."""
 
 CHAT: Final = "meshrl_hf.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
-"""Tells the tokens of prompts, without a model."""
+"""Counts the tokens of prompts, without a model."""
 
 NEEDS: Final = "meshrl_http.found:check_servers"
-"""Asks the servers that a table names, and refuses one whose servers cannot be used."""
+"""Queries the servers in a table, and refuses it if one cannot be used."""

@@ -1,4 +1,4 @@
-"""Requests to one server: one try of each, and what its failures mean."""
+"""Requests to one server: one attempt of each, and the meaning of its failures."""
 
 import asyncio
 import socket
@@ -12,11 +12,11 @@ import msgspec
 from meshrl.errors import ModelError
 
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that a server, or a proxy before it, may not answer with the next time."""
+"""Statuses of a server, or a proxy before it, that may differ at the next attempt."""
 _CONNECT: Final = 10.0
-"""Seconds that a connection may take to be made."""
+"""Most seconds to make a connection."""
 SHORT: Final = 60.0
-"""Seconds that a server has for what takes it none."""
+"""Seconds for the answer to a quick request."""
 _KEEP_ALIVE: Final = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -25,24 +25,24 @@ _KEEP_ALIVE: Final = [
         if hasattr(socket, name)
     ),
 ]
-"""A machine that is gone says nothing: a row may take long, so only the silence of its system is a sign."""
+"""Detects a dead machine. A row may take long, so only the silence of the machine's system is a sign."""
 _TOLD: Final = 300
-"""Characters of what a server says, in an error."""
+"""Characters of a server's answer in an error."""
 
 
 class NoAnswerError(Exception):
-    """A server gave no answer, or one that it may not give the next time."""
+    """A server gave no answer, or an answer that may differ next time."""
 
     def __init__(self, why: str, after: float = 0.0, status: int = 0) -> None:
         super().__init__(why)
         self.status = status
-        """Of the answer; 0 where there was none."""
+        """Status of the answer. 0 if there was none."""
         self.after = after
         """Seconds that the server asks to wait."""
 
 
 class RefusedError(ModelError):
-    """A server has understood, and refuses: it would again."""
+    """A server has understood and refused the request, and would again."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class RefusedError(ModelError):
 
 
 class Client:
-    """One server. To be used in one event loop."""
+    """The client of one server, for use in one event loop."""
 
     def __init__(
         self, url: str, key: str | None, connections: int, transport: httpx.AsyncBaseTransport | None = None
@@ -74,20 +74,20 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._looking is not None:
             self._looking.cancel()
         await self._http.aclose()
 
     async def get(self, path: str) -> Any:
-        """Ask for what lies there."""
+        """Send a GET request."""
         return await self._ask("GET", path, None, SHORT)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float | None = None) -> Any:
-        """Ask for something to be done, and for what came of it; None where it says nothing.
+        """Send a POST request, and return the answer. None if it is empty.
 
-        Without `seconds` it may take for ever, as long as the server answers to something short meanwhile.
-        NoAnswerError where it may answer the next time, RefusedError where it will not.
+        Without `seconds` there is no time limit, as long as the server answers quick requests in between. NoAnswerError
+        if the next attempt may succeed, RefusedError if it will not.
         """
         asked = self._ask("POST", path, msgspec.json.encode(body), seconds)
         return await (asked if seconds else self._watched(asked))
@@ -102,7 +102,7 @@ class Client:
             task.cancel()
 
     async def _look(self) -> None:
-        """Ask for what takes a server no time, once for all who wait. NoAnswerError where it does not answer."""
+        """Send a quick request, one for all waiting tasks. NoAnswerError if the server does not answer."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(self.get("/v1/models"))
             self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -129,11 +129,11 @@ class Client:
             return None
         try:
             return msgspec.json.decode(answer.content)
-        except msgspec.DecodeError:  # a proxy's page, or half of an answer
+        except msgspec.DecodeError:  # a proxy's page, or a partial answer
             raise NoAnswerError(f"the answer is not JSON: {text}") from None
 
 
 def _seconds(answer: httpx.Response) -> float:
-    """How long a server asks to wait, in seconds; 0 where it says nothing."""
+    """Return the seconds that a server asks to wait. 0 if it does not say."""
     told = answer.headers.get("Retry-After", "")
     return min(float(told), 30.0) if told.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""How vLLM's server and SGLang's are asked for the same things."""
+"""The requests that vLLM's server and SGLang's need for the same operations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from meshrl_http.client import SHORT, Client, NoAnswerError, RefusedError
 
 @dataclass(frozen=True)
 class Ask:
-    """Tokens to go on after, and how."""
+    """Tokens to continue, and how to sample."""
 
     name: str
-    """No other request has it."""
+    """Unique among requests."""
     tokens: Sequence[int]
     limit: int
-    """New tokens, at most."""
+    """New tokens at most."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -25,63 +25,63 @@ class Ask:
     ends: Sequence[int] = ()
     stop: Sequence[str] = ()
     salt: str = "none"
-    """Requests of different salts share nothing of what was read."""
+    """Requests with different salts share no cached prefixes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a server has drawn."""
+    """Tokens that a server has sampled."""
 
     tokens: list[int]
     logprobs: list[float]
     reason: str
     """`stop`, `length` or `abort`."""
     tag: str | None = None
-    """What it calls the weights that it ended with, where it tells."""
+    """The server's tag of the weights at the end, if it reports one."""
 
 
 class Dialect(Protocol):
-    """What one kind of server is asked, and how; `model` is the name that it serves it under."""
+    """The requests of one kind of server. `model` is the served name."""
 
     title: ClassVar[str]
     temperatures: ClassVar[tuple[float, float]]
-    """The lowest above 0 and the highest that it draws at."""
+    """The lowest temperature above 0 and the highest that it supports."""
     spare: ClassVar[int]
-    """Places of its longest sequence that no token may have."""
+    """Places of its longest sequence that tokens cannot use."""
     restricts_twice: ClassVar[bool]
-    """Whether `top_p` is of what `top_k` leaves."""
+    """True if `top_p` applies to what `top_k` leaves."""
 
     async def version(self, client: Client) -> str:
-        """Of its package."""
+        """Return the version of its package."""
         ...
 
     async def seeded(self, client: Client) -> bool:
-        """Whether each request is drawn by its own seed."""
+        """True if each request is sampled with its own seed."""
         ...
 
     async def tag(self, client: Client) -> str | None:
-        """What it calls the weights that it has; None where it takes no others."""
+        """Return the tag of its weights. None if it cannot load others."""
         ...
 
     async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        """Go on after tokens."""
+        """Continue tokens."""
         ...
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        """The log-probs of tokens but the first, at the temperature 1."""
+        """Return the log-probs of tokens except the first, at temperature 1."""
         ...
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
-        """Let requests end as they are, those that the server knows of by now; False where it cannot."""
+        """End requests as they are, as far as the server knows them. False if it cannot."""
         ...
 
     async def update(self, client: Client, folder: str, tag: str) -> None:
-        """Take the weights of a folder, where nothing is drawn."""
+        """Load the weights of a folder, while nothing is sampled."""
         ...
 
 
 class Vllm:
-    """vLLM's own server, `vllm serve`: new weights and aborts by the endpoints that VLLM_SERVER_DEV_MODE=1 adds."""
+    """vLLM's server, `vllm serve`. Loads weights and aborts through endpoints that VLLM_SERVER_DEV_MODE=1 adds."""
 
     title: ClassVar = "vLLM"
     temperatures: ClassVar = (0.01, 2.0)
@@ -89,15 +89,15 @@ class Vllm:
     restricts_twice: ClassVar = True
 
     async def version(self, client: Client) -> str:
-        """Of its package."""
+        """Return the version of its package."""
         return str((await client.get("/version"))["version"])
 
     async def seeded(self, client: Client) -> bool:
-        """Whether each request is drawn by its own seed."""
+        """True if each request is sampled with its own seed."""
         return True
 
     async def tag(self, client: Client) -> str | None:
-        """What it calls the weights that it has; None without its endpoints for new ones."""
+        """Return the tag of its weights. None without its endpoints for new ones."""
         try:
             return str((await client.get("/weight_info"))["weight_version"])
         except RefusedError as error:
@@ -106,22 +106,22 @@ class Vllm:
             raise
 
     async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        """Go on after tokens."""
+        """Continue tokens."""
         (choice,) = (await client.post("/v1/completions", _completion(model, ask)))["choices"]
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         return _piece(client, ask, tokens, logprobs, choice["finish_reason"])
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        """The log-probs of tokens but the first."""
+        """Return the log-probs of tokens except the first."""
         ask = Ask(f"{salt} probe", tokens, 1, temperature=0, salt=salt)
         (choice,) = (await client.post("/v1/completions", {**_completion(model, ask), "echo": True}))["choices"]
         values = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         return _values(client, values[1 : len(tokens)], tokens)
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
-        """Let requests end as they are."""
+        """End requests as they are."""
         try:
-            # Its own name for the first and only sequence of a completion.
+            # vLLM's name for the only sequence of a completion.
             await client.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, SHORT)
         except RefusedError as error:
             if error.status == 404:
@@ -130,13 +130,13 @@ class Vllm:
         return True
 
     async def update(self, client: Client, folder: str, tag: str) -> None:
-        """Take the weights of a folder. A folder that it cannot read ends vLLM."""
+        """Load the weights of a folder. vLLM ends if it cannot read the folder."""
         await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await client.post("/update_weight_version", {"new_version": tag}, SHORT)
 
 
 class Sglang:
-    """SGLang's own server, by its own endpoints."""
+    """SGLang's server, by its endpoints."""
 
     title: ClassVar = "SGLang"
     temperatures: ClassVar = (1e-6, inf)
@@ -144,19 +144,19 @@ class Sglang:
     restricts_twice: ClassVar = False
 
     async def version(self, client: Client) -> str:
-        """Of its package."""
+        """Return the version of its package."""
         return str((await client.get("/server_info"))["version"])
 
     async def seeded(self, client: Client) -> bool:
-        """Whether each request is drawn by its own seed."""
+        """True if each request is sampled with its own seed."""
         return bool((await client.get("/server_info")).get("enable_deterministic_inference"))
 
     async def tag(self, client: Client) -> str | None:
-        """What it calls the weights that it has."""
+        """Return the tag of its weights."""
         return str((await client.get("/model_info"))["weight_version"])
 
     async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        """Go on after tokens."""
+        """Continue tokens."""
         facts = (await self._generate(client, ask))["meta_info"]
         pairs = facts.get("output_token_logprobs")
         tokens, logprobs = ([pair[at] for pair in pairs] if pairs is not None else None for at in (1, 0))
@@ -164,19 +164,19 @@ class Sglang:
         return _piece(client, ask, tokens, logprobs, reason, facts.get("weight_version"))
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        """The log-probs of tokens but the first."""
+        """Return the log-probs of tokens except the first."""
         ask = Ask("", tokens, 1, temperature=0, salt=salt)
         facts = (await self._generate(client, ask, logprob_start_len=0))["meta_info"]
         return _values(client, [pair[0] for pair in facts.get("input_token_logprobs", ())][1:], tokens)
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
-        """Let requests end as they are."""
+        """End requests as they are."""
         for name in names:
             await client.post("/abort_request", {"rid": name}, SHORT)
         return True
 
     async def update(self, client: Client, folder: str, tag: str) -> None:
-        """Take the weights of a folder."""
+        """Load the weights of a folder."""
         order = {"model_path": folder, "weight_version": tag, "flush_cache": True, "load_format": "auto"}
         told = await client.post("/update_weights_from_disk", order)
         if not told["success"]:
@@ -212,13 +212,13 @@ _PLAIN: Final[Mapping[str, float]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""What a server might take from the model's generation_config.json instead."""
+"""Overrides what a server would read from the model's generation_config.json."""
 DIALECTS: Final[Mapping[str, Dialect]] = {"vllm": Vllm(), "sglang": Sglang()}
-"""By who a server says owns its models."""
+"""By the owner that a server reports for its models."""
 
 
 def _completion(model: str, ask: Ask) -> dict[str, object]:
-    """The body of a request for a completion, with token ids and log-probs."""
+    """Return the body of a request for a completion, with token ids and log-probs."""
     return {
         "model": model,
         "prompt": list(ask.tokens),
@@ -228,7 +228,7 @@ def _completion(model: str, ask: Ask) -> dict[str, object]:
         "top_p": ask.top_p,
         "top_k": ask.top_k,
         "seed": ask.seed,
-        "ignore_eos": True,  # the ends are ours
+        "ignore_eos": True,  # meshrl decides where rows end
         "stop_token_ids": list(ask.ends),
         "stop": list(ask.stop),
         "cache_salt": ask.salt,
@@ -239,7 +239,7 @@ def _completion(model: str, ask: Ask) -> dict[str, object]:
 
 
 def _piece(client: Client, ask: Ask, tokens: object, logprobs: object, reason: str, tag: str | None = None) -> Piece:
-    """What was drawn. ModelError where a server tells no token ids, or no log-probs."""
+    """Return the sampled tokens. ModelError if a server returns no token ids, or no log-probs."""
     if reason == "abort" and not tokens:  # it had not begun
         return Piece([], [], reason, tag)
     for found, what in ((tokens, "token ids"), (logprobs, "log-probs")):

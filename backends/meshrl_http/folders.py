@@ -1,4 +1,4 @@
-"""New weights as folders that servers read: whole ones, of Hugging Face's form, in a place that they see too."""
+"""New weights as whole Hugging Face folders, in a place that servers can read."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,14 @@ from meshrl_inference.naming import Naming
 from meshrl_inference.tensors import Places, tensors
 
 _FILE: Final = 4 << 30
-"""Bytes of a file, at least, before another is begun."""
+"""Size in bytes at which a new file begins."""
 
 
 class Folders:
-    """The folders of one sampler's weights: all of them in one of its own, which goes with it."""
+    """The folders of one sampler's weights, all in one that is removed at the end."""
 
     def __init__(self, place: str, session: str, model: Path, naming: Naming) -> None:
-        """ConfigError where nothing can be written there."""
+        """Raises ConfigError if nothing can be written there."""
         self._model = model
         self._naming = naming
         self._own = Path(place).expanduser().absolute() / session
@@ -34,28 +34,28 @@ class Folders:
             ) from None
 
     def of_model(self) -> str:
-        """A folder of the weights that the model's own has. ConfigError where these are no safetensors."""
+        """Return a folder with the model's original weights. ConfigError if these are no safetensors."""
         files = sorted(self._model.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{self._model} has no safetensors, which the servers need for their first weights")
         return self._write("model", _in_files(files))
 
     def of(self, name: str, places: Places) -> str:
-        """A folder of a policy's weights that lie in shared memory."""
+        """Write a folder of a policy's weights from shared memory."""
         return self._write(name, self._naming.in_files(tensors(places)))
 
     def keep(self, folder: str) -> None:
-        """Remove all others."""
+        """Remove all other folders."""
         for other in self._own.iterdir():
             if str(other) != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all folders."""
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _write(self, name: str, named: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """It has its name when it is whole. OSError where it cannot be written, and then nothing is left of it."""
+        """Write a folder, and name it once it is complete. OSError, with nothing left, if it cannot be written."""
         made = self._own / f"{name}.part"
         try:
             made.mkdir()
@@ -67,12 +67,12 @@ class Folders:
             return str(made.rename(self._own / name))
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, SafetensorError):  # which is what it makes of a disk's answer
+            if isinstance(error, SafetensorError):  # safetensors reports a disk's errors this way
                 raise OSError(str(error)) from error
             raise
 
     def _with_tied(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Also by its other names, where a tensor has more: a server may hold them apart."""
+        """Repeat tied tensors under their other names, because a server may store them separately."""
         others = self._naming.tied()
         told = set[str]()
         for name, tensor in named:
@@ -90,7 +90,7 @@ def _in_files(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _lots(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of a file each."""
+    """Yield the tensors of one file at a time."""
     lot: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in named:

@@ -1,4 +1,4 @@
-"""What a server is: found out by asking it."""
+"""Find out what a server is by querying it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,31 +16,31 @@ from meshrl_http.dialects import DIALECTS, Ask, Dialect
 from meshrl_http.options import HttpConfig
 
 _TRIED: Final = 4
-"""Prompts whose log-probs are compared."""
+"""Number of prompts whose log-probs are compared."""
 _KNOWN: Final = 8
-"""Tokens that these are made of: every model knows so many."""
+"""Tokens in these prompts. Every model has as many."""
 _APART: Final = 0.1
-"""How far log-probs differ at least that are not the same: those of bfloat16 differ less."""
+"""Least difference of log-probs that counts. In bfloat16 they differ less."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A server."""
+    """A server's properties."""
 
     dialect: Dialect
     version: str
-    """Of its package."""
+    """The version of its package."""
     model: str
-    """The name that it serves the model under."""
+    """The name of the served model."""
     max_tokens: int | None
-    """The longest sequence that it takes; None where it does not say."""
+    """The longest sequence that it accepts. None if it does not say."""
     takes_weights: bool
     seeded: bool
-    """Whether it draws each row by the row's seed."""
+    """True if it samples each row with the row's seed."""
     tempered: bool
-    """Whether its log-probs are of the distribution at the temperature."""
+    """True if its log-probs are those at the temperature."""
     whole: bool
-    """Whether its log-probs are of the whole distribution, whatever `top_p` and `top_k` leave."""
+    """True if its log-probs are those of the whole distribution, regardless of `top_p` and `top_k`."""
 
     def __str__(self) -> str:
         longest = f", up to {self.max_tokens} tokens" if self.max_tokens else ""
@@ -54,11 +54,11 @@ class Found:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a row; None where it does not say."""
+        """Most tokens of a row. None if the server does not say."""
         return None if self.max_tokens is None else self.max_tokens - self.dialect.spare
 
     def check(self, url: str, sampling: Sampling) -> None:
-        """DataError where it does not draw so, or would tell log-probs of another distribution than the trainer's."""
+        """Raise DataError if it cannot sample this way, or if its log-probs would differ from the trainer's."""
         coldest, hottest = self.dialect.temperatures
         if sampling.temperature and not coldest <= sampling.temperature <= hottest:
             raise DataError(
@@ -88,14 +88,14 @@ def _restrictions(sampling: Sampling) -> list[tuple[str, float, float]]:
 
 
 async def find(client: Client, asked: str | None) -> Found:
-    """What a server is; `asked` is the name of the model, where there is one to look for.
+    """Query a server. `asked`: the name of the model to look for, if any.
 
-    NoAnswerError where it does not answer, ModelError where it cannot be used.
+    NoAnswerError if it does not answer, ModelError if it cannot be used.
     """
     cards = (await client.get("/v1/models")).get("data", [])
     names = [str(card["id"]) for card in cards if not card.get("parent")]
     named = [str(card["id"]) for card in cards]
-    # SGLang calls its model by the folder that it was given last, and draws whatever the name.
+    # SGLang names its model after its last loaded folder, and samples for any name.
     renamed = any(card.get("owned_by") == "sglang" for card in cards)
     if asked is not None and asked not in named and not renamed:
         raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {asked!r}")
@@ -125,10 +125,10 @@ async def find(client: Client, asked: str | None) -> Found:
 
 
 async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
-    """Whether log-probs are at the temperature, and whether of the whole distribution: where it can be seen, it is so.
+    """Measure if log-probs are at the temperature, and of the whole distribution. True only if samples show it.
 
-    What is drawn is read again, which gives its log-prob at the temperature 1. The median of several prompts decides:
-    in half precision a server may read one token otherwise than it drew it.
+    Sampled tokens are read again, which gives their log-probs at temperature 1. The median of several prompts decides,
+    because in half precision a server may read a token differently than it sampled it.
     """
     numbers = np.random.default_rng(0).integers(2, _KNOWN, (_TRIED, 6))
 
@@ -140,7 +140,7 @@ async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, boo
         read = (await dialect.read(client, model, [*prompt, *piece.tokens[:1]], name))[-1]
         return abs(piece.logprobs[0] - read), -read
 
-    # A model that is sure of all shows it in the one, and one that is of nothing in the other.
+    # A model that is sure of every token shows it in one, and a model that is sure of none in the other.
     hot = await asyncio.gather(*(apart(number, 2.0, 0) for number in range(_TRIED)))
     cold = await asyncio.gather(*(apart(number, 0.05, 0) for number in range(_TRIED)))
     changed = [max(pair) for pair in zip((far for far, _ in hot), (far for far, _ in cold), strict=True)]
@@ -150,7 +150,7 @@ async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, boo
 
 
 def check_servers(config: RoleConfig) -> None:
-    """BackendError where one of a table's servers cannot be used; otherwise what each is, is told."""
+    """Log what each server of a table is. BackendError if one cannot be used."""
     options = options_of(config, HttpConfig)
     if not options.urls:
         raise BackendError('sampler.http.urls names no server: urls = ["http://HOST:PORT"]')
@@ -158,7 +158,7 @@ def check_servers(config: RoleConfig) -> None:
         key = options.key()
     except ConfigError as error:
         raise BackendError(str(error)) from None
-    with ThreadPoolExecutor(1) as thread:  # there may be a loop here that runs
+    with ThreadPoolExecutor(1) as thread:  # this thread may have a running loop
         for url, found in zip(options.urls, thread.submit(_find_all, options, key).result(), strict=True):
             log.info(f"{url}: {found}")
             if options.weights and not found.takes_weights:
@@ -166,7 +166,7 @@ def check_servers(config: RoleConfig) -> None:
 
 
 def no_weights(url: str) -> str:
-    """Why a server takes no weights."""
+    """Say why a server cannot load weights."""
     return (
         f"{url} has no endpoints for new weights: start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, where "
         "nobody else reaches it, or leave sampler.http.weights out, and its weights stay as they are"

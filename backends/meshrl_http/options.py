@@ -28,7 +28,7 @@ class HttpConfig(BackendOptions):
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Always: the servers sample."""
+        """True: the servers sample."""
         return True
 
     @property
@@ -41,7 +41,7 @@ class HttpConfig(BackendOptions):
     def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             parts = urlsplit(url)
-            if "@" in url or parts.query:  # its own words do not repeat it: it may be a secret
+            if "@" in url or parts.query:  # do not repeat the address, which may be a secret
                 raise ValueError(
                     "an address of a server contains a user, a secret or a query: put the key into the environment "
                     "variable that key_env names"

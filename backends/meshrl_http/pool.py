@@ -1,8 +1,8 @@
-"""A rank's servers as one engine, in one event loop: orders become requests, and answers are told.
+"""A rank's servers as one engine, in one event loop: it converts orders to requests, and passes on the answers.
 
-Rows wait here until a server has room; one that does not answer is asked again, and its rows go on elsewhere. New
-weights come when nothing is drawn: what runs is ended as it is, and goes on after its tokens with what is new. So each
-token's version is known, whatever a server tells of it.
+Rows wait here until a server has room. An unresponsive server is tried again later, and its rows continue elsewhere.
+New weights are loaded while nothing is sampled: running requests end as they are, and continue after their tokens with
+the new weights. So each token's version is known, whatever a server reports.
 """
 
 import asyncio
@@ -30,22 +30,22 @@ from meshrl_inference.messages import Answer, Done, Generate, Leave, Load, Loade
 _HELD: Final = 0.02
 """Seconds between two messages of rows, as of an engine's process."""
 _AGAIN: Final = 0.05
-"""Seconds after which requests that have not ended are told to, again: a server may not have known of them."""
+"""Seconds after which unfinished requests are aborted again, because a server may not have known them."""
 _SELDOM: Final = 1.0
-"""Seconds between two such requests at most: each time twice as long is waited."""
+"""Most seconds between two such aborts. Each wait is twice as long as the last."""
 
 
 class Model(NamedTuple):
-    """What servers draw from, as a trainer has it."""
+    """The model of the servers, as a trainer has it."""
 
     tokenizer: PreTrainedTokenizerBase
     known: Known
     tolerance: float
-    """How far log-probs of the same weights may be apart, on average."""
+    """Largest mean difference of log-probs of the same weights."""
 
 
 class Pool:
-    """What the servers are asked, and for whom."""
+    """The requests to the servers, and their recipients."""
 
     def __init__(
         self,
@@ -66,30 +66,30 @@ class Pool:
         self._tasks = set[asyncio.Task[None]]()
         self._loading = asyncio.Lock()
         self._held = False
-        """Whether no row may be sent: new weights come."""
+        """True if no row may be sent, because new weights are being loaded."""
         self._version = 0
         self._gifts = 0
-        """How often weights were given to servers."""
+        """Number of times that weights were given to servers."""
         self._given = ""
-        """The folder of those that they have; empty where they were given none."""
+        """The folder of the present weights. Empty if none were given."""
         self._probe: Sequence[list[int]] = ()
         self._read: list[float] = []
-        """What they make of the probe."""
+        """The servers' log-probs of the probe."""
         self._pieces = 0
         self._closed = False
 
     async def begin(self) -> None:
-        """Let the servers have the weights of the model's folder, whatever an earlier run has left there."""
+        """Load the weights of the model's folder into the servers, which an earlier run may have changed."""
         if self._folders:
             await self._give(await asyncio.to_thread(self._folders.of_model), 0, ())
 
     def take(self, order: Order) -> None:
-        """Begin with an order."""
+        """Start an order."""
         if self._closed:
             return
         if isinstance(order, Generate):
             for server in self.servers:
-                server.sure = False  # it may have been started anew while nothing was asked
+                server.sure = False  # it may have been restarted while it was idle
             for row in order.rows:
                 self._rows[row.number] = decoded = Decoded(row, order)
                 self._waiting.append(decoded)
@@ -100,27 +100,27 @@ class Pool:
             self._start(self._load(order))
 
     def end(self, error: ModelError) -> None:
-        """Ask for nothing more, and tell all who wait."""
+        """Stop all requests, and fail all waiting tasks."""
         if not self._closed:
             self._ended(error)
             self.drop()
 
     def drop(self) -> None:
-        """Ask for nothing more."""
+        """Stop all requests."""
         self._closed = True
         self._waiting.clear()
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self.drop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for server in self.servers:
             await server.client.close()
 
     def _fill(self) -> None:
-        """Send rows that wait to servers that have room, the one with the fewest first."""
+        """Send waiting rows to servers with room, the one with the fewest rows first."""
         while self._waiting and not self._held and not self._closed:
             free = [server for server in self.servers if server.has_room]
             if not free:
@@ -132,7 +132,7 @@ class Pool:
             task.add_done_callback(partial(self._decoded, server, row, ask.name))
 
     async def _decode(self, server: Server, row: Decoded, ask: Ask) -> None:
-        """Let a server decode a row until it ends, or is ended. Cancelled, the row has what it had."""
+        """Let a server decode a row to its end. If cancelled, the row keeps its earlier tokens."""
         try:
             piece = await self._drawn(server, row, ask)
         except NoAnswerError as error:
@@ -142,7 +142,7 @@ class Pool:
             row.take(piece, self._version, self._model.tokenizer)
 
     def _decoded(self, server: Server, row: Decoded, name: str, task: asyncio.Task[None]) -> None:
-        """A request has ended, however. Where its row has to go on, it waits again."""
+        """Handle the end of a request. If its row has to continue, it waits again."""
         del server.running[name]
         if not self._closed:
             if row.row.number in self._rows:
@@ -150,7 +150,7 @@ class Pool:
             self._fill()
 
     async def _drawn(self, server: Server, row: Decoded, ask: Ask) -> Piece:
-        """What a server draws. ModelError where it did with other weights than it was given."""
+        """Return what a server samples. ModelError if it used other weights than it was given."""
         await self._make_sure(server)
         piece = await server.dialect.draw(server.client, server.found.model, ask)
         if self._given and piece.tag not in (None, self._tag):
@@ -177,7 +177,7 @@ class Pool:
         self._tell(Rows(done))
 
     def _leave(self, numbers: set[int], *, told: bool) -> None:
-        """End rows: those that are told come back as they are."""
+        """End rows. With `told`, they are returned as they are."""
         waited = [row for row in self._waiting if row.row.number in numbers]
         self._waiting = deque(row for row in self._waiting if row.row.number not in numbers)
         if told:
@@ -197,12 +197,12 @@ class Pool:
                 self._start(self._forget(server, list(left)))
 
     async def _forget(self, server: Server, names: Sequence[str]) -> None:
-        """Requests whose connections are closed: one server notices at once, another later."""
+        """Abort requests whose connections are closed, because servers may notice that late."""
         with suppress(NoAnswerError):
             await server.dialect.abort(server.client, names)
 
     async def _interrupt(self, numbers: set[int] | None = None) -> None:
-        """Let requests end as they are, those of some rows or all, and wait until they have."""
+        """End the requests of some or all rows as they are, and wait until they have ended."""
         for pause in accumulate(repeat(_AGAIN), lambda before, _: min(2 * before, _SELDOM)):
             running = {
                 server: {name: each for name, each in server.running.items() if numbers is None or each.row in numbers}
@@ -215,7 +215,7 @@ class Pool:
             await asyncio.wait(tasks, timeout=pause)
 
     async def _abort(self, server: Server, running: Mapping[str, Running]) -> None:
-        """Let requests end; where that cannot be asked for, what they have drawn is lost."""
+        """End requests. If a server cannot do that, their tokens are lost."""
         try:
             asked = await server.dialect.abort(server.client, list(running))
         except NoAnswerError:
@@ -225,7 +225,7 @@ class Pool:
                 each.task.cancel()
 
     async def _load(self, order: Load) -> None:
-        """Give new weights to all servers, once they are in a folder."""
+        """Write new weights to a folder, and load them into all servers."""
         async with self._loading:
             if self._folders is None:
                 self._tell(Refused("sampler.http.weights is not set, and so the servers' weights stay as they are"))
@@ -246,14 +246,14 @@ class Pool:
             await asyncio.to_thread(self._folders.keep, folder)
 
     async def _give(self, folder: str, version: int, probe: Sequence[list[int]]) -> list[float]:
-        """Let the servers have weights, and tell what these make of a probe.
+        """Load weights into the servers, and return their log-probs of a probe.
 
-        A server that does not answer has them before it draws again; one at least has to answer.
+        A server that does not answer loads them before it samples again. At least one has to answer.
         """
         self._held = True
         await self._interrupt()
         renewals = [each.making_sure for each in self.servers if each.making_sure is not None]
-        await asyncio.gather(*renewals, return_exceptions=True)  # of the weights before, for rows that have left since
+        await asyncio.gather(*renewals, return_exceptions=True)  # earlier weights, for rows that have ended
         self._given, self._version, self._probe, self._read = folder, version, probe, []
         self._gifts += 1
         for server in self.servers:
@@ -268,7 +268,7 @@ class Pool:
         return self._read
 
     async def _tried(self, server: Server) -> bool:
-        """Whether a server has the weights that it should."""
+        """Try to bring a server to the right weights. True if it has them."""
         try:
             await self._make_sure(server)
         except NoAnswerError as error:
@@ -278,7 +278,7 @@ class Pool:
         return True
 
     async def _make_sure(self, server: Server) -> None:
-        """See to it that a server has the weights that were given last, once for all who ask."""
+        """Make sure that a server has the latest weights, once for all waiting tasks."""
         if server.sure:
             return
         if server.making_sure is None or server.making_sure.done():
@@ -310,7 +310,7 @@ class Pool:
 
     @property
     def _tag(self) -> str:
-        """What servers call the weights that were given last."""
+        """The servers' tag for the latest weights."""
         return f"{self._session}-{self._gifts}-version-{self._version}"
 
     async def _update(self, server: Server) -> None:
@@ -325,7 +325,7 @@ class Pool:
             ) from None
 
     def _missed(self, server: Server, error: NoAnswerError) -> None:
-        """Ask a server later. It ends the sampler where no server has answered for long."""
+        """Try a server again later. Fails the sampler if no server has answered for long."""
         server.missed(error)
         loop = asyncio.get_running_loop()
         loop.call_later(max(0.0, server.next_try - time.monotonic()), self._fill)
@@ -336,25 +336,25 @@ class Pool:
         self._tasks.add(self._task(work))
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """What goes wrong in it ends the sampler."""
+        """Start a task whose errors fail the sampler."""
 
         async def guarded() -> None:
             try:
                 await work
             except MeshrlError as error:
                 self.end(error if isinstance(error, ModelError) else ModelError(str(error)))
-            except Exception as error:  # noqa: BLE001 -- whatever a server answers, all who wait are told
+            except Exception as error:  # noqa: BLE001 -- any bad answer is reported to all that wait
                 self.end(ModelError(f"a server's answer cannot be read: {described(error)}"))
 
         task = asyncio.ensure_future(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # where it was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
         return task
 
 
 def silent(servers: Sequence[Server], patience: float) -> EngineDied:
-    """No server has answered for long."""
+    """Return the error for servers that have not answered for long."""
     told = "; ".join(each.told() for each in servers)
     return EngineDied(
         f"no answer from {told} (sampler.http.patience = {patience:g}): start a server, or name others in "

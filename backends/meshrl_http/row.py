@@ -1,4 +1,4 @@
-"""A row that servers decode, perhaps piece by piece: it goes on after what it has, wherever that was drawn."""
+"""A row that servers decode, perhaps in pieces. It continues after its tokens, wherever they were sampled."""
 
 from dataclasses import dataclass, field
 
@@ -15,26 +15,26 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass
 class Decoded:
-    """A row, and what was drawn of it."""
+    """A row with its sampled tokens."""
 
     row: Row
     order: Generate
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Versions, and the new token from which on each was used."""
+    """Versions, each with the index of the first new token that used it."""
     tries: int = 0
     told: bool = False
-    """Whether it is to come back as it is."""
+    """True if it is to be returned as it is."""
     stopped: bool = False
-    """Whether a stop text is whole."""
+    """True if a stop text is complete."""
 
     def ask(self, session: str, salt: str) -> Ask:
-        """What a server is asked for it next."""
+        """Return the next request for it."""
         self.tries += 1
         order = self.order
         return Ask(
-            name=f"{session}-{self.row.number}-{self.tries}.",  # no name begins with another: SGLang would take both
+            name=f"{session}-{self.row.number}-{self.tries}.",  # no name may begin with another, or both abort
             tokens=[*np.frombuffer(self.row.tokens, np.int32).tolist(), *self.tokens],
             limit=self.row.max_tokens - len(self.tokens),
             temperature=order.temperature,
@@ -47,7 +47,7 @@ class Decoded:
         )
 
     def take(self, piece: Piece, version: int, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Add what a version's weights have drawn, up to where a stop text is whole: servers do not find each."""
+        """Add tokens sampled with a version's weights, up to a complete stop text: servers may miss it."""
         had = len(self.tokens)
         if piece.tokens and (not self.spans or self.spans[-1][0] != version):
             self.spans.append((version, had))
@@ -62,7 +62,7 @@ class Decoded:
 
     @property
     def reason(self) -> str | None:
-        """Why it has ended; None where it goes on, whatever a server thinks that it ends by."""
+        """Return why it has ended, or None if it continues, regardless of the server's reason."""
         if self.stopped or (self.tokens and self.tokens[-1] in self.order.ends):
             return "stop"
         if len(self.tokens) >= self.row.max_tokens:
@@ -70,5 +70,5 @@ class Decoded:
         return "abort" if self.told else None
 
     def done(self) -> Done:
-        """The row as a sampler is told of it."""
+        """Return the row as a message for the sampler."""
         return Done.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")

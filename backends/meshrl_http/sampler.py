@@ -13,13 +13,13 @@ from meshrl_inference.sampler import EngineSampler
 
 
 class HttpSampler(EngineSampler):
-    """Rollouts by servers that others have started, each rank by its own."""
+    """Rollouts by external servers. Each rank has its own servers."""
 
     kind: ClassVar = Kind("http", "HTTP")
     axes: ClassVar = ("dp",)
 
     def _start(self, folder: Path, gpus: list[str]) -> Servers:
-        """Ask the servers what they are."""
+        """Query the servers."""
         rank, options = current_rank(), options_of(self._config, HttpConfig)
         urls = options.share(rank.index, rank.size)
         self._servers = Servers(options, urls, folder, self._words.tokenizer, self._config.dtype, self._config.slots)

@@ -1,4 +1,4 @@
-"""One server while a sampler uses it: what runs there, whether it answers, and which weights it has."""
+"""The state of one server in use: its requests, whether it answers, and its weights."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 _SOON: Final = 0.2
 _LATE: Final = 10.0
-"""Seconds between two tries, at first and at last."""
+"""Seconds between two attempts at first, and at most."""
 
 
 class Running(NamedTuple):
@@ -26,7 +26,7 @@ class Running(NamedTuple):
 
 
 class Server:
-    """To be used in one event loop."""
+    """The state of a server, for use in one event loop."""
 
     def __init__(self, client: Client, slots: int) -> None:
         self.client: Final = client
@@ -34,21 +34,21 @@ class Server:
         self._slots = slots
         self._known: Found | None = None
         self.running: Final[dict[str, Running]] = {}
-        """Requests for rows, by their names."""
+        """Requests for rows, by name."""
         self.sure = False
-        """Whether it is known to have the weights that it was given: not after it did not answer, or for a while."""
+        """True if it is known to have the given weights. False after missing answers, or an idle time."""
         self.gifts = 0
-        """Which of the weights that servers were given it has, as they are counted there; 0 where it has none."""
+        """The number of its weights, counting those given to servers. 0 if it has none."""
         self.making_sure: asyncio.Task[None] | None = None
         self.silent_since: float | None = None
-        """When it answered no more, by the clock of `time.monotonic`; None where it answers."""
+        """Time of the first missing answer on the clock `time.monotonic`. None if it answers."""
         self.next_try = 0.0
         self._wait = _SOON
         self._why = ""
 
     @property
     def found(self) -> Found:
-        """What it is."""
+        """Its properties."""
         assert self._known is not None, "the server was asked what it is before anything else"  # noqa: S101
         return self._known
 
@@ -58,42 +58,42 @@ class Server:
 
     @property
     def dialect(self) -> Dialect:
-        """How it is asked."""
+        """Its kind of requests."""
         return self.found.dialect
 
     @property
     def has_room(self) -> bool:
-        """Whether a row may be sent there."""
+        """True if a row may be sent there."""
         return len(self.running) < self._slots and time.monotonic() >= self.next_try
 
     @property
     def silence(self) -> float:
-        """Seconds without an answer, since the first that did not come."""
+        """Seconds without an answer, since the first that was missing."""
         return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
     def answered(self) -> None:
-        """It did."""
+        """Note an answer."""
         if self.silent_since is not None:
             log.info(f"{self.url} answers again", seconds=f"{self.silence:.1f}")
         self.silent_since, self.next_try, self._wait = None, 0.0, _SOON
 
     def missed(self, error: NoAnswerError) -> None:
-        """It did not: ask later."""
+        """Note a missing answer, and try again later."""
         now = time.monotonic()
         self.sure = False
         if self.silent_since is None:
             self.silent_since, self._why = now, str(error)
             log.warning(f"{self.url} does not answer, and is asked again: {error}")
-        if now >= self.next_try:  # not once more for each row that was there
+        if now >= self.next_try:  # only once for all rows that were there
             self.next_try = now + max(self._wait, error.after)
             self._wait = min(2 * self._wait, _LATE)
 
     def told(self) -> str:
-        """Since when it does not answer, and why."""
+        """Describe since when it does not answer, and why."""
         return f"{self.url} for {self.silence:.0f} s: {self._why}"
 
     async def insist(self, ask: Callable[[], Awaitable[T]], patience: float) -> T:
-        """Ask until there is an answer. NoAnswerError where none came in so many seconds."""
+        """Repeat a request until it is answered. NoAnswerError after `patience` seconds."""
         while True:
             try:
                 answer = await ask()

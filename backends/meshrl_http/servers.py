@@ -1,4 +1,4 @@
-"""A rank's servers as a sampler sees them: what `pool` does, in a thread of its own."""
+"""A rank's servers as a sampler sees them: runs a `pool` in a new thread."""
 
 import asyncio
 import secrets
@@ -27,13 +27,13 @@ from meshrl_inference.process import Listener, while_it_lives
 T = TypeVar("T")
 
 _BESIDE: Final = 16
-"""Connections to a server beside those of its rows."""
+"""Connections to a server in addition to those of its rows."""
 _GRACE: Final = 5.0
-"""Seconds that connections have to be closed."""
+"""Seconds for closing connections."""
 
 
 class Servers:
-    """`meshrl_inference.process.Orders`, by servers that run already."""
+    """Implements `meshrl_inference.process.Orders` with external servers."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Servers:
         dtype: str,
         slots: int,
     ) -> None:
-        """EngineDied where a server does not answer, ModelError and ConfigError where it cannot be used."""
+        """EngineDied if a server does not answer, ModelError or ConfigError if it cannot be used."""
         self.tokens: Final = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-        """How many different ones the model knows."""
+        """Number of tokens that the model knows."""
         self._options = options
         naming, session = Naming(str(folder)), f"meshrl-{secrets.token_hex(6)}"
         key = options.key()
@@ -79,39 +79,39 @@ class Servers:
 
     @property
     def pid(self) -> int:
-        """None of this machine."""
+        """0: no process of this machine."""
         return 0
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that all of them take."""
+        """The longest sequence that all of them accept."""
         return min((each.longest for each in self._found if each.longest), default=1 << 62)
 
     def check(self, sampling: Sampling) -> None:
-        """DataError where a server does not draw so."""
+        """Raise DataError if a server cannot sample this way."""
         for url, found in zip(self._urls, self._found, strict=True):
             found.check(url, sampling)
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these methods, in the loop that runs, with what is answered, and when there will be no more."""
+        """Call these functions in the running loop: `heard` with each answer, `ended` when there are no more."""
         if self._hear is None:
             self._hear, self._tell_end = while_it_lives(heard), while_it_lives(ended)
         self._listener.become(asyncio.get_running_loop())
 
     def send(self, order: Order) -> None:
-        """Send an order. The error with which the servers were given up, where they were."""
+        """Send an order. Raises the error that ended the servers' use."""
         if self._end is not None or self._pool is None:
             raise self._end or ModelError("the servers were not asked yet")
         self._loop.call_soon_threadsafe(self._pool.take, order)
 
     def fail(self, error: ModelError) -> None:
-        """Ask the servers no more, because of this."""
+        """End the use of the servers with this error."""
         self._end = self._end or error
         if self._pool is not None:
             self._loop.call_soon_threadsafe(self._pool.drop)
 
     def close(self) -> None:
-        """Ask the servers no more. They run on, with the weights that they have."""
+        """End the use of the servers. They keep running, with their weights."""
         self._end = self._end or ModelError("the sampler of these servers was stopped")
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
@@ -129,7 +129,7 @@ class Servers:
             self._loop.stop()
 
     async def _know(self, server: Server) -> None:
-        """Ask a server what it is."""
+        """Query a server."""
         patience = self._options.patience
         try:
             server.found = await server.insist(lambda: find(server.client, self._options.model), patience)

@@ -1,9 +1,9 @@
-"""An inference engine in a process of its own, as a sampler: what the backends of such engines share. It is no backend.
+"""An inference engine in its own process, as a sampler: the common part of engine backends. It is no backend.
 
-On the side of the rank: `options`, `group` for the GPUs of several ranks, `process` for the engine's process, `sampler`
-for the role, `rows` for what comes back. On the side of the engine, which may be in another environment and imports
-nothing of meshrl but this package and its backend's: `worker`, the loop; `engine`, what a backend has to write for it;
-`arrival`, `mapped`, `naming` and `tensors` for new weights. `messages` is what the two sides say to each other.
+On the rank's side: `options`, `group` for the GPUs of several ranks, `process` for the engine's process, `sampler` for
+the role, and `rows` for results. On the engine's side, which may be in another environment and imports only this
+package and its backend's: `worker` is the loop, `engine` is the interface for a backend, and `arrival`, `mapped`,
+`naming` and `tensors` handle new weights. `messages` are exchanged between the two sides.
 """
 
 __all__: list[str] = []

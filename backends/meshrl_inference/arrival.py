@@ -1,4 +1,4 @@
-"""What arrived in the engine's process: whether it is what was sent, and what the model makes of it."""
+"""Check the weights that arrived in the engine's process."""
 
 import mmap
 import os
@@ -14,14 +14,14 @@ from meshrl_inference.mapped import mapped
 from meshrl_inference.messages import Load, Part
 
 _threads: Final = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "meshrl-fingerprint")
-"""One does not fill the memory's bandwidth."""
+"""One thread does not use the memory's whole bandwidth."""
 
 Known = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of the model, by its Hugging Face name."""
 
 
 def wrong(load: Load, known: Known) -> str | None:
-    """Why these are not the model's weights, as they were sent; None where they are."""
+    """Return why these are not the model's weights as they were sent, or None."""
     there = {part.name: (part.dtype, part.shape) for bucket in load.buckets for part in bucket.parts}
     for name in sorted(known.keys() | there.keys()):
         if there.get(name) != known.get(name):

@@ -1,4 +1,4 @@
-"""What a backend writes of its engine: a module whose function `start` makes an `Engine`."""
+"""The interface of an engine: a backend writes a module with a function `start` that makes an `Engine`."""
 
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -8,57 +8,57 @@ from meshrl_inference.messages import Done, Generate, Load
 
 WEIGHTS: Final = "weights"
 CACHE: Final = "kv_cache"
-"""What engines call the two that hold a GPU's memory."""
+"""Engines' names for the two parts of a GPU's memory."""
 PROBES: Final = 8
-"""The most sequences of a probe."""
+"""Most sequences of a probe."""
 
 
 class Engine(Protocol):
-    """An engine, and the rows that it decodes. Everything is called by the process's main thread."""
+    """An engine, and the rows that it decodes. The process's main thread calls everything."""
 
     version: str
-    """Of the engine's package."""
+    """The version of the engine's package."""
     tokens: int
-    """How many different ones the model knows."""
+    """Number of tokens that the model knows."""
     steps: int
-    """How many were made."""
+    """Number of decode steps."""
     left: list[Done]
-    """Rows that were decoded, or were left and are to be told; `worker` takes them away."""
+    """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Its own, one for each place along tp; none where it computes in this one."""
+        """Its processes, one for each place along tp. Empty if it computes in this one."""
         ...
 
     @property
     def decodes(self) -> bool:
-        """Whether there is a row to decode."""
+        """True if there are rows to decode."""
         ...
 
     def add(self, order: Generate, salt: str) -> None:
-        """Begin to decode rows, which share what was read of a prompt with those of the same salt alone."""
+        """Start to decode rows. They share cached prefixes only with rows of the same salt."""
         ...
 
     def leave(self, rows: list[int], *, told: bool) -> None:
-        """Stop decoding these rows. Those that are told come back in `left`, now or in a step, aborted."""
+        """Stop decoding these rows. With `told`, they come back in `left`, now or in a step, aborted."""
         ...
 
     def step(self, orders: Connection) -> None:
-        """Decode on until a row has ended; not for long, and no longer than until there is an order to read."""
+        """Decode until a row has ended, but only briefly, and no longer than until there is an order to read."""
         ...
 
     def take(self, order: Load) -> None:
-        """Use new weights, of which each tensor was found to be the one that was sent, from the next step on."""
+        """Use new weights from the next step on. Their tensors were checked before."""
         ...
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
-        """The log-probs of tokens but the first of each sequence. Other rows are decoded on meanwhile."""
+        """Return the log-probs of tokens except the first of each sequence. Other rows are decoded in between."""
         ...
 
     def sleep(self) -> None:
-        """Keep nothing in a GPU's memory: there is nothing to decode."""
+        """Free the GPU's memory, because there is nothing to decode."""
         ...
 
     def wake(self, names: list[str]) -> None:
-        """Take the GPU's memory again for `WEIGHTS`, `CACHE` or both, whichever sleep."""
+        """Take GPU memory again for `WEIGHTS`, `CACHE` or both, whichever sleep."""
         ...

@@ -1,4 +1,4 @@
-"""What a process in another environment, one that has an engine, is given of ours."""
+"""The variables and folders for an engine's process, which may be in another environment."""
 
 import os
 import tempfile
@@ -10,31 +10,30 @@ from typing import Final
 import meshrl_inference
 
 _PATH: Final = 48
-"""Bytes of the path of temporary files, so that a system takes engines' sockets in it: 107 at most."""
+"""Most bytes of the path of temporary files, so that engines' socket paths stay within a system's 107."""
 
 
 def new_folder(backend: str) -> tempfile.TemporaryDirectory[str]:
-    """An engine's folder for its log and temporary files. With this object goes whatever an engine leaves there."""
+    """Make an engine's folder for its log and temporary files. It is removed with this object, whatever it contains."""
     usual = tempfile.gettempdir()
-    short = usual if len(os.fsencode(usual)) <= _PATH else "/tmp"  # noqa: S108 -- under a new name, with mode 700
+    short = usual if len(os.fsencode(usual)) <= _PATH else "/tmp"  # noqa: S108 -- a new name, with mode 700
     return tempfile.TemporaryDirectory(prefix=f"meshrl-{backend}-", dir=short, ignore_cleanup_errors=True)
 
 
 def environment(folder: Path, backend: str) -> dict[str, str]:
-    """The variables of this process, but with this folder for temporary files, and a path in it.
+    """Return this process's variables, with this folder for temporary files, and a Python path inside it.
 
-    On that are this package and a backend's, and no other of ours: the process may be one of another Python, with other
-    packages.
+    The path contains only this package and a backend's, because the process may use another Python with other packages.
     """
     paths = folder / "path"
     paths.mkdir()
     for package in (meshrl_inference, import_module(f"meshrl_{backend}")):
         (paths / package.__name__).symlink_to(Path(str(package.__file__)).parent)
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getuser()}")  # torch's own place, for later engines
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getuser()}")  # torch's usual place, for later engines
     return {
         **os.environ,
         "PYTHONPATH": str(paths),
         "TMPDIR": str(folder),
-        # Not the first: torch sets it again, and a process whose first variable has moved cannot tell its title.
+        # Not first: torch sets it again, and a process whose first variable has moved cannot tell its title.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }

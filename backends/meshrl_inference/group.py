@@ -1,4 +1,4 @@
-"""The ranks along `tp`, whose GPUs one engine computes with: the first of them runs it, the others lend their GPUs."""
+"""The ranks along `tp`, whose GPUs one engine uses. The first of them runs it, and the others lend their GPUs."""
 
 import os
 import socket
@@ -18,36 +18,36 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Place(NamedTuple):
-    """What a rank brings."""
+    """A rank's machine and GPUs."""
 
     machine: str
-    """Ranks with another one share no memory with it."""
+    """Identifies machines with common shared memory."""
     gpus: tuple[str, ...]
-    """Those that it alone was given, by CUDA's names; none on a CPU, or where all ranks see all GPUs."""
+    """GPUs of this rank alone, by CUDA's names. Empty on a CPU, or if all ranks see all GPUs."""
 
     @classmethod
     def here(cls) -> "Place":
-        """Of this process."""
+        """Return the place of this process."""
         boot = _BOOT.read_text("ascii").strip() if _BOOT.exists() else ""
         names = os.environ.get(_VISIBLE, "").split(",")
         return cls(f"{socket.gethostname()} {boot}".strip(), tuple(name for name in names if name))
 
 
 def first(rank: Rank) -> bool:
-    """Whether the rank runs an engine."""
+    """True if the rank runs an engine."""
     return rank.axes.get("tp", 0) == 0
 
 
 def size(rank: Rank) -> int:
-    """Over how many ranks an engine goes."""
+    """Return the number of ranks of an engine."""
     return rank.shape.get("tp", 1)
 
 
 def gather_gpus(rank: Rank) -> list[str]:
-    """The GPUs that the rank's engine is to see; none where it is to see what the rank sees.
+    """Return the GPUs that the rank's engine is to see. Empty if it is to see the same as the rank.
 
-    All ranks of the mesh call it at the same time; those that run no engine only tell what they bring, and get nothing.
-    ConfigError where the ranks cannot work together.
+    All ranks of the mesh call it together. Ranks without an engine only report theirs, and get nothing. ConfigError if
+    the ranks cannot work together.
     """
     if size(rank) == 1:
         return []
@@ -67,7 +67,7 @@ def gather_gpus(rank: Rank) -> list[str]:
 
 
 def together(places: Mapping[int, Place]) -> list[str]:
-    """The GPUs of the ranks of one engine, by the rank's number. ConfigError where they cannot work together."""
+    """Return the GPUs of an engine's ranks, given by number. ConfigError if they cannot work together."""
     told = "; ".join(f"rank {index} is on {place.machine.split()[0]}" for index, place in places.items())
     if len({place.machine for place in places.values()}) > 1:
         raise ConfigError(
@@ -85,7 +85,7 @@ def together(places: Mapping[int, Place]) -> list[str]:
 
 
 def _members(rank: Rank) -> Sequence[int]:
-    """The ranks of the rank's engine, in the order of `tp`."""
+    """Return the ranks of the rank's engine, in the order of `tp`."""
     others = {axis: at for axis, at in rank.axes.items() if axis != "tp"}
     places = enumerate(product(*(range(count) for count in rank.shape.values())))
     axes = [(index, dict(zip(rank.shape, place, strict=True))) for index, place in places]

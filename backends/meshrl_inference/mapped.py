@@ -1,4 +1,4 @@
-"""Shared memory that weights arrive in, mapped once: to make a mapping's pages takes longer than to read them."""
+"""Shared memory for arriving weights, mapped once, because mapping its pages takes longer than reading them."""
 
 import mmap
 import os
@@ -7,15 +7,15 @@ from threading import Lock
 from typing import Final
 
 _kept: Final[dict[int, "_Mapped"]] = {}
-"""By the file's number, which no other file gets meanwhile."""
+"""By inode number, which is unique while the file exists."""
 _lock: Final = Lock()
 
 
 def mapped(path: str) -> mmap.mmap:
-    """The bytes of a file that its writer uses again and again, for readers that want memory that they could write.
+    """Map a file that its writer uses again and again, for readers that require writable memory.
 
-    Not to be written: a page that was written here hides what its writer makes of it later. Kept until another one is
-    asked for after its writer has removed it.
+    Do not write to it: a written page would hide later changes of its writer. Kept until another one is requested after
+    its writer has removed it.
     """
     with _lock, Path(path).open("rb") as file:
         number = os.fstat(file.fileno()).st_ino
@@ -33,7 +33,7 @@ class _Mapped:
 
     @property
     def removed(self) -> bool:
-        """Whether the file has no name any more."""
+        """True if the file has no name any more."""
         return not os.fstat(self._file).st_nlink
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank of an engine holds: weights, and keys and values in what is left of its share of a GPU."""
+"""The memory of an engine's rank: weights, and a KV cache in the rest of its share of a GPU."""
 
 from math import prod
 from typing import Final, cast
@@ -13,15 +13,15 @@ from meshrl_inference.options import EngineOptions
 
 MIB: Final = 2**20
 _CPU_CACHE: Final = 512 * MIB
-"""Of keys and values, where there is no GPU and nothing is said."""
+"""Default size of the KV cache on a CPU."""
 _PASS: Final = 8192
-"""Tokens that an engine reads at once, about."""
+"""Approximate number of tokens in one pass of an engine."""
 
 
 def held(config: SamplerConfig, work: Work) -> Memory:
-    """What a rank holds, which an engine takes when it starts and keeps, unless it sleeps.
+    """Estimate what a rank holds: an engine takes it at its start and keeps it, unless it sleeps.
 
-    ConfigError where the model and its passes leave nothing of the share for keys and values.
+    ConfigError if the model and its passes leave no memory of the share for the KV cache.
     """
     options = chosen_options(config)
     if not isinstance(options, EngineOptions):
@@ -55,7 +55,7 @@ def held(config: SamplerConfig, work: Work) -> Memory:
 
 
 def parameters_of(shape: PretrainedConfig) -> int:
-    """How many parameters a causal language model has, a tied one once. ModelError for an unknown architecture."""
+    """Count the parameters of a causal language model, tied ones once. ModelError for an unknown architecture."""
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(shape)
@@ -89,5 +89,5 @@ def _told_of_cache(options: EngineOptions, work: Work) -> str:
 
 
 def _widest(shape: PretrainedConfig, tp: int) -> int:
-    """Numbers a token that a layer holds at most: both halves of its feed-forward states, and two of its own."""
+    """Most numbers of a layer for each token: both halves of its feed-forward states, and two hidden states."""
     return 2 * int(getattr(shape, "intermediate_size", 4 * shape.hidden_size)) // tp + 2 * int(shape.hidden_size)

@@ -1,4 +1,4 @@
-"""What a sampler and its engine's process say to each other. Tokens and log-probs travel as bytes: int32, float32."""
+"""Messages between a sampler and its engine's process. Tokens and log-probs travel as bytes: int32, float32."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what the engine is made with."""
+    """The first message: the arguments of the engine."""
 
     model: str
     """A Hugging Face folder."""
@@ -16,33 +16,33 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The longest sequence."""
     slots: int
     threads: int
-    """Of each of the engine's workers."""
+    """CPU threads of each of the engine's workers."""
     tp: int
-    """How many workers each matrix is split over."""
+    """Number of workers that each matrix is split over."""
     gpus: list[str]
-    """By CUDA's names, those that the engine is to see; none: what its process sees."""
+    """GPUs that the engine is to see, by CUDA's names. Empty: those that its process sees."""
     kv_cache_mib: int | None
     memory_share: float
     eager: bool
     sleep: bool
-    """Whether to hold no memory of the GPU while no row is decoded."""
+    """True to free the GPU's memory while no row is decoded."""
     own: dict[str, bool]
-    """Options that this engine has alone."""
+    """Options that only this engine has."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A sequence to go on after."""
+    """A sequence to continue."""
 
     number: int
-    """No other row of this engine, now or earlier, has it."""
+    """Unique among all rows of this engine."""
     tokens: bytes
     max_tokens: int
-    """New ones, at most."""
+    """New tokens at most."""
     seed: int
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Begin to decode rows."""
+    """Start to decode rows."""
 
     rows: list[Row]
     temperature: float
@@ -53,21 +53,21 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Stop decoding these rows; with `told` they come back as they are, aborted."""
+    """Stop decoding these rows. With `told`, they come back as they are, aborted."""
 
     rows: list[int]
     told: bool
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Where a tensor lies in a bucket, and the fingerprint of its bytes."""
+    """The place of a tensor in a bucket, and the fingerprint of its bytes."""
 
     name: str
     dtype: str
-    """torch's name."""
+    """The name of the dtype in torch."""
     shape: list[int]
     start: int
-    """In bytes."""
+    """Offset in bytes."""
     fingerprint: int
     """XXH3's 64 bits."""
 
@@ -80,18 +80,18 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Take new weights between two steps."""
+    """Load new weights between two steps."""
 
     version: int
     buckets: list[Bucket]
     recompute: bool
-    """Whether running rows read their tokens again with the new weights."""
+    """True if running rows read their tokens again with the new weights."""
     probe: list[list[int]]
-    """Sequences of tokens, to tell what the new weights make of them."""
+    """Sequences of tokens, whose log-probs under the new weights are returned."""
 
     @property
     def places(self) -> list[tuple[str, list[tuple[str, str, list[int], int]]]]:
-        """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+        """List files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
         return [
             (bucket.path, [(part.name, part.dtype, part.shape, part.start) for part in bucket.parts])
             for bucket in self.buckets
@@ -99,23 +99,23 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine can be used."""
+    """The engine is ready."""
 
     version: str
-    """Of its package."""
+    """The version of its package."""
     tokens: int
-    """How many different ones the model knows."""
+    """Number of tokens that the model knows."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A row that is decoded, or was left."""
+    """A row that was decoded, or stopped."""
 
     number: int
     tokens: bytes
-    """The new ones."""
+    """The new tokens."""
     logprobs: bytes
     spans: list[tuple[int, int]]
-    """Versions, and the new token from which on each was used."""
+    """Versions, each with the index of the first new token that used it."""
     reason: str
     """`stop`, `length` or `abort`."""
 
@@ -123,7 +123,7 @@ class Done(msgspec.Struct, frozen=True):
     def of(
         cls, number: int, tokens: list[int], logprobs: list[float], spans: list[tuple[int, int]], reason: str
     ) -> "Done":
-        """The same, of numbers."""
+        """Make it from numbers."""
         drawn, values = np.array(tokens, np.int32), np.array(logprobs, np.float32)
         return cls(number, drawn.tobytes(), values.tobytes(), spans, reason)
 
@@ -135,19 +135,19 @@ class Rows(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """New weights are in use, and all of them arrived as they were sent."""
+    """New weights are in use, and all arrived as they were sent."""
 
     version: int
     steps: int
-    """How many steps the engine had made."""
+    """Number of steps that the engine had made."""
     seconds: float
-    """How long it made none."""
+    """Seconds in which it made none."""
     logprobs: bytes
-    """Of the probe's tokens, but the first of each sequence."""
+    """Log-probs of the probe's tokens, except the first of each sequence."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """New weights were not taken: the engine goes on with those that it has."""
+    """New weights were refused. The engine keeps its old ones."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""The engine's process as a sampler sees it: what is sent there, and who waits for what comes back."""
+"""The engine's process as a sampler sees it: sends orders, and passes answers on to those who wait."""
 
 import asyncio
 import re
@@ -28,59 +28,59 @@ _PATIENCE: Final = 600.0
 _GRACE: Final = 10.0
 """Seconds that it has to end by itself."""
 _LINES: Final = 20
-"""Of its output, in an error."""
+"""Lines of its output in an error."""
 _LACKS: Final = re.compile(r"^  ModuleNotFoundError: (No module named '[\w.]+')\Z", re.MULTILINE)
-"""Its last line, where an environment lacks a module."""
+"""Matches the last line of the output if the environment lacks a module."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Which engine it is."""
+    """The kind of an engine."""
 
     backend: str
-    """The name of its backend, which is that of its package."""
+    """The name of its backend, which is also that of its package."""
     title: str
-    """As people write it."""
+    """Its name for people."""
 
 
 class Orders(Protocol):
-    """An engine as a sampler sees it, wherever it runs: it takes orders, and answers them."""
+    """An engine as a sampler sees it, anywhere: it takes orders, and answers them."""
 
     @property
     def tokens(self) -> int:
-        """How many different ones the model knows."""
+        """Number of tokens that the model knows."""
         ...
 
     @property
     def pid(self) -> int:
-        """The engine's process; 0 where it is none of this machine."""
+        """The engine's process. 0 if it is not on this machine."""
         ...
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
+        """Call these functions in the running loop: `heard` with each answer, `ended` at the engine's end.
 
-        They do not keep their object, with which the engine ends.
+        They do not keep their object alive, at whose end the engine ends.
         """
         ...
 
     def send(self, order: Order) -> None:
-        """Send an order. The error with which the engine has ended, where it has."""
+        """Send an order. Raises the error with which the engine has ended."""
         ...
 
     def fail(self, error: ModelError) -> None:
-        """End the engine because of this, which all are told who wait for it or come later."""
+        """End the engine with this error, for all that wait or send orders later."""
         ...
 
     def close(self) -> None:
-        """End the engine. Who still waits for it is told so."""
+        """End the engine. Waiting tasks get an error."""
         ...
 
 
 class EngineProcess:
-    """An engine in a process of its own: `Orders`."""
+    """An engine in its own process: `Orders`."""
 
     def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
-        """EngineDied where it does not start."""
+        """Raises EngineDied if it does not start."""
         self._title = kind.title
         self._advice = f"Set sampler.{kind.backend}.python to an interpreter of an environment that has {kind.title}"
         self._folder = new_folder(kind.backend)
@@ -95,7 +95,7 @@ class EngineProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # it ends when this process is gone, and then in good order
+                    start_new_session=True,  # it ends by itself after this process, in order
                     env=environment(Path(self._folder.name), kind.backend),
                 )
         except OSError as error:
@@ -113,19 +113,19 @@ class EngineProcess:
             raise
 
         self.version: Final = ready.version
-        """The engine's."""
+        """The version of the engine."""
         self.tokens: Final = ready.tokens
-        """How many different ones the model knows."""
+        """Number of tokens that the model knows."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
+        """Call these functions in the running loop: `heard` with each answer, `ended` at the process's end.
 
-        They do not keep their object, with which the process ends.
+        They do not keep their object alive, at whose end the process ends.
         """
         self._loop.become(asyncio.get_running_loop())
         if self._listener is None:
@@ -135,7 +135,7 @@ class EngineProcess:
             self._listener.start()
 
     def send(self, order: Start | Order) -> None:
-        """Send an order. EngineDied where the process has ended."""
+        """Send an order. Raises EngineDied if the process has ended."""
         if self._end is not None:
             raise self._end
         with self._sending:
@@ -145,12 +145,12 @@ class EngineProcess:
                 raise self._ended("has ended") from None
 
     def fail(self, error: ModelError) -> None:
-        """End the process because of this, which all are told who wait for it or come later."""
+        """End the process with this error, for all that wait or send orders later."""
         self._end = self._end or error
         self._process.kill()
 
     def close(self) -> None:
-        """End the process. Who still waits for it is told so."""
+        """End the process. Waiting tasks get an error."""
         self._end = self._end or ModelError(f"{self._title}'s process {self._process.pid} was stopped with its sampler")
         if self._process.poll() is None:
             self._process.terminate()
@@ -163,7 +163,7 @@ class EngineProcess:
         self._folder.cleanup()
 
     def _started(self, start: Start) -> Ready:
-        """Start the engine. ModelError where its environment lacks a module."""
+        """Start the engine. ModelError if its environment lacks a module."""
         try:
             self.send(start)
             if not self._connection.poll(_PATIENCE):
@@ -179,7 +179,7 @@ class EngineProcess:
         raise error
 
     def _ended(self, why: str) -> ModelError:
-        """The error for all who wait, and who come later."""
+        """Return the error for all that wait, and for later orders."""
         if self._end is None:
             try:
                 code = self._process.wait(_GRACE)
@@ -196,7 +196,7 @@ class EngineProcess:
 
 
 class Listener:
-    """Where answers are heard: the loop that asked last. What came while it was closed is heard by the next."""
+    """The loop that receives answers: the one that asked last. Answers to a closed loop go to the next one."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -204,14 +204,14 @@ class Listener:
         self._lock = threading.Lock()
 
     def become(self, loop: asyncio.AbstractEventLoop) -> None:
-        """This one runs, and asks."""
+        """Set the running loop as the receiver."""
         with self._lock:
             self._loop, missed, self._missed = loop, self._missed, []
         for each in missed:
             each()
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call this there."""
+        """Call a function in that loop."""
         with self._lock:
             try:
                 if self._loop is not None:
@@ -221,7 +221,7 @@ class Listener:
 
 
 def while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
-    """The method as long as others keep its object, and then nothing."""
+    """Return a function that calls the method only while others keep its object alive."""
     found = weakref.WeakMethod(method)
 
     def call(value: T) -> None:
@@ -234,7 +234,7 @@ def while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
 def _listen(
     connection: Connection, loop: Listener, heard: Callable[[Answer], None], ended: Callable[[str], None]
 ) -> None:
-    """Until the process ends."""
+    """Receive messages until the process ends."""
     why = "has died"
     try:
         while not isinstance(answer := to_sampler.decode(connection.recv_bytes()), Failed):

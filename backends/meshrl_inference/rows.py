@@ -1,4 +1,4 @@
-"""Rows that an engine was asked for, and what it makes of them: `Done`, each, into the columns of a batch."""
+"""Rows that were sent to an engine, and their results: converts each `Done` to the columns of a batch."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Call:
 
     def __init__(self, number: int, first: int, request: Request) -> None:
         self.number = number
-        """Below 0 for one beside training, which is not aborted and has no place in a record."""
+        """Below 0 for a call outside training, which is not aborted and is in no record."""
         self.first = first
         """The engine's number of its first row."""
         self.request = request
@@ -27,7 +27,7 @@ class Call:
 
 
 def finished(call: Call, words: Words, done: Sequence[Done]) -> Finished:
-    """What came back, as the rows of a batch."""
+    """Convert results to the rows of a batch."""
     request = call.request
     done = [_cut(request, words, each.number - call.first, each) for each in done]
     order = np.array([each.number - call.first for each in done])
@@ -60,9 +60,9 @@ def finished(call: Call, words: Words, done: Sequence[Done]) -> Finished:
 
 
 def _cut(request: Request, words: Words, row: int, done: Done) -> Done:
-    """A row that went on after tokens of its own, ended where a stop text is whole that begins in these.
+    """End a row that continued earlier tokens at a stop text that begins in these.
 
-    The engine looks for stop texts in what it draws, to which those tokens do not belong.
+    The engine looks for stop texts only in what it samples.
     """
     prefix = request.prefixes[int(request.prefix[row])]
     begun = prefix[int(request.starts[row]) :]

@@ -1,4 +1,4 @@
-"""The sampler of an engine: rows into orders to its process, and what comes back into rollouts."""
+"""The sampler of an engine: sends rows as orders to its process, and converts results to rollouts."""
 
 import asyncio
 import tempfile
@@ -35,38 +35,38 @@ _SEEDS: Final = (1 << 63) - 1
 
 
 class _Arriving:
-    """Weights on their way into the engine, in memory that stays as it is meanwhile."""
+    """Weights on their way into the engine, in memory that stays unchanged until they are there."""
 
     def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
         self.weights = weights
         self.places = places
 
     def end(self, places: Batch) -> None:
-        """They are in use."""
+        """Note that they are in use."""
         if not self.places.done():  # else nobody waits any more
             self.places.set_result(places)
 
     def fail(self, error: ModelError) -> None:
-        """They are not."""
+        """Note that they were refused."""
         if not self.places.done():
             self.places.set_exception(error)
 
 
 class EngineSampler(Sampler):
-    """Continuous batching by an engine over all calls of `generate`; it decodes on while nobody looks.
+    """Continuous batching by an engine over all calls of `generate`. It decodes even while nobody reads.
 
-    What is drawn hangs on the seeds, the weights' version, how many calls began since they were loaded, and the row's
-    number in the call. Float sums hang on which rows are decoded together, so a draw on the edge may differ.
+    Samples depend on the seeds, the weights' version, the number of calls since they were loaded, and the row's number
+    in the call. Float sums depend on the rows that are decoded together, so a borderline sample may differ.
 
-    A backend says which engine it is, and how its table of options is read.
+    A backend names its engine, and reads its table of options.
     """
 
     kind: ClassVar[Kind]
     options: ClassVar[type[EngineOptions]]
     temperatures: ClassVar[tuple[float, float]]
-    """The lowest above 0 and the highest that the engine draws at."""
+    """The lowest temperature above 0 and the highest that the engine supports."""
     axes: ClassVar[tuple[str, ...]] = ("dp", "tp")
-    """Those that a mesh of such samplers may have."""
+    """The axes of a mesh of such samplers."""
 
     def __init__(self, config: SamplerConfig) -> None:
         rank = current_rank()
@@ -83,7 +83,7 @@ class EngineSampler(Sampler):
         self._config = config
         gpus = group.gather_gpus(rank)
         self._lends = not group.first(rank)
-        """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
+        """True if the first rank along tp runs the engine for this rank too."""
         if self._lends:
             return
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
@@ -96,15 +96,15 @@ class EngineSampler(Sampler):
         self._begun = 0
         self._begun_at_load = 0
         self._beside = 0
-        """How many calls began beside training since the last load."""
+        """Number of calls outside training since the last load."""
         self._loads = 0
         self._loading = asyncio.Lock()
         self._arriving: deque[_Arriving] = deque()
-        """Weights that the engine has not spoken of yet."""
+        """Weights that the engine has not answered yet."""
         self._ways: frozenset[str] = frozenset()
 
     def _start(self, folder: Path, gpus: list[str]) -> Orders:
-        """The engine, with the model of a folder."""
+        """Start the engine with the model of a folder."""
         config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
@@ -117,12 +117,12 @@ class EngineSampler(Sampler):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether running rows read their tokens again with new weights."""
+        """True if running rows read their tokens again with new weights."""
         return options_of(self._config, self.options).kv_after_update == "recompute"
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process; 0 on a rank that runs none."""
+        """The engine's process. 0 on a rank without one."""
         return 0 if self._lends else self._engine.pid
 
     def close(self) -> None:
@@ -131,9 +131,9 @@ class EngineSampler(Sampler):
             self._close()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
+        """Yield finished rollouts, all of a step together. Without rows, yields one empty batch.
 
-        DataError for a temperature that the engine does not draw at, and tokens that the model does not know.
+        DataError for a temperature that the engine does not support, and for unknown tokens.
         """
         if self._lends:
             return
@@ -144,7 +144,7 @@ class EngineSampler(Sampler):
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         if not len(request.rows):
-            self._next_turn(sampling)  # what is drawn hangs on how many calls began, on whichever ranks they had rows
+            self._next_turn(sampling)  # samples depend on the number of calls, on whichever ranks they had rows
             return
         version, call = self._version, self._begin(request, sampling)
         try:
@@ -161,10 +161,10 @@ class EngineSampler(Sampler):
                     self._engine.send(Leave(sorted(call.left), told=False))
 
     async def load(self, weights: Weights) -> Batch:
-        """Put the weights into shared memory while the engine decodes on, and let it take them between two steps.
+        """Put the weights into shared memory while the engine decodes. It takes them between two steps.
 
-        ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
-        Where they arrived and the engine computes something else than the policy, it is ended.
+        ModelError, and the old ones stay in use, if they are of another model or differ from the sent bytes. If the
+        engine then computes something else than the policy, it is ended.
         """
         if self._lends:
             return places_of({}, 0)
@@ -185,14 +185,14 @@ class EngineSampler(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """DataError: when a row is decoded hangs on the machine's time."""
+        """Raise DataError: the time at which a row is decoded depends on the machine."""
         raise DataError(
             f"the {self.kind.title} sampler cannot repeat a record of {len(record)} places: its engine chooses the "
             'time of each step itself. Replay with sampler.backend = "torch"'
         )
 
     async def abort(self) -> None:
-        """The rows of all running calls come back as they are."""
+        """End all running calls, and return their rows as they are."""
         if self._lends:
             return
         for call in self._calls.values():
@@ -200,7 +200,7 @@ class EngineSampler(Sampler):
                 self._engine.send(Leave(sorted(call.left), told=True))
 
     def _check_draws(self, sampling: Sampling) -> None:
-        """DataError where the engine does not draw so."""
+        """Raise DataError if the engine cannot sample this way."""
         check_temperature(self.kind.title, self.temperatures, sampling)
 
     def _check_known(self, request: Request) -> None:
@@ -233,7 +233,7 @@ class EngineSampler(Sampler):
         return call
 
     def _next_turn(self, sampling: Sampling) -> int:
-        """How many calls began since the last load; beside training they count among themselves: -1, -2, ..."""
+        """Return the number of calls since the last load. Calls outside training count separately: -1, -2, ..."""
         if sampling.beside:
             self._beside += 1
             return -self._beside
@@ -260,7 +260,7 @@ class EngineSampler(Sampler):
             )
 
     def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
-        """New weights are in use: note where that was."""
+        """Note where new weights came into use."""
         probe = arriving.weights.probe
         found = {"pause": answer.seconds}
         if probe is not None:
@@ -281,7 +281,7 @@ class EngineSampler(Sampler):
         self._loads += 1
 
     def _tell_way(self, weights: Weights, seconds: float) -> None:
-        """Say what carries weights here, once, and when it changes."""
+        """Log the transport of weights, once, and when it changes."""
         if weights.ways != self._ways:
             self._ways = weights.ways
             speed = weights.nbytes / seconds / 1e9
@@ -298,7 +298,7 @@ class EngineSampler(Sampler):
         self._arriving.clear()
 
     def _new(self, model: NewModel) -> Path:
-        """A folder of a model that is made here; it goes with this object."""
+        """Make a folder of a new model. It is removed with this object."""
         made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
         weakref.finalize(self, made.cleanup)
         folder = Path(made.name, "model")
@@ -307,7 +307,7 @@ class EngineSampler(Sampler):
 
 
 def check_temperature(title: str, temperatures: tuple[float, float], sampling: Sampling) -> None:
-    """DataError where an engine does not draw at the temperature."""
+    """Raise DataError if an engine does not support the temperature."""
     coldest, hottest = temperatures
     if sampling.temperature and not coldest <= sampling.temperature <= hottest:
         raise DataError(

@@ -8,11 +8,11 @@ import torch
 from meshrl_inference.mapped import mapped
 
 Places = list[tuple[str, list[tuple[str, str, list[int], int]]]]
-"""Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+"""Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
 
 
 def tensors(places: Places) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor by its name, in the memory that it came in: it is not to be written."""
+    """Yield each tensor with its name, in the memory that it arrived in. Do not write to it."""
     for path, parts in places:
         whole = torch.frombuffer(mapped(path), dtype=torch.uint8)
         for name, dtype, shape, start in parts:

@@ -1,10 +1,10 @@
-"""The engine's process: one loop that takes orders between the engine's steps, and tells which rows have left.
+"""The engine's process: one loop that takes orders between the engine's steps, and returns rows.
 
     python -m meshrl_inference.worker MODULE FILE_DESCRIPTOR FOLDER
 
-MODULE is a backend's, whose function `start` makes an `engine.Engine`. FOLDER is for its
-temporary files; it removes it where the sampler, whose task that is, was killed. The process needs that engine, torch,
-transformers, numpy, msgspec and xxhash: it may run in another environment than meshrl does.
+MODULE is a backend's, whose function `start` makes an `engine.Engine`. FOLDER is for its temporary files. The sampler
+removes it, or this process if the sampler was killed. The process needs the engine, torch, transformers, numpy, msgspec
+and xxhash, and may run in another environment than meshrl.
 """
 
 import multiprocessing.connection
@@ -43,13 +43,13 @@ from meshrl_inference.messages import (
 )
 
 _HELD: Final = 0.02
-"""Seconds between two messages of rows while others are decoded: to read one costs the sampler a millisecond or two."""
+"""Seconds between two messages of rows while others are decoded. Reading one takes the sampler a millisecond or two."""
 
 
 def main() -> None:
     """Serve the sampler at the other end until it is gone."""
     connection = Connection(int(sys.argv[2]))
-    # The sampler is to see the end of this process, and of none that it makes.
+    # The sampler waits for the end of this process, not for the end of its children.
     os.register_at_fork(after_in_child=connection.close)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     worker: Worker | None = None
@@ -58,14 +58,14 @@ def main() -> None:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
             engine = import_module(sys.argv[1]).start(start)
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an engine may have thought of another
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an engine may have set another handler
             worker = Worker(connection, engine, start)
             worker.run()
     except SystemExit:
-        pass  # the sampler has no use for this any more
+        pass  # the sampler no longer needs it
     except (EOFError, BrokenPipeError, ConnectionResetError):
         gone = True
-    except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
+    except BaseException as error:  # noqa: BLE001 -- the sampler gets it, whatever it is
         lost = worker and worker.lost
         with suppress(OSError):
             connection.send_bytes(encode(Failed(lost or _words(error))))
@@ -75,11 +75,11 @@ def main() -> None:
         worker.close()
     if gone:
         shutil.rmtree(sys.argv[3], ignore_errors=True)
-    os._exit(status)  # there is nothing to tidy up, and Python's own end takes a second
+    os._exit(status)  # nothing is left to clean up, and Python's own exit takes a second
 
 
 class Worker:
-    """An engine, and what the sampler asks of it."""
+    """An engine, and the sampler's orders for it."""
 
     def __init__(self, connection: Connection, engine: Engine, start: Start) -> None:
         self._connection = connection
@@ -87,15 +87,15 @@ class Worker:
         self._engine = engine
         self._sleeps = start.sleep
         self._asleep = set[str]()
-        """What is not in a GPU's memory."""
+        """The parts that are not in a GPU's memory."""
         self._swaps = 0
-        """How often new weights were taken."""
+        """Number of times that weights were loaded."""
         self._told = 0.0
-        """When rows were told last."""
+        """Time of the last message of rows."""
         self._loads: deque[tuple[Load, Future[str | None]]] = deque()
-        """New weights, and what is wrong with them: read in a thread, while rows are decoded."""
+        """New weights with their errors: a thread reads them while rows are decoded."""
         self._reader = ThreadPoolExecutor(1)
-        from meshrl_inference.naming import Naming  # noqa: PLC0415 -- the engine has set what torch reads when imported
+        from meshrl_inference.naming import Naming  # noqa: PLC0415 -- the engine has set what torch reads at import
 
         self._known = Naming(start.model).held(start.dtype)
         if engine.processes:
@@ -104,7 +104,7 @@ class Worker:
         self._send(Ready(engine.version, engine.tokens))
 
     def run(self) -> None:
-        """Until the sampler is gone."""
+        """Run until the sampler is gone."""
         engine = self._engine
         while True:
             while self._connection.poll(0 if engine.left or self._loads or engine.decodes else None):
@@ -112,33 +112,33 @@ class Worker:
             self._load_next()
             if engine.decodes:
                 engine.step(self._connection)
-                self._rest()  # before the last rows are told: who has them may want the memory
+                self._rest()  # before the last rows are sent, whose receiver may need the memory
             if engine.left and (not engine.decodes or time.monotonic() - self._told > _HELD):
                 self._send(Rows(engine.left))
                 engine.left = []
                 self._told = time.monotonic()
 
     def close(self) -> None:
-        """End the engine's own processes: they have nothing to finish."""
+        """End the engine's processes, which have nothing to finish."""
         for each in self._engine.processes:
             each.kill()
             each.join()
 
     @property
     def lost(self) -> str | None:
-        """Which of the engine's own processes have died; None where none has."""
+        """Return which of the engine's processes have died. None if none has."""
         own = self._engine.processes
-        # Where one has died, an engine may terminate the others.
+        # If one has died, an engine may terminate the others.
         died = {at: each for at, each in enumerate(own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
         told = [f"process {each.pid}, at tp={at}, has died ({_how(each.exitcode)})" for at, each in died.items()]
         return f"of the {len(own)} that its matrices are split over, {', '.join(told)}" if told else None
 
     def _watch(self) -> None:
-        """Wait until one of the engine's own processes has died: rows can be decoded no more."""
+        """Wait for the death of one of the engine's processes, after which no rows can be decoded."""
         own = self._engine.processes
         multiprocessing.connection.wait([each.sentinel for each in own])
         until = time.monotonic() + 1
-        while self.lost is None and time.monotonic() < until:  # the engine may be the one that asks how it ended
+        while self.lost is None and time.monotonic() < until:  # the engine itself may be the one that waits for it
             time.sleep(0.01)
         self._send(Failed(self.lost or "one of the engine's own processes has ended"))
         for each in own:
@@ -148,7 +148,7 @@ class Worker:
     def _take(self, order: Start | Order) -> None:
         if isinstance(order, Generate):
             self._wake(WEIGHTS, CACHE)
-            # The salt keeps what old weights made of a prompt from rows that begin under new ones.
+            # The salt separates prefixes cached with old weights from new rows.
             self._engine.add(order, str(self._swaps))
         elif isinstance(order, Leave):
             self._engine.leave(order.rows, told=order.told)
@@ -157,19 +157,19 @@ class Worker:
             self._loads.append((order, self._reader.submit(wrong, order, self._known)))
 
     def _rest(self) -> None:
-        """Give the GPU's memory back where nothing is left to decode."""
+        """Free the GPU's memory if nothing is left to decode."""
         if self._sleeps and not self._engine.decodes and CACHE not in self._asleep:
             self._engine.sleep()
             self._asleep = {WEIGHTS, CACHE}
 
     def _wake(self, *names: str) -> None:
-        """Take the GPU's memory again for what these name."""
+        """Take GPU memory again for these parts."""
         if asleep := [name for name in names if name in self._asleep]:
             self._engine.wake(asleep)
             self._asleep.difference_update(asleep)
 
     def _load_next(self) -> None:
-        """Take the next weights that have been read."""
+        """Load the next weights that were read."""
         if not self._loads:
             return
         order, read = self._loads[0]
@@ -181,9 +181,9 @@ class Worker:
                 self._send(Refused(refused))
 
     def _load(self, order: Load) -> None:
-        """Take new weights, and read their probe: what is decoded meanwhile is told after it.
+        """Load new weights and read their probe. Rows that are decoded in between are sent afterwards.
 
-        Until a probe is answered nobody knows whether what was drawn may be trusted.
+        Until the probe is answered, it is unknown whether they can be trusted.
         """
         began = time.monotonic()
         self._wake(WEIGHTS)
@@ -203,7 +203,7 @@ class Worker:
 
 
 def _words(error: BaseException) -> str:
-    """What went wrong; of what pydantic says of an engine's configuration, the sentence alone."""
+    """Describe an error. Of pydantic's report on an engine's configuration, return only the message."""
     errors: Any = getattr(error, "errors", None)
     if errors is not None:
         return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())

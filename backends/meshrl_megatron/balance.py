@@ -1,4 +1,4 @@
-"""Rows into micro-batches that take about as long as each other: a pipeline goes at the pace of its slowest one."""
+"""Pack rows into micro-batches of about equal duration, because a pipeline has the speed of its slowest one."""
 
 import heapq
 from collections.abc import Iterator
@@ -14,33 +14,33 @@ from meshrl_megatron.shape import Decoder
 Ints = NDArray[np.int64]
 
 _FILLED = 4
-"""Micro-batches for each stage, where there are rows for as many: the pipeline then idles for a fifth of the time."""
+"""Micro-batches for each stage, if there are enough rows. The pipeline then idles for a fifth of the time."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Divides rows by the work that a layer has with them: matrices for each token, attention for each pair of tokens.
+    """Divides rows by the work of a layer: matrices for each token, attention for each pair of tokens.
 
-    Families share their prompt, so they stay together, unless they are too large.
+    Families share their prompt, so they stay together unless they are too large.
     """
 
     per_token: float
-    """Multiplications and additions of a layer."""
+    """Multiplications and additions of a layer for each token."""
     per_pair: float
     """The same for a query and a key that it sees."""
     fewest: int
-    """Micro-batches, where there are as many families."""
+    """Fewest micro-batches, if there are as many families."""
 
     @classmethod
     def of(cls, shape: Decoder, stages: int) -> "Balance":
-        """For a decoder in so many stages."""
+        """Make it for a decoder in this many stages."""
         inner = shape.heads * shape.head_dim
-        ffn = shape.ffn * max(shape.chosen, 1)  # of all experts that a token goes to
+        ffn = shape.ffn * max(shape.chosen, 1)  # of all experts that a token is routed to
         matrices = shape.hidden * (2 * inner + 2 * shape.groups * shape.head_dim + 3 * ffn)
         return cls(2.0 * matrices, 4.0 * inner, _FILLED * stages if stages > 1 else 1)
 
     def __call__(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
-        """Micro-batches of at most `budget` tokens; a row longer than that has one of its own."""
+        """Yield micro-batches of at most `budget` tokens. A longer row gets its own."""
         for part in self._parts(rows, budget):
             yield packed(tokens, rows, part, learn)
 
@@ -69,7 +69,7 @@ class Balance:
         return [np.sort(np.concatenate(each)) for each in members if each]
 
     def work(self, rows: Rows, lot: Ints) -> float:
-        """Of a layer with some rows of one family, in multiplications and additions."""
+        """Multiplications and additions of a layer for some rows of one family."""
         prefix = int(rows.prefix[lot[0]])
         own = rows.inputs[lot] - rows.prefix[lot]
         pairs = float((own * rows.prefix[lot] + own * (own + 1) / 2).sum()) + prefix * (prefix + 1) / 2
@@ -77,7 +77,7 @@ class Balance:
 
 
 def _families(rows: Rows) -> list[Ints]:
-    """The rows of each family, numbers of `rows`."""
+    """Return the rows of each family, numbers of `rows`."""
     order = np.argsort(rows.family, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(rows.family[order])) + 1) if len(order) else []
 
@@ -87,7 +87,7 @@ def _tokens(rows: Rows, lot: Ints) -> int:
 
 
 def _lots(rows: Rows, family: Ints, budget: int) -> Iterator[Ints]:
-    """A family in lots of at most `budget` tokens, each with the prompt of its own."""
+    """Divide a family into lots of at most `budget` tokens, each with its copy of the prompt."""
     start, filled = 0, int(rows.prefix[family[0]])
     for number, own in enumerate((rows.inputs[family] - rows.prefix[family]).tolist()):
         if number > start and filled + own > budget:

@@ -1,9 +1,9 @@
-"""Megatron-Core as this backend sees it: all of its modules import it from here, and so in a form that runs.
+"""Megatron-Core for this backend: all of its modules import it from here, in a form that runs on this machine.
 
-Importing this module imports `megatron.core`: on a machine without a GPU in its CPU form, with its warnings about
-libraries that this backend does not use kept down, and with the two things set that it looks for globally.
+Importing this module imports `megatron.core`, on a machine without a GPU in its CPU form. It silences warnings about
+unused libraries, and sets the two globals that Megatron-Core reads.
 
-Raises BackendError for a version that this backend was not proved with.
+Raises BackendError for a version that this backend was not tested with.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from meshrl.errors import BackendError
 from meshrl_megatron import cpu
 
 PROVED: Final = "0.16.1"
-"""The release of megatron-core that this backend is proved with: it sees more of it than its public names."""
+"""The release of megatron-core that this backend is tested with. It uses more than its public names."""
 
 if (found := version("megatron-core")) != PROVED:
     raise BackendError(
@@ -39,20 +39,20 @@ _KNOWN: Final = (
     ("The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning),
 )
-"""How the warnings begin that Megatron-Core gives, or torch for it, about what its caller cannot change."""
+"""Beginnings of warnings by Megatron-Core, or by torch because of it, that its callers cannot avoid."""
 
 _OF_A_GPU: Final = (
     ("When using sequence parallelism it is recommended", UserWarning),
     ("When using async grad allreduce it is recommended", UserWarning),
 )
-"""About CUDA's queues: advice where there is a GPU, and noise where there is none."""
+"""Advice about CUDA's queues, which is useless without a GPU."""
 
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep Megatron-Core's known warnings down, those alone, while it is imported, built or run.
+    """Silence Megatron-Core's known warnings while it is imported, built or run.
 
-    Filters belong to the process: of two threads that are in here at once, the one that leaves last decides.
+    Filters belong to the process: if two threads are in here, the one that leaves last decides.
     """
     with warnings.catch_warnings():
         for message, category in (*_KNOWN, *(() if torch.cuda.is_available() else _OF_A_GPU)):
@@ -133,18 +133,18 @@ __all__ = [
     "set_tensor_model_parallel_attributes",
 ]
 
-# AdamW is torch's, also where Transformer Engine or Apex have one: checkpoints know where it counts its steps.
+# Use torch's AdamW even with Transformer Engine or Apex: checkpoints know where it counts its steps.
 _optimizers.USING_PYTORCH_OPTIMIZER = True
 # Dropout is 0 here, so random numbers need no state for each part of the model.
 initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-parallel_state._set_global_memory_buffer()  # noqa: SLF001 -- scratch memory, which parallel layers take from there
+parallel_state._set_global_memory_buffer()  # noqa: SLF001 -- scratch memory for parallel layers
 
 
 @contextmanager
 def fresh_scratch() -> Generator[Mapping[object, torch.Tensor]]:
-    """Scratch memory of its own, for tensors that have no memory: what is computed with these leaves nothing behind.
+    """Use separate scratch memory in the block, for tensors without memory, so that they leave nothing behind.
 
-    Gives what was taken of it.
+    Yields what was taken of it.
     """
     kept = parallel_state._GLOBAL_MEMORY_BUFFER  # noqa: SLF001
     parallel_state._GLOBAL_MEMORY_BUFFER = None  # noqa: SLF001

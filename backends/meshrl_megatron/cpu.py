@@ -1,8 +1,8 @@
-"""Megatron-Core without a GPU: its CUDA calls are rewritten to their CPU forms while it is imported.
+"""Megatron-Core without a GPU: its CUDA calls are rewritten to CPU forms at its import.
 
-Megatron-Core asks for CUDA by name and has no option that avoids it: `torch.cuda.current_device()`, `device="cuda"`,
-`.cuda()`, `param.type() == 'torch.cuda.FloatTensor'`, pinned memory. Where torch has a GPU nothing is rewritten, and
-nothing outside `megatron.core` ever is. A use of CUDA that no rule below knows is an error when its module is imported.
+Megatron-Core uses CUDA by name, without an option to avoid it: `torch.cuda.current_device()`, `device="cuda"`,
+`.cuda()`, `param.type() == 'torch.cuda.FloatTensor'`, pinned memory. Nothing is rewritten if torch has a GPU, and never
+outside `megatron.core`. A use of CUDA that no rule below covers raises when its module is imported.
 """
 
 import ast
@@ -23,9 +23,9 @@ from meshrl.errors import BackendError
 
 PACKAGE: Final = "megatron.core"
 _TRIES: Final = 8
-"""Of parsing a source."""
+"""Attempts to parse a source."""
 _RULES: Final = source_hash(Path(__file__).read_bytes())
-"""Of all below: code that other rules made is not used."""
+"""Hash of all rules below. Code from other rules is not used."""
 
 _FORMS: Final = {
     "current_device": "(lambda: 'cpu')",
@@ -39,7 +39,7 @@ _FORMS: Final = {
     "HalfTensor": "torch.HalfTensor",
     "BFloat16Tensor": "torch.BFloat16Tensor",
 }
-"""What `torch.cuda.NAME` is on a CPU."""
+"""The CPU form of `torch.cuda.NAME`."""
 
 _BODIES: Final = {
     "_get_cuda_rng_state": "return torch.get_rng_state()",
@@ -52,8 +52,8 @@ if point == self.cuda_dtoh_point:
 return tokens_per_expert
 """,
 }
-"""Functions of Megatron-Core with another body: recomputed layers save and restore the one generator that there is, and
-what tells which tokens go to which expert need not be copied to the host."""
+"""Functions of Megatron-Core with other bodies. Recomputed layers save and restore the only generator, and the routing
+of tokens to experts need not be copied to the host."""
 
 _GRAPHS: Final = {"CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"}
 _STREAMS: Final = {"Event", "current_stream", "default_stream", "set_stream", "stream"}
@@ -72,15 +72,15 @@ _GAUGES: Final = {
 _DEVICES: Final = {"amp", "device", "device_count", "is_available", "set_device", "OutOfMemoryError"}
 _GENERATORS: Final = {"_lazy_call", "_lazy_init", "default_generators", "random"}
 _LEFT: Final = _GRAPHS | _STREAMS | _GAUGES | _DEVICES | _GENERATORS
-"""What is left as it is, of `torch.cuda`: no path of a CPU reaches it, and torch itself raises if one does."""
+"""Parts of `torch.cuda` that stay as they are: no path on a CPU reaches them, and torch itself raises if one does."""
 
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
 def install() -> None:
-    """Have `megatron.core` rewritten when it is imported, if torch has no GPU; once, however often it is called.
+    """Rewrite `megatron.core` at its import, if torch has no GPU. Later calls have no effect.
 
-    Raises BackendError where it is imported already: as it is, it cannot run here.
+    Raises BackendError if it is imported already, because it cannot run here as it is.
     """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -93,7 +93,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of Megatron-Core, and no other."""
+    """Finds only the modules of Megatron-Core."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -107,7 +107,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module from its rewritten source, and keeps the code beside Python's own cache of it."""
+    """Compiles a module from its rewritten source, and caches the code next to Python's own cache."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         source = self.get_data(self.path)
@@ -121,12 +121,12 @@ class _Loader(SourceFileLoader):
                 return cast("CodeType", marshal.loads(data[len(key) :]))  # noqa: S302 -- as Python reads its own
         code = compile(rewritten(_parsed(source), fullname), self.path, "exec", dont_inherit=True)
         if not sys.dont_write_bytecode:
-            self.set_data(kept, key + marshal.dumps(code))  # whole or not at all, and where it may not, not at all
+            self.set_data(kept, key + marshal.dumps(code))  # completely or not at all, and not in a read-only place
         return code
 
 
 def _parsed(source: bytes) -> ast.Module:
-    """The syntax tree, tried again where another thread was parsing too: CPython 3.11 counts their depths as one."""
+    """Parse a source. Retries if another thread parsed too, because CPython 3.11 counts their depths together."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(SystemError):
             return ast.parse(source)
@@ -134,9 +134,9 @@ def _parsed(source: bytes) -> ast.Module:
 
 
 def rewritten(module: ast.Module, name: str) -> ast.Module:
-    """A module of Megatron-Core in its CPU form, changed in place; each node keeps its line.
+    """Rewrite a module of Megatron-Core to its CPU form, in place. Each node keeps its line.
 
-    Raises BackendError for a use of CUDA that has no CPU form here.
+    Raises BackendError for a use of CUDA without a CPU form here.
     """
     _Rewriter(name).visit(module)
     return ast.fix_missing_locations(module)
@@ -198,14 +198,14 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _is(node: ast.expr, *names: str) -> bool:
-    """Whether a node is these names, one attribute of the other: `torch.cuda`."""
+    """True if a node is these names as attributes, such as `torch.cuda`."""
     if len(names) == 1:
         return isinstance(node, ast.Name) and node.id == names[0]
     return isinstance(node, ast.Attribute) and node.attr == names[-1] and _is(node.value, *names[:-1])
 
 
 def _at(new: NodeT, old: ast.AST) -> NodeT:
-    """A new node in the place of an old one."""
+    """Give a new node the place of an old one."""
     for node in ast.walk(new):
         ast.copy_location(node, old)
     return new

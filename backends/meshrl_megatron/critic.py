@@ -6,7 +6,7 @@ from meshrl_megatron.trainable import Pipelined
 
 
 class MegatronCritic(Spread, TrainedCritic):
-    """A model with a value head that its ranks hold in parts, and train together."""
+    """A model with a value head, split over its ranks and trained by them together."""
 
     def __init__(self, config: CriticConfig) -> None:
         super().__init__(Pipelined(config, "values"))

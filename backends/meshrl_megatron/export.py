@@ -1,4 +1,4 @@
-"""A model that is spread over the ranks as one Hugging Face folder, of which no rank holds the whole in memory."""
+"""Save a model that is spread over ranks as one Hugging Face folder. No rank holds all of it in memory."""
 
 import shutil
 import tempfile
@@ -16,9 +16,9 @@ _HEAD = "value_head."
 
 
 def save(model: Model, folder: str) -> None:
-    """Write the model, and a critic's head in a file of its own: all ranks at the same time, whole or not at all.
+    """Write the model, and a critic's head in its own file, completely or not at all. All ranks call it together.
 
-    Each rank writes its share into a folder beside, from which the first rank reads as it writes.
+    Each rank writes its share to a folder next to it. The first rank reads from there as it writes.
     """
     world = model.world
     with _beside(Path(folder).expanduser(), world) as parts:
@@ -39,7 +39,7 @@ def save(model: Model, folder: str) -> None:
 
 @contextmanager
 def _beside(folder: Path, world: World) -> Generator[Path]:
-    """A folder that all ranks see, and that is gone in the end."""
+    """Yield a folder that all ranks see. It is removed at the end."""
 
     def made() -> str:
         if world.number:

@@ -1,4 +1,4 @@
-"""Process groups along a mesh's axes: made once a process, shared by all roles that need the same ranks."""
+"""Process groups along a mesh's axes, made once in a process, and shared by all roles with the same ranks."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,22 +11,22 @@ from meshrl_hf.group import Shared
 from meshrl_megatron.core import ProcessGroupCollection
 
 AXES: Final = ("dp", "pp", "cp", "tp")
-"""What a mesh may have, from the outside in."""
+"""The axes of a mesh, from the outermost on."""
 
 _PLACES: Final = ("apart", "ep", *AXES[1:])
-"""The same, with dp in two: ranks along `ep` divide experts among them, those along `apart` have the same ones."""
+"""The same with dp in two parts: ranks along `ep` divide experts among them, those along `apart` hold the same ones."""
 
 _groups: Final[Shared[dist.ProcessGroup | None]] = Shared()
-"""By ranks, those of other ranks too, as None: so that no rank makes one again."""
+"""By ranks. Groups of other ranks are None, so that no rank makes one again."""
 
 
 class Grid:
     """The ranks of a mesh by their places along the axes, and this rank's place."""
 
     def __init__(self, shape: Mapping[str, int], rank: int, experts: int = 1) -> None:
-        """`shape`: the mesh's axes, the last one fastest, all of them in `AXES`; `rank`: this one's number.
+        """`shape`: the mesh's axes, all in `AXES`, the last one fastest. `rank`: this one's number.
 
-        `experts`: neighbours along dp that divide the experts among them. It divides dp.
+        `experts`: number of neighbours along dp that divide the experts among them. It divides dp.
         """
         numbers = torch.arange(_count(shape)).reshape(tuple(shape.values()))
         order = [list(shape).index(axis) for axis in AXES if axis in shape]
@@ -39,9 +39,9 @@ class Grid:
         self.place: Final[Mapping[str, int]] = dict(zip(AXES, map(int, here), strict=True))
 
     def along(self, *axes: str) -> list[list[int]]:
-        """The ranks that differ in these axes alone, one list for each place on the others.
+        """Return the ranks that differ only in these axes, one list for each place on the others.
 
-        Beside `AXES` there are `ep` and `apart`, which make up dp.
+        In addition to `AXES` there are `ep` and `apart`, which make up dp.
         """
         wanted = {*axes, *(_PLACES[:2] if "dp" in axes else ())}
         inner = [index for index, axis in enumerate(_PLACES) if axis in wanted]
@@ -53,11 +53,11 @@ class Grid:
         return [list(map(int, each)) for each in ranks.reshape(-1, count).tolist()]
 
     def rank(self, **place: int) -> int:
-        """The rank that stands as this one does, but for the axes given."""
+        """Return the rank with this one's place, except along the given axes."""
         return int(self._ranks[tuple({**self.place, **place}[axis] for axis in AXES)])
 
     def collection(self, rank: int) -> ProcessGroupCollection:
-        """All groups that Megatron asks for. Every rank makes the same ones at the same time."""
+        """Return all groups that Megatron asks for. All ranks make them together."""
 
         def own(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
             return _group([tuple(each) for each in lists], rank)
@@ -93,13 +93,13 @@ class Grid:
 
 
 def _group(lists: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
-    """The one of these groups that this rank is in."""
+    """Return the group of these that contains this rank."""
     made = {ranks: _groups.get(ranks, partial(_made, ranks)) for ranks in lists}
     return next(group for ranks, group in made.items() if rank in ranks and group is not None)
 
 
 def _made(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A new group; None where this rank is not in it."""
+    """Make a group. None if this rank is not in it."""
     group = dist.new_group(list(ranks))
     return group if isinstance(group, dist.ProcessGroup) else None
 

@@ -1,4 +1,4 @@
-"""Our own layers for Megatron's blocks: attention over packed sequences, and a norm that knows of split sequences."""
+"""Layers for Megatron's blocks: attention over packed sequences, and a norm for split sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,27 +34,27 @@ from meshrl_megatron.core import (
 
 @dataclass
 class Packing(PackedSeqParams):
-    """What Megatron hands down to each layer's attention of the tokens that are computed."""
+    """Megatron's data about the computed tokens for each layer's attention."""
 
     attend: Packed | None = None
     cos: Tensor | None = None
-    """Of the rotary embedding, [1, tokens, head dims]."""
+    """Cosines of the rotary embedding, [1, tokens, head dims]."""
     sin: Tensor | None = None
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight, as transformers computes it: in float32, scaled in the dtype of the states."""
+    """x / rms(x) * weight, as in transformers: computed in float32, scaled in the dtype of the states."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each rank along tp has seen other tokens: Megatron then sums the gradient.
+        # Ranks along tp see different tokens, so Megatron sums the gradient.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., hidden] to the same."""
+        """Normalise [..., hidden]. Returns the same shape."""
         wide = states.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * normal.to(states.dtype)
@@ -69,7 +69,7 @@ class VarlenAttention(nn.Module):
         self._ranks = pg_collection.cp
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """[tokens, 1, heads * dims] from [tokens, 1, heads, dims]."""
+        """Return [tokens, 1, heads * dims] from [tokens, 1, heads, dims]."""
         if self._ranks.size() > 1:
             key, value = (self._gathered(states) for states in (key, value))
         # [tokens, 1, heads, dims] to [1, heads, tokens, dims]
@@ -84,13 +84,13 @@ class VarlenAttention(nn.Module):
 
 
 class FusedLinear(ColumnParallelLinear):
-    """Linear layers that read the same states: their weights are one parameter, one below the other."""
+    """Linear layers with the same input. Their weights are stacked in one parameter."""
 
     def outputs(self, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Each layer's [tokens, 1, size], of the rank's rows.
+        """Return each layer's [tokens, 1, size], of the rank's rows.
 
-        On one rank each layer is a product of its own, whose result lies by itself: the operations of transformers,
-        and so their bits. On several ranks it is one product, which Megatron overlaps with its communication.
+        On one rank, each layer is a separate product, with a separate result. These are the operations of transformers,
+        and so its bits. On several ranks it is one product, which Megatron overlaps with communication.
         """
         if self.tp_group.size() > 1:
             fused, _ = self(states)
@@ -101,9 +101,9 @@ class FusedLinear(ColumnParallelLinear):
 
 
 class PackedAttention(SelfAttention):
-    """Megatron's projections around attention over packed sequences, with the positions that the sequences have.
+    """Megatron's projections around attention over packed sequences, with the sequences' positions.
 
-    The rows of the fused projection are all queries' of this rank, then all keys', then all values'.
+    The rows of the fused projection are all queries of this rank, then all keys, then all values.
     """
 
     linear_qkv: FusedLinear
@@ -111,14 +111,14 @@ class PackedAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
+        """Return the output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
         query, key, value = self._projected(hidden_states)
         query, key = (_rotated(states, packed_seq_params) for states in (query, key))
         mixed = self.core_attention(query, key, value, packed_seq_params)
         return self.linear_proj(mixed)
 
     def _projected(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [tokens, 1, heads, dims], the first two normalised where the model does that."""
+        """Return queries, keys and values, [tokens, 1, heads, dims]. The first two are normalised if configured."""
         dims = self.hidden_size_per_attention_head
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         outputs = self.linear_qkv.outputs(states, [count * dims for count in (heads, groups, groups)])
@@ -134,37 +134,37 @@ class GatedMlp(MLP):
     linear_fc1: FusedLinear
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
-        """The output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
+        """Return the output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
         rows = len(self.linear_fc1.weight) // 2
         gate, up = self.linear_fc1.outputs(hidden_states, (rows, rows))
         return self.linear_fc2(functional.silu(gate) * up)
 
 
 def _rotated(states: Tensor, packing: Packing) -> Tensor:
-    """RoPE (arXiv:2104.09864) on [tokens, 1, heads, dims], with halves paired as in Llama's weights."""
+    """Apply RoPE (arXiv:2104.09864) to [tokens, 1, heads, dims], with halves paired as in Llama's weights."""
     cos, sin = (cast("Tensor", each)[0][:, None, None] for each in (packing.cos, packing.sin))
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
 class Router(TopKRouter):
-    """Megatron's choice of each token's experts, with its weights on the device where they are used."""
+    """Megatron's choice of each token's experts, with weights on the device that uses them."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.weight.data = self.weight.data.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 -- Megatron's name
-        """Each expert's logit [tokens, 1, experts]. Megatron's own fails without Transformer Engine."""
+        """Return each expert's logit [tokens, 1, experts]. Megatron's version fails without Transformer Engine."""
         return functional.linear(input, self.weight)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Nothing: there is none, and Megatron's own would be compiled to find that out."""
+        """Do nothing: there is no bias, and Megatron's version would be compiled to find that out."""
 
 
 @dataclass(frozen=True)
 class _Gated:
-    """A GatedMlp to be built: no ModuleSpec, to which Megatron would add what its own MLP is given."""
+    """Builds a GatedMlp. It is no ModuleSpec, to which Megatron would add arguments of its MLP."""
 
     params: Mapping[str, object]
     submodules: MLPSubmodules
@@ -181,7 +181,7 @@ def _mlp(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec | _Gate
 
 
 def layer_spec(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec:
-    """A decoder's layer of these, whose matrices the ranks of `tp` divide."""
+    """Return the specification of a decoder layer, whose matrices are divided over the ranks of `tp`."""
     norm = RmsNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=FusedLinear,
@@ -204,10 +204,10 @@ def layer_spec(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec:
 
 
 def assembled(own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup) -> Tensor:
-    """The values of all targets, float32[whole], from what each rank along `cp` has of them.
+    """Combine the values of all targets, float32[whole], from the parts of the ranks along `cp`.
 
-    `own` float32[n] stands at `where` int64[n] there. All ranks of the group call at the same time, and each must be
-    given the same gradient of the result.
+    `own`, float32[n], belongs at `where`, int64[n]. All ranks of the group call it together, and each must receive the
+    same gradient of the result.
     """
     apply = cast("Callable[[Tensor, Tensor, int, dist.ProcessGroup], Tensor]", _Assembled.apply)
     return apply(own, where, whole, group)
@@ -223,6 +223,6 @@ class _Assembled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Each rank has made the same loss of all values: its own part of the gradient is whole.
+        # Each rank computed the same loss of all values, so its part of the gradient is complete.
         (where,) = ctx.saved_tensors
         return gradients[0].index_select(0, where), None, None, None

@@ -1,4 +1,4 @@
-"""What a rank of the megatron backend holds: its own code, rehearsed in a group whose other ranks are not there."""
+"""The memory of a rank of the megatron backend: its code, rehearsed in a group without other ranks."""
 
 import gc
 from collections.abc import Generator, Sequence
@@ -50,13 +50,13 @@ from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Asked, Stage
 
 _KEPT: Final = 4
-"""Bytes of a number that torch's AdamW makes beside each one that it steps over, on a GPU."""
+"""Bytes that torch's AdamW allocates on a GPU for each number that it steps over."""
 
 
 def held(config: ModelConfig, work: Work) -> Memory:
-    """What the rank holds of a role that holds most: of the first stage or the last one.
+    """Estimate the memory of a role on the rank that holds the most: of the first stage or the last one.
 
-    ConfigError in a process that is in a process group already, or where the axes do not fit.
+    ConfigError if the process is in a process group already, or if the axes do not fit.
     """
     plan = _Plan(config, work)
     plan.shape.check(plan.grid(0).sizes, plan.layout)
@@ -81,38 +81,38 @@ class _Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether it steps."""
+        """True if it is trained."""
         return isinstance(self.config, PolicyConfig | CriticConfig | RewardTrainingConfig)
 
     @property
     def predicts(self) -> Predicts:
-        """What its last stage gives."""
+        """The prediction of its last stage."""
         if isinstance(self.config, CriticConfig):
             return "values"
         return "scores" if isinstance(self.config, RewardModelConfig | RewardTrainingConfig) else "logprobs"
 
     @property
     def layout(self) -> MegatronConfig:
-        """Its own options."""
+        """The backend's options."""
         return options_of(self.config, MegatronConfig)
 
     @property
     def pp(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks in a pipeline."""
         return self.work.axes.get("pp", 1)
 
     @cached_property
     def shape(self) -> Decoder:
-        """Of the model."""
+        """The shape of the model."""
         return Decoder.of(config_of(self.config).get_text_config(), valued=self.predicts != "logprobs")
 
     def grid(self, rank: int) -> Grid:
-        """The ranks by their places."""
+        """Return the ranks by their places."""
         return Grid(self.work.axes, rank, self.layout.experts)
 
     @cached_property
     def micros(self) -> Sequence[MicroBatch]:
-        """A step's micro-batches, of the longest rows; where there are very many, some of them."""
+        """A step's micro-batches, of the longest rows. Only some of very many."""
         budget, stages = int(getattr(self.config, "micro_batch_tokens", 1)), self.pp * self.layout.virtual_stages
         balance = Balance.of(self.shape, stages)
         families = balance.fewest * (budget // self.work.tokens + 2)
@@ -120,7 +120,7 @@ class _Plan:
         return list(balance(batch.tokens, rows, learn, budget))
 
     def flying(self, place: int) -> int:
-        """Passes whose activations a rank of the pipeline holds at once, at its place there."""
+        """Return how many passes' activations a rank holds at once, at its place in the pipeline."""
         if not self.trains:
             return 1
         virtual = self.layout.virtual_stages
@@ -129,7 +129,7 @@ class _Plan:
         return min(warm + 1, len(self.micros) * virtual)
 
     def figures(self, rank: int) -> Figures:
-        """Of a rank."""
+        """Return the figures of a rank."""
         each = self.shape.layers // (self.pp * self.layout.virtual_stages)
         depths = DEPTHS if each > max(DEPTHS) else (each,)
         found: list[Rehearsal] = []
@@ -138,7 +138,7 @@ class _Plan:
             groups = grid.collection(rank)
             found += [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
         last = found[-1]
-        if len(found) > 1:  # of a further layer each stage of the rank has one
+        if len(found) > 1:  # a further layer adds one to each stage of the rank
             last = last.deeper(found[0], each - max(DEPTHS))
         flying = self.flying(grid.place["pp"])
         kept = last.figures.activations * flying
@@ -160,7 +160,7 @@ class _Built(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank of a model whose stages have so many layers."""
+    """One rank of a model whose stages have this many layers."""
 
     plan: _Plan
     grid: Grid
@@ -168,7 +168,7 @@ class _Rank:
     depth: int
 
     def rehearse(self) -> Rehearsal:
-        """Two micro-batches through the stage that takes most: scratch memory is there when the second one begins."""
+        """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins."""
         plan = self.plan
         micro = max(plan.micros, key=lambda each: each.ids.numel())
         tp = self.grid.sizes["tp"]
@@ -198,7 +198,7 @@ class _Rank:
         return self._with_rest(found, scratch, built.stepped, part)
 
     def _with_rest(self, found: Rehearsal, scratch: int, stepped: int, part: Part) -> Rehearsal:
-        """With what is no pass's: scratch memory, the tokens of all micro-batches, and the step on a GPU."""
+        """Add memory outside the passes: scratch memory, the tokens of all micro-batches, and the step on a GPU."""
         figures = found.figures
         if self.grid.place["pp"] < self.plan.pp - 1:  # it has no head
             figures = figures._replace(workspace=figures.workspace + figures.head, head=0)
@@ -211,7 +211,7 @@ class _Rank:
         return replace(found, figures=figures._replace(workspace=workspace))
 
     def _on(self, part: Part, device: torch.device) -> Part:
-        """A part with its tensors on a device, and the attention of a GPU where there is to be one."""
+        """Return a part with its tensors on a device, with a GPU's attention if there is to be one."""
         keys = part.attend.keys
         attention = OnGpu if self.plan.work.gpu else Packed
         return Part(
@@ -256,13 +256,13 @@ class _Rank:
         shards = [(each.param_dtype, each.numel // each.data_parallel_group.size()) for each in buffers]
         stepped = sum(count for _, count in shards)
         masters = sum(4 * count for kind, count in shards if kind != torch.float32)
-        gc.collect()  # the parameters have moved into the buffers
+        gc.collect()  # the parameters have moved to the buffers
         gradients = live.now - before - parameters
         called = trained[stages.index(run)]
         return _Built(run, called, parameters, masters, 8 * stepped, gradients, stepped)
 
     def _passed(self, built: _Built, part: Part, tokens: int) -> Tensor:
-        """What the stage gives; one that is not the first is given states, as from the one before it."""
+        """Return the stage's output. A stage after the first gets states like those of the previous one."""
         stage = built.stage
         if not stage.pre_process:
             kind = built.stage.config.params_dtype
@@ -274,7 +274,7 @@ class _Rank:
 
 
 def _know_places(stages: Sequence[Stage]) -> None:
-    """Give mixtures real numbers for the places of their experts: Megatron reads them."""
+    """Give mixtures real numbers for the places of their experts, which Megatron reads."""
     for module in (each for stage in stages for each in stage.modules()):
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         if dispatcher is not None:
@@ -284,7 +284,7 @@ def _know_places(stages: Sequence[Stage]) -> None:
 
 
 class _Chosen(torch.autograd.Function):
-    """So many of a tensor's numbers, as `masked_select` keeps and gives them."""
+    """Selects this many numbers of a tensor, and keeps and returns the same as `masked_select`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -299,9 +299,9 @@ class _Chosen(torch.autograd.Function):
 
 @contextmanager
 def _balanced(chosen: int) -> Generator[None]:
-    """Let numbers that a mixture reads from its tensors be those of equally loaded experts.
+    """Replace numbers that a mixture reads from its tensors by those of equally loaded experts.
 
-    `chosen`: tokens that a rank sends to experts, and is sent, one for each expert that a token goes to.
+    `chosen`: tokens that a rank sends to experts and receives, counted once for each of a token's experts.
     """
 
     def counts(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -1,4 +1,4 @@
-"""A model's stages on this rank: built, filled from files, and told by Hugging Face's names."""
+"""A model's stages on this rank: built, filled from files, and converted to Hugging Face's names."""
 
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ class Held:
     """A parameter of a stage."""
 
     name: str
-    """In its stage."""
+    """Its name in the stage."""
     parameter: nn.Parameter
     first_layer: int
-    """Of its stage."""
+    """The number of its stage's first layer."""
     is_split: bool
-    """Whether the ranks along tp have different parts."""
+    """True if ranks along tp have different parts."""
     is_copy: bool
-    """Whether another stage tells it: the embeddings, which the last stage has too."""
+    """True if another stage publishes it: the embeddings, which the last stage has too."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is one of a layer's experts, which neighbours along dp may divide among them."""
+        """True if it belongs to one of a layer's experts, which neighbours along dp may divide among them."""
         return _EXPERT in self.name
 
 
@@ -57,13 +57,13 @@ class Model:
     """The part of a model that this rank computes."""
 
     words: LanguageModel
-    """The whole model without values: its tokenizer and its checks. A reward model's is a sequence classifier."""
+    """The whole model without values, for its tokenizer and checks. For a reward model, a sequence classifier."""
     shape: Decoder
     config: TransformerConfig
     world: World
     stages: Sequence[Stage]
     unused: Callable[[], Mapping[str, Tensor]]
-    """Tensors of the model that no stage computes with, which are saved with it: a critic's language head."""
+    """Tensors that no stage computes with, and that are saved with the model: a critic's language head."""
 
     @cached_property
     def held(self) -> Sequence[Held]:
@@ -81,7 +81,7 @@ class Model:
         ]
 
     def pieces(self, held: Held, rank: int | None = None) -> list[Piece]:
-        """Which parts of Hugging Face's tensors a parameter is, on this rank or on another one of `dividing`."""
+        """Return a parameter's parts of Hugging Face tensors, on this rank or on another one of `dividing`."""
         group = self.dividing(held)
         rank = group.rank() if rank is None else rank
         if held.is_expert:
@@ -91,27 +91,27 @@ class Model:
         return pieces(held.name, self.shape, place)
 
     def dividing(self, held: Held) -> dist.ProcessGroup:
-        """The ranks that divide among them what a parameter is a part of: those along tp; of experts, further ones."""
+        """The ranks that divide a parameter's tensor among them: those along tp, or along ep for experts."""
         return self.world.groups.ep if held.is_expert else self.world.groups.tp
 
     def sharing(self, held: Held) -> dist.ProcessGroup:
-        """The ranks that hold the same part of a parameter, whose gradients are one."""
+        """The ranks with the same part of a parameter, whose gradients are summed."""
         return self.world.groups.expt_dp if held.is_expert else self.world.groups.dp_cp
 
     def boxes(self, held: Held, whole: Tensor, prefix: str = "") -> list[Box]:
-        """The same with their numbers, from a tensor of the parameter's shape."""
+        """Return the same as boxes, with values from a tensor of the parameter's shape."""
         found = self.pieces(held)
         return [Box(prefix + each.name, each.size, each.offsets, each.view(whole)) for each in found]
 
     def tells(self, held: Held) -> bool:
-        """Whether this rank tells its part of a parameter: one does of those that hold the same part."""
+        """True if this rank publishes its part of a parameter. Of ranks with the same part, one does."""
         alone = held.is_split or self.world.grid.place["tp"] == 0
         return alone and self._keeps(held)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's share of the model's tensors, each whole: gathered one parameter after another.
+        """Yield this rank's share of the model's tensors, each whole, gathered one parameter after another.
 
-        All ranks at the same time; together they tell each tensor once, but for those that are unused.
+        All ranks call it together. Between them they yield each tensor once, except unused ones.
         """
         for number, together in enumerate(self._together):
             if not self._keeps(together[0]):
@@ -124,20 +124,20 @@ class Model:
             yield from whole.items()
 
     def take(self, tensors: Mapping[str, Tensor], of: Iterable[Held]) -> None:
-        """Copy this rank's parts of some parameters out of whole tensors, by Hugging Face's names."""
+        """Copy this rank's parts of some parameters from whole tensors with Hugging Face names."""
         with torch.no_grad():
             for held in of:
                 for box in self.boxes(held, held.parameter):
                     box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
 
     def _keeps(self, held: Held) -> bool:
-        """Whether this rank's place along dp and cp is one of those that tell a parameter."""
+        """True if this rank's place along dp and cp is one of those that publish a parameter."""
         place = self.world.grid.place["dp"], self.world.grid.place["cp"]
         return not held.is_copy and place in self._keepers[_key(held)]
 
     @cached_property
     def _together(self) -> Sequence[Sequence[Held]]:
-        """The parameters, those together that lie in one tensor: one of all experts of a layer."""
+        """The parameters, grouped by tensor: one tensor holds all experts of a layer."""
         found: dict[tuple[int, str], list[Held]] = {}
         for held in self.held:
             found.setdefault(_key(held), []).append(held)
@@ -145,7 +145,7 @@ class Model:
 
     @cached_property
     def _keepers(self) -> Mapping[tuple[int, str], Container[tuple[int, int]]]:
-        """By what `_together` has, which places along dp and cp tell it: each about as many numbers."""
+        """The places along dp and cp that publish each group of `_together`, with about as many numbers each."""
         grid = self.world.grid
         loads = dict.fromkeys(product(range(grid.sizes["dp"]), range(grid.sizes["cp"])), 0)
         keepers: dict[tuple[int, str], Container[tuple[int, int]]] = {}
@@ -158,7 +158,7 @@ class Model:
         return keepers
 
     def _gathered(self, held: Held) -> Sequence[Tensor]:
-        """The parts of a parameter, of all ranks that divide it."""
+        """Return the parts of a parameter from all ranks that divide it."""
         own, group = held.parameter.detach(), self.dividing(held)
         if group.size() == 1 or not (held.is_split or held.is_expert):
             return [own]
@@ -183,11 +183,11 @@ def build(
     predicts: Predicts = "logprobs",
     recompute: bool = False,
 ) -> Model:
-    """The model that a role's table names, on the ranks of its mesh: all call it at the same time.
+    """Build the model in a role's table on the ranks of its mesh, which call it together.
 
-    `predicts`: "values" and "scores" take a critic's or a judge's head in place of its own. ConfigError where it
-    cannot be divided over the mesh, ModelError where it cannot be read or is of an architecture that this backend does
-    not know; on all ranks.
+    `predicts`: "values" and "scores" replace the model's head by a critic's or a reward model's. Errors are raised on
+    all ranks: ConfigError if it cannot be divided over the mesh, ModelError if it cannot be read or its architecture is
+    unknown.
     """
     world = World.of(rank, layout.virtual_stages, layout.experts)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
@@ -211,15 +211,15 @@ def build(
 
 
 class _Source(NamedTuple):
-    """Where a model's values are."""
+    """The place of a model's values."""
 
     words: LanguageModel
     rotary: nn.Module
     tensors: Mapping[str, Tensor] | None
-    """Whole in memory, or else in files."""
+    """In memory, whole. None: in files."""
     files: Path | None
     head: Mapping[str, Tensor]
-    """Of one number, by its name in a stage, where it is not among the others."""
+    """A head of one number, by its name in a stage, if it is not among the others."""
 
     @classmethod
     def of(cls, config: ModelConfig, predicts: Predicts, kernel: Kernel | None) -> "_Source":
@@ -241,7 +241,7 @@ class _Source(NamedTuple):
         return cls(replace(words, kernel=kernel), rotary, tensors, found.folder if found else None, head)
 
     def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
-        """What gives one of the tensors, whole, and keeps no other: a file is read then, and not before."""
+        """Return a function that reads one tensor, whole, when it is called, and keeps no other."""
         if self.tensors is not None:
             return partial(dict, {name: self.tensors[name]})
         return partial(_read, cast("Path", self.files), name)
@@ -265,7 +265,7 @@ def _is_tied(source: _Source) -> bool:
 def _stages(
     source: _Source, shape: Decoder, told: TransformerConfig, world: World, each: int, predicts: Predicts
 ) -> Sequence[Stage]:
-    """This rank's stages: of pp ranks with two each, the first has stages 0 and pp, the last pp - 1 and 2 pp - 1."""
+    """Build this rank's stages. If each of pp ranks has two, the first has 0 and pp, the last pp - 1 and 2 pp - 1."""
     pp, here = world.grid.sizes["pp"], world.grid.place["pp"]
     rotary = nn.Module.to(source.rotary, world.device)
     return [
@@ -285,10 +285,10 @@ def _stages(
 
 
 def _fill(model: Model, source: _Source) -> None:
-    """Give the parameters their values: from files each rank reads its own parts alone."""
+    """Set the parameters' values. Each rank reads only its parts of files."""
     body = [held for held in model.held if held.name not in source.head]
     with torch.no_grad():
-        for held in model.held:  # zeros are what stands beyond the vocabulary
+        for held in model.held:  # zeros are beyond the vocabulary
             held.parameter.copy_(source.head.get(held.name, torch.zeros(())))
     if source.files is not None:
         Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
@@ -297,7 +297,7 @@ def _fill(model: Model, source: _Source) -> None:
 
 
 def _key(held: Held) -> tuple[int, str]:
-    """Of the tensor that a parameter lies in: the same for all experts of a layer."""
+    """Return a key of the tensor that contains a parameter, the same for all experts of a layer."""
     name = held.name
     if held.is_expert:
         layer, _, expert = name.partition(_EXPERT)
@@ -306,7 +306,7 @@ def _key(held: Held) -> tuple[int, str]:
 
 
 def _part(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A rectangle of a tensor."""
+    """Return a rectangle of a tensor."""
     for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole

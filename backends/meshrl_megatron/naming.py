@@ -1,8 +1,8 @@
-"""What a stage's parameters are called, and where they lie, in Hugging Face's tensors.
+"""Names of a stage's parameters, and their places in Hugging Face's tensors.
 
-What Hugging Face holds apart is one parameter here: queries, keys and values, one below the other, and gate and up.
-Each rank of the axis tp holds a part, and the vocabulary is padded. All of it is told as rectangles, so that nothing
-has to be whole to be read or written.
+Separate tensors of Hugging Face are stacked in one parameter here: queries, keys and values, and gate and up. Each rank
+of the axis tp holds a part, and the vocabulary is padded. All of it is described as rectangles, so nothing has to be
+whole to be read or written.
 """
 
 import re
@@ -21,31 +21,31 @@ _EXPERT: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-shaped decoder, as its Hugging Face config has them."""
+    """The sizes of a Llama-shaped decoder, as in its Hugging Face config."""
 
     hidden: int
     heads: int
-    """Of queries."""
+    """Number of query heads."""
     groups: int
-    """Heads of keys and values; each serves heads / groups of the queries'."""
+    """Number of key and value heads. Each serves heads / groups query heads."""
     head_dim: int
     ffn: int
-    """Of each expert, where there are some."""
+    """Size of the feed-forward layers, or of each expert."""
     vocabulary: int
     """Rows of the embedding in files, without padding."""
     tied: bool
-    """Whether the last layer is the embedding."""
+    """True if the last layer is the embedding."""
     experts: int = field(default=0, kw_only=True)
-    """Of each layer; 0 in a model that has none."""
+    """Number of experts of each layer. 0 in a model without experts."""
 
     def padded(self, tp_size: int) -> int:
-        """Rows of the embedding on all ranks of the axis tp together: the least multiple that holds the vocabulary."""
+        """Return the rows of the embedding on all ranks along tp: the least multiple that holds the vocabulary."""
         return -(-self.vocabulary // tp_size) * tp_size
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in its model."""
+    """The place of a rank in its model."""
 
     tp: int
     """Its number on the axis tp."""
@@ -53,28 +53,28 @@ class Place:
     first_layer: int
     """The number, in the whole model, of its stage's first layer."""
     first_expert: int = 0
-    """The number, in the whole model, of the first expert that it has of each layer."""
+    """The number, in the whole model, of its first expert of each layer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a Hugging Face tensor that lies in a local parameter."""
+    """A rectangle of a Hugging Face tensor that is in a local parameter."""
 
     name: str
-    """The tensor's, in files."""
+    """The tensor's name in files."""
     size: tuple[int, ...]
-    """The whole tensor's."""
+    """Size of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the rectangle begins in it."""
+    """Start of the rectangle in the tensor."""
     view: Callable[[Tensor], Tensor]
-    """The rectangle in the parameter, or in a tensor of its shape. Writing into it changes that."""
+    """Returns the rectangle in the parameter, or in a tensor of its shape, as a view."""
 
 
 def pieces(name: str, shape: Shape, place: Place) -> list[Piece]:
-    """The rectangles that make up a parameter of a stage, by its name there; padding is in none of them.
+    """Return the rectangles that make up a stage's parameter, by its name there. Padding is in none of them.
 
-    The heads, groups and ffn must be divisible by `tp_size`. A parameter that ranks hold alike is whole on each.
-    An expert is whole on its rank. ModelError for a parameter that no Llama-shaped model has.
+    Heads, groups and ffn must be divisible by `tp_size`. A parameter that ranks share is whole on each. An expert is
+    whole on its rank. ModelError for a parameter that no Llama-shaped model has.
     """
     layer = _LAYER.fullmatch(name)
     expert = _EXPERT.fullmatch(layer[2]) if layer else None
@@ -103,7 +103,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """One expert's matrix, in a tensor of several experts'."""
+    """Return one expert's matrix, in a tensor of several experts'."""
     return tensor[None]
 
 
@@ -112,7 +112,7 @@ def _rows(start: int, count: int) -> Callable[[Tensor], Tensor]:
 
 
 def _whole(name: str, size: Callable[[Shape], tuple[int, ...]]) -> _Make:
-    """A parameter that all ranks hold alike."""
+    """A parameter that is the same on all ranks."""
     return lambda shape, _: [Piece(name, size(shape), tuple(0 for _ in size(shape)), _itself)]
 
 
@@ -124,7 +124,7 @@ def _columns(name: str, width: Callable[[Shape], int]) -> _Make:
 
 
 def _vocabulary(name: str, shape: Shape, place: Place) -> list[Piece]:
-    """[padded / tp, hidden]: the last rank, or the last few, may hold less of the vocabulary, or none."""
+    """[padded / tp, hidden]: the last ranks may hold less of the vocabulary, or none."""
     rows = shape.padded(place.tp_size) // place.tp_size
     first = place.tp * rows
     known = min(rows, shape.vocabulary - first)
@@ -145,7 +145,7 @@ def _gate_up(shape: Shape, place: Place) -> list[Piece]:
 
 
 def _expert_gate_up(shape: Shape, place: Place) -> list[Piece]:
-    """[2 * ffn, hidden], of one expert: its gate and then up, as they lie in the tensor of all experts."""
+    """[2 * ffn, hidden], of one expert: its gate and then up, as in the tensor of all experts."""
     size = (shape.experts, 2 * shape.ffn, shape.hidden)
     return [Piece("mlp.experts.gate_up_proj", size, (place.first_expert, 0, 0), _alone)]
 

@@ -1,4 +1,4 @@
-"""AdamW by Megatron's distributed optimizer: each rank of those that share parameters steps over a part of them."""
+"""AdamW in Megatron's distributed optimizer: of ranks that share parameters, each steps over a part of them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from meshrl_megatron.naming import Piece
 
 
 def gradient_layout() -> DistributedDataParallelConfig:
-    """Gradients are summed in float32, and each rank steps over a range of them."""
+    """Return Megatron's settings: gradients are summed in float32, and each rank steps over a range of them."""
     return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
@@ -59,7 +59,7 @@ class Trained:
         self._optimizer = get_megatron_optimizer(
             told, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
         )
-        for group in self._optimizer.param_groups:  # Megatron leaves it to a scheduler of its own
+        for group in self._optimizer.param_groups:  # Megatron leaves it to its scheduler
             group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
 
     @property
@@ -75,9 +75,10 @@ class Trained:
             shard.grad = None
 
     def step(self, predicts: Predicts) -> float:
-        """Clip the gradients, step, and forget them; the gradients' norm before clipping.
+        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
 
-        ModelError, on all ranks, and no step, if the norm is not finite. `predicts`: what the model does, for that.
+        ModelError on all ranks, and no step, if the norm is not finite. `predicts`: the model's prediction, for the
+        message.
         """
         with quiet():
             return self._step(predicts)
@@ -113,33 +114,33 @@ class Trained:
         pg_collection: ProcessGroupCollection | None,
         force_all_reduce: bool | None,
     ) -> None:
-        """Sum the gradients over the ranks, and divide by nothing: losses are of the global batch."""
+        """Sum the gradients over the ranks, without a division: losses are of the global batch."""
         finalize_model_grads(stages, None, pg_collection, force_all_reduce)
 
-    # What follows is what a checkpoint keeps.
+    # The following members are for checkpoints.
 
     def names(self) -> Sequence[str]:
-        """This rank's parameters, in an order that all ranks of its stage share."""
+        """Return the names of this rank's parameters, in an order that all ranks of its stage share."""
         return list(self._held)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A parameter's on this rank."""
+        """Return a parameter's shape on this rank."""
         return tuple(self._held[name].parameter.shape)
 
     def pieces(self, name: str) -> list[Piece]:
-        """Where it lies in Hugging Face's tensors."""
+        """Return its place in Hugging Face's tensors."""
         return self._model.pieces(self._held[name])
 
     def is_writer(self, name: str) -> bool:
-        """Whether this rank writes it: exactly one of those that hold the same."""
+        """True if this rank writes it. Of ranks with the same part, exactly one does."""
         return self._model.tells(self._held[name])
 
     def parameter(self, name: str) -> Tensor:
-        """What is trained, float32. The ranks that share it call at the same time."""
+        """Return the trained values, float32. Ranks that share it call it together."""
         return self._whole(name, "parameter")
 
     def moments(self, name: str) -> Mapping[str, Tensor]:
-        """What AdamW keeps of it, float32. The ranks that share it call at the same time."""
+        """Return AdamW's moments of it, float32. Ranks that share it call it together."""
         return {kind: self._whole(name, kind) for kind in MOMENTS}
 
     def _whole(self, name: str, kind: str) -> Tensor:
@@ -152,17 +153,17 @@ class Trained:
         return whole.view(parameter.shape)
 
     def begin(self, steps: int) -> None:
-        """Go on after this many steps, with moments that are taken next; after 0 there are none."""
+        """Set the number of steps, before moments are loaded. After 0 steps there are none."""
         self.steps = steps
         for each in self._optimizer.chained_optimizers:
             each.optimizer.state.clear()
             for shard in _shards(each.optimizer) if steps else ():
                 moments = {name: torch.zeros_like(shard) for name in MOMENTS}
-                # A step of its own: AdamW adds to it in place.
+                # A separate step, because AdamW adds to it in place.
                 each.optimizer.state[shard] = {"step": torch.tensor(float(steps)), **moments}
 
     def take(self, name: str, kind: str, tensor: Tensor) -> None:
-        """Set what is trained ("parameter") or a moment from a tensor of the parameter's shape, by itself."""
+        """Set the trained values ("parameter") or a moment from a tensor of the parameter's shape, on this rank."""
         parameter = self._held[name].parameter
         if kind == "parameter":
             parameter.data.copy_(tensor)
@@ -170,7 +171,7 @@ class Trained:
             own.kept(kind).view(-1).copy_(tensor.view(-1)[own.start : own.end])
 
     def _range(self, parameter: nn.Parameter) -> "_Range | None":
-        """What this rank steps over of a parameter, if anything."""
+        """Return this rank's range of a parameter, if any."""
         for each in self._optimizer.chained_optimizers:
             if parameter in each.model_param_group_index_map:
                 group, order = each.model_param_group_index_map[parameter]
@@ -181,21 +182,21 @@ class Trained:
 
 
 class _Range(NamedTuple):
-    """A range of a parameter's elements, which one rank of those that share the parameter steps over."""
+    """A range of a parameter's elements. One of the ranks that share the parameter steps over it."""
 
     shard: nn.Parameter
-    """float32."""
+    """The elements, float32."""
     state: Mapping[str, Tensor]
-    """What AdamW keeps of it."""
+    """AdamW's state of them."""
     start: int
     end: int
 
     def kept(self, kind: str) -> Tensor:
-        """The elements ("parameter") or a moment of them."""
+        """Return the elements ("parameter") or a moment of them."""
         return self.shard.detach() if kind == "parameter" else self.state[kind]
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """This rank's ranges of the parameters."""
+    """Yield this rank's ranges of the parameters."""
     for group in optimizer.param_groups:
         yield from cast("Sequence[nn.Parameter]", group["params"])

@@ -1,7 +1,7 @@
 """The tokens of a micro-batch that a rank along `cp` computes: the first and the last pieces of each segment.
 
-A causal segment is cut into twice as many pieces as there are ranks; a rank has one from the front and its mirror from
-the back, so that all attend to about as many keys (the zig-zag split). Keys and values are gathered from all ranks.
+A causal segment is cut into twice as many pieces as there are ranks. A rank gets one from the front and its mirror from
+the back, so all attend to about as many keys (the zig-zag split). Keys and values are gathered from all ranks.
 """
 
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes of a micro-batch."""
+    """The part of a micro-batch that a rank computes."""
 
     ids: Tensor
     """int64[1, T]."""
     positions: Tensor
     """int64[1, T]."""
     attend: Packed
-    """Its keys are numbered as in the states of all ranks, one after another."""
+    """Attention. Its keys are numbered as in the states of all ranks, one after another."""
     source: Tensor
-    """int64[n]: which of these tokens predicts."""
+    """int64[n]: the token of this part that predicts."""
     target: Tensor
-    """int64[n]: which of the micro-batch's targets that is."""
+    """int64[n]: its target in the micro-batch."""
     targets: int
-    """Of the whole micro-batch."""
+    """Number of targets of the whole micro-batch."""
 
     def to(self, device: torch.device) -> "Part":
-        """The same, with its tensors on the device."""
+        """Return the same with its tensors on the device."""
         ids, positions, source, target = (
             moved(each, device) for each in (self.ids, self.positions, self.source, self.target)
         )
@@ -44,10 +44,10 @@ class Part:
 
 
 def part_of(micro: MicroBatch, rank: int, ranks: int, multiple: int) -> Part:
-    """What `rank` of `ranks` along `cp` computes.
+    """Return the part of `rank`, of `ranks` along `cp`.
 
-    All have as many tokens, a multiple of `multiple`: where it does not come out even, tokens that nobody reads are
-    added at the end, each a segment of its own. Alone and even, it is the micro-batch as it is.
+    All have the same number of tokens, a multiple of `multiple`. Padding tokens, each a separate segment, are added at
+    the end if needed, and nobody reads them. For a single rank without padding, it is the micro-batch itself.
     """
     total = micro.ids.shape[1]
     if ranks == 1 and total % multiple == 0:
@@ -74,18 +74,18 @@ def part_of(micro: MicroBatch, rank: int, ranks: int, multiple: int) -> Part:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Where the pieces of all segments lie. All int64[segments] or of two dims [segments, pieces + 1]."""
+    """The places of all segments' pieces, int64[segments] or int64[segments, pieces + 1]."""
 
     start: Ints
-    """Of a segment's queries among the packed tokens."""
+    """Start of a segment's queries among the packed tokens."""
     before: Ints
-    """Keys that a segment has before its own tokens."""
+    """Keys of a segment before its own tokens."""
     key_start: Ints
-    """Of a segment's keys in `keys`."""
+    """Start of a segment's keys in `keys`."""
     keys: Ints
-    """Which packed token each key of each segment is."""
+    """The packed token of each key of each segment."""
     bounds: Ints
-    """Where the pieces of a segment begin and end, from its start."""
+    """The bounds of a segment's pieces, from its start."""
 
     @classmethod
     def of(cls, attend: Packed, ranks: int) -> "_Pieces":
@@ -93,14 +93,14 @@ class _Pieces:
         queries = np.repeat([group.queries for group in attend.groups], counts)
         keys = np.repeat([group.keys for group in attend.groups], counts)
         pieces = 2 * ranks
-        turn = np.arange(len(queries)) % pieces  # whose turn it is to have the token that is left over
+        turn = np.arange(len(queries)) % pieces  # the piece that gets the token that is left over
         bounds = (np.arange(pieces + 1)[None] * queries[:, None] + turn[:, None]) // pieces
         seen = np.arange(int(keys.sum())) if attend.keys is None else attend.keys.numpy()
         start, key_start = np.cumsum(queries) - queries, np.cumsum(keys) - keys
         return cls(start, keys - queries, key_start, seen, bounds)
 
     def _own(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """The pieces of a rank that have tokens: their segments, and where they begin and end there."""
+        """Return the non-empty pieces of a rank: their segments, and their bounds there."""
         mirror = self.bounds.shape[1] - 2 - rank
         segment = np.repeat(np.arange(len(self.start)), 2)
         begin = np.stack([self.bounds[:, rank], self.bounds[:, mirror]], 1).reshape(-1)
@@ -110,12 +110,12 @@ class _Pieces:
         return segment[kept][order], begin[kept][order], end[kept][order]
 
     def tokens(self, rank: int) -> Ints:
-        """Which packed tokens a rank has, in its order."""
+        """Return a rank's packed tokens, in its order."""
         segment, begin, end = self._own(rank)
         return runs(self.start[segment] + begin, end - begin)
 
     def attend(self, rank: int, where: Ints, first_spare: int, spare: int) -> Packed:
-        """The attention of a rank's tokens to keys that stand `where`."""
+        """Return the attention of a rank's tokens to keys at the places `where`."""
         segment, begin, end = self._own(rank)
         seen = self.before[segment] + end
         keys = where[self.keys[runs(self.key_start[segment], seen)]]
@@ -127,7 +127,7 @@ class _Pieces:
 
 
 def _targets(micro: MicroBatch, own: Ints, total: int) -> tuple[Tensor, Tensor]:
-    """Which of a rank's tokens predicts which target of the micro-batch."""
+    """Return which of a rank's tokens predicts which target of the micro-batch."""
     there = np.full(total, -1)
     there[own] = np.arange(len(own))
     source = there[micro.source.numpy()]

@@ -1,4 +1,4 @@
-"""Micro-batches of different lengths through the pipeline, forwards and backwards, by Megatron's schedules."""
+"""Run micro-batches of different lengths through the pipeline, forwards and backwards, by Megatron's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,15 +21,15 @@ from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.stage import Asked
 
 Judged: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
-"""A micro-batch's part of the loss, float32[], from what the model says of its targets."""
+"""A micro-batch's part of the loss, float32[], from the model's predictions for its targets."""
 _Step: TypeAlias = tuple[MicroBatch, Part, Asked | None]
 
 
 class Pipeline:
-    """The stages of a model that this rank holds, and those of the other ranks along `pp`."""
+    """The stages of a model on this rank, and on the other ranks along `pp`."""
 
     def __init__(self, stages: Sequence[nn.Module], model: Model, *, valued: bool) -> None:
-        """`stages`: the model's, or what Megatron has wrapped around them."""
+        """`stages`: the model's stages, or Megatron's wrappers of them."""
         self._stages, self._config, self._world, self._valued = list(stages), model.config, model.world, valued
         self._words = model.words
         self._split: Final = Balance.of(model.shape, model.world.grid.sizes["pp"] * len(stages))
@@ -38,11 +38,11 @@ class Pipeline:
         self._schedule = get_forward_backward_func(pp_size=pp, vp_size=len(stages) if len(stages) > 1 else None)
 
     def passes(self, budget: int) -> Passes:
-        """Its passes, with micro-batches of at most so many tokens."""
+        """Return its passes, with micro-batches of at most `budget` tokens."""
         return Passes(self._words, self, budget, self._world, self._split)
 
     def __call__(self, batch: Batch, micros: Sequence[MicroBatch]) -> Iterator[Tensor]:
-        """What the model says of each micro-batch's targets, float32[targets], on every rank."""
+        """Yield the model's predictions for each micro-batch's targets, float32[targets], on every rank."""
         with torch.no_grad():
             said = self._run(batch, micros, None)
         if self._several:
@@ -55,7 +55,7 @@ class Pipeline:
     def train(self, batch: Batch, micros: Sequence[MicroBatch], judged: Judged) -> None:
         """Leave the gradients of the summed loss in the stages, summed over the ranks that share parameters.
 
-        `judged` is asked on the last stage alone, and there by all ranks along `cp` and `tp`, of whole micro-batches.
+        Only the last stage calls `judged`, on all ranks along `cp` and `tp`, with whole micro-batches.
         """
         self._run(batch, micros, judged)
 
@@ -72,7 +72,7 @@ class Pipeline:
                 data_iterator=data if several else data[0],
                 model=self._stages if several else self._stages[0],
                 num_microbatches=len(micros),
-                seq_length=1,  # each micro-batch tells its own
+                seq_length=1,  # each micro-batch has its own
                 micro_batch_size=1,
                 forward_only=judged is None,
                 collect_non_loss_data=judged is None,
@@ -101,7 +101,7 @@ def _forward(judged: Judged | None, data: Iterator[_Step], stage: nn.Module) -> 
 
 
 def _told(judged: Judged | None, micro: MicroBatch, said: Tensor, **_: bool) -> object:
-    """What Megatron asks for of the last stage's output: the values as they are, or loss, its number and nothing."""
+    """Return what Megatron expects of the last stage: the values as they are, or loss, its count and nothing."""
     if judged is None:
         return said
     return judged(said, micro), torch.ones((), dtype=torch.int), {}

@@ -11,7 +11,7 @@ from meshrl_megatron.trainable import Pipelined
 
 
 class MegatronPolicy(Spread, TrainedPolicy):
-    """A model that its ranks hold in parts, and train together."""
+    """A model split over its ranks, and trained by them together."""
 
     def __init__(self, config: PolicyConfig) -> None:
         if config.lora is not None:
@@ -20,7 +20,7 @@ class MegatronPolicy(Spread, TrainedPolicy):
 
     @staticmethod
     def check_rows(model: LanguageModel, batch: Batch) -> None:
-        """DataError where the model cannot read a batch's rows."""
+        """Raise DataError if the model cannot read a batch's rows."""
         check_readable(model, batch)
         if COLUMN in batch:
             raise DataError(

@@ -11,7 +11,7 @@ from meshrl_megatron.passes import Pipeline
 
 
 class MegatronReference(Spread, FrozenReference):
-    """A model in the dtype of its table, split as its mesh's axes say."""
+    """A model in the dtype of its table, split along its mesh's axes."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         self._dtype = config.dtype

@@ -10,7 +10,7 @@ from meshrl_megatron.passes import Pipeline
 
 
 class MegatronReward(Spread, FrozenReward):
-    """A sequence classifier with one label in the dtype of its table, split as its mesh's axes say."""
+    """A sequence classifier with one label in the dtype of its table, split along its mesh's axes."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         model = build(config, options_of(config, MegatronConfig), own_rank(), predicts="scores")

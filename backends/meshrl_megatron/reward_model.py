@@ -7,7 +7,7 @@ from meshrl_megatron.trainable import Pipelined
 
 
 class MegatronRewardModel(Spread, TrainedRewardModel):
-    """A model with a head that scores, which its ranks hold in parts, and train together."""
+    """A model with a scoring head, split over its ranks and trained by them together."""
 
     def __init__(self, config: RewardTrainingConfig) -> None:
         trainable = Pipelined(config, "scores")

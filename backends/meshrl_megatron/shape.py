@@ -1,4 +1,4 @@
-"""What a Hugging Face configuration says of a decoder, as Megatron takes it."""
+"""The shape of a decoder, from its Hugging Face configuration, for Megatron."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
 }
 """By `model_type`: whether queries, keys and values have a bias, and whether queries and keys are normalised."""
 _ROPES: Final = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not hang on the longest row of a pass."""
+"""Rotary embeddings whose frequencies do not depend on the longest row of a pass."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Decoder(Shape):
     qk_norm: bool
     eps: float
     chosen: int = field(default=0, kw_only=True)
-    """Experts that each token goes to; 0 in a model that has none."""
+    """Experts of each token. 0 in a model without experts."""
     weighs_all: bool = field(default=False, kw_only=True)
-    """Whether the chosen experts' weights are shares of all experts', and not of each other's, which make 1."""
+    """True if the weights of chosen experts are shares among all experts. False if they are normalised to sum to 1."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, valued: bool) -> "Decoder":
-        """What a model's configuration says. `valued`: it has a head of one number in place of its own.
+        """Read a model's configuration. `valued`: a head of one number replaces its own.
 
-        ModelError for an architecture that this backend does not know.
+        ModelError for an unknown architecture.
         """
         kind = str(config.model_type)
         if kind not in _KNOWN:
@@ -86,7 +86,7 @@ class Decoder(Shape):
         )
 
     def check(self, sizes: Mapping[str, int], layout: MegatronConfig) -> None:
-        """ConfigError where the model cannot be divided over axes of these sizes in this way."""
+        """Raise ConfigError if the model cannot be divided over axes of these sizes in this way."""
         tp, pp, stages = sizes["tp"], sizes["pp"], layout.virtual_stages
         parts = [("attention heads", self.heads), ("key-value heads", self.groups)]
         for what, count in parts if self.experts else [*parts, ("ffn dims", self.ffn)]:
@@ -120,7 +120,7 @@ class Decoder(Shape):
         *,
         recompute: bool,
     ) -> TransformerConfig:
-        """What Megatron is told."""
+        """Return Megatron's configuration."""
         virtual_stages = layout.virtual_stages
         return TransformerConfig(
             num_layers=self.layers,
@@ -151,12 +151,12 @@ class Decoder(Shape):
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             sequence_parallel=layout.sequence_parallel and sizes["tp"] > 1,
             variable_seq_lengths=True,
-            # Of two ranks each is the other's next and its last: their messages are told apart one by one alone.
+            # With two ranks, each is the other's next and last, and messages are only told apart one by one.
             overlap_p2p_comm=virtual_stages > 1,
             batch_p2p_comm=virtual_stages == 1,
             moe_token_dispatcher_type="alltoall",
             calculate_per_token_loss=True,
-            # Experts as transformers computes them: none is dropped, and nothing balances them.
+            # Compute experts like transformers: none is dropped, and nothing balances them.
             num_moe_experts=self.experts or None,
             moe_ffn_hidden_size=self.ffn if self.experts else None,
             moe_router_topk=self.chosen,
@@ -172,7 +172,7 @@ class Decoder(Shape):
 
 
 def _strange_experts(config: PretrainedConfig) -> dict[str, bool]:
-    """What of a mixture's configuration cannot be computed."""
+    """Return the parts of a mixture's configuration that cannot be computed."""
     return {
         "mlp_only_layers": bool(config.mlp_only_layers),
         "decoder_sparse_step": config.decoder_sparse_step != 1,

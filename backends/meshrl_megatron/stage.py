@@ -34,16 +34,16 @@ _SPLIT: Final[Mapping[type[nn.Module], int]] = {
     RowParallelLinear: 1,
     VocabParallelEmbedding: 0,
 }
-"""By module, the dim of its weight that ranks along tp divide."""
+"""For each module, the dim of its weight that is divided over ranks along tp."""
 _HEADS: Final[Mapping[Predicts, str]] = {"values": "value_head", "scores": "score"}
-"""What a head of one number is called."""
+"""Names of heads of one number."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the last stage is asked of a part: the tokens whose log-probs it is to give.
+    """The request to the last stage for a part: the tokens whose log-probs it returns.
 
-    One with a head of one number is asked nothing.
+    There is none for a head of one number.
     """
 
     chosen: Tensor
@@ -53,7 +53,7 @@ class Asked:
 
 
 class Stage(GPTModel):
-    """Some layers of a decoder; the first stage has the embeddings, the last one the head."""
+    """Some layers of a decoder. The first stage has the embeddings, the last one the head."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - as many facts as Megatron asks for
         self,
@@ -67,11 +67,11 @@ class Stage(GPTModel):
         last: bool,
         predicts: Predicts,
     ) -> None:
-        """`number`: of this rank's stages, where it has several; `layers`: in this one.
+        """`number`: among this rank's stages, if it has several. `layers`: in this one.
 
-        `rotary`: transformers' module of the model, which gives cosines and sines of positions. `predicts`: where
-        it is no log-probs, the last stage ends in a linear head of one number in place of the model's own. A critic's
-        is float32; that of scores has no bias and is of the model's dtype, as in a classifier's folder.
+        `rotary`: transformers' module of the model, which computes cosines and sines of positions. `predicts`: if not
+        "logprobs", the last stage ends in a linear head of one number instead of the model's own. A critic's is
+        float32. That of scores has no bias and the model's dtype, as in a classifier's folder.
         """
         super().__init__(
             config=config,
@@ -92,7 +92,7 @@ class Stage(GPTModel):
         self._predicts: Predicts = predicts
         for module in self.modules():
             if type(module) in _SPLIT and isinstance(module.weight, Tensor):
-                # Megatron says so of weights that it has given random values.
+                # Megatron marks only weights that it has initialised.
                 set_tensor_model_parallel_attributes(module.weight, True, _SPLIT[type(module)], 1)
         if last and predicts != "logprobs":
             del self.output_layer
@@ -102,7 +102,7 @@ class Stage(GPTModel):
             self.add_module(_HEADS[predicts], nn.Linear(shape.hidden, 1, bias=not is_score, device=device, dtype=dtype))
 
     def forward(self, part: Part, asked: Asked | None) -> Tensor:
-        """Hidden states [tokens, 1, hidden]; from the last stage what it says of all targets, float32[targets]."""
+        """Return hidden states [tokens, 1, hidden], or at last the predictions for all targets, float32[targets]."""
         states = self.embedding(input_ids=part.ids, position_ids=part.positions) if self.pre_process else None
         like = torch.empty(0, dtype=self.config.params_dtype, device=part.ids.device)
         cos, sin = self.rotary(like, part.positions)
@@ -130,7 +130,7 @@ class Stage(GPTModel):
         return self._logprobs(there, asked)
 
     def _logprobs(self, states: Tensor, asked: Asked) -> Tensor:
-        """float32[n] from [n, hidden]: chunk by chunk where there are many, made again in the backward pass."""
+        """Return float32[n] from [n, hidden]. Many are computed in chunks, and again in the backward pass."""
         weight = self.shared_embedding_or_output_weight() if self._shape.tied else self.output_layer.weight
         rows = max(1, MAX_LOGITS // len(weight))
         if len(states) <= rows:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model that Megatron-Core trains: parameters as the parts of Hugging Face's tensors."""
+"""The checkpoint of a model that Megatron-Core trains: its parameters, as parts of Hugging Face's tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ class State(SpreadState):
     """A model in training, whose parameters Megatron-Core fuses and splits."""
 
     def __init__(self, role: str, trained: Trained, ranks: RankGroup, body: str = "model") -> None:
-        """`body`: what stands before the names of the decoder's tensors. Other backends write "body" for a critic."""
+        """`body`: prefix of the decoder's tensors. Other backends write "body" for a critic."""
         super().__init__(role, ranks)
         self._trained, self._body = trained, body
 
@@ -40,7 +40,7 @@ class State(SpreadState):
         self._trained.begin(steps)
 
     def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
-        """Parameter by parameter, so that no more is held than one of them beside the model. Padding becomes 0."""
+        """Load parameter by parameter, so that only one is held in addition to the model. Padding becomes 0."""
         for name in self._trained.names():
             read = {kind: torch.zeros(self._trained.shape(name)) for kind in kinds}
             boxes.read(box for kind, tensor in read.items() for box in self._boxes(kind, name, tensor))

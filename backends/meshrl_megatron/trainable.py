@@ -1,4 +1,4 @@
-"""A model in training that is split over the ranks, and its optimizer step through the pipeline."""
+"""A model in training, split over the ranks, and its optimizer step through the pipeline."""
 
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -21,7 +21,7 @@ _ROLES: Final = {"logprobs": "policy", "values": "critic", "scores": "reward mod
 
 
 class Pipelined(Trainable):
-    """A model in the dtype of its table, whose optimizer keeps float32; split as its mesh's axes say."""
+    """A model in the dtype of its table, split along its mesh's axes. Its optimizer is float32."""
 
     def __init__(self, config: PolicyConfig | CriticConfig | RewardTrainingConfig, predicts: Predicts) -> None:
         recompute = isinstance(config, PolicyConfig) and config.activation_checkpointing
@@ -34,7 +34,7 @@ class Pipelined(Trainable):
         super().__init__(self._pipeline.passes(config.micro_batch_tokens), trained, state)
 
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """One optimizer step on the rows of all ranks."""
+        """Make one optimizer step on the rows of all ranks."""
         world = self._model.world
         ready = prepared(self.passes, batch, loss, check)
         self.optimizer.forget()
@@ -43,9 +43,9 @@ class Pipelined(Trainable):
         return stepped(self.optimizer, loss.predicts, told, batch, world)
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """This rank's part, in the table's dtype."""
+        """Return this rank's part, in the table's dtype."""
         return self._model.tensors()
 
     def save(self, folder: str) -> None:
-        """Write a Hugging Face folder in the dtype of the table, whole or not at all."""
+        """Write a Hugging Face folder in the dtype of the table, completely or not at all."""
         save(self._model, folder)

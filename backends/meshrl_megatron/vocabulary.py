@@ -1,7 +1,7 @@
-"""Log-probabilities over a vocabulary that is split over the ranks of a group: no rank ever sees all the logits.
+"""Log-probabilities over a vocabulary that is split over the ranks of a group. No rank sees all the logits.
 
-Each rank has the logits of the tokens `first` to `first + known`, in the first `known` of its columns; the columns
-after them fill the vocabulary up to a size that divides, and count as tokens of probability zero.
+Each rank has the logits of the tokens `first` to `first + known`, in the first `known` of its columns. The other
+columns pad the vocabulary to a divisible size, and count as tokens of probability zero.
 """
 
 from typing import TYPE_CHECKING, Any, cast
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 def logprobs(
     logits: Tensor, chosen: Tensor, temperature: Tensor | None, group: ProcessGroup, first: int, known: int
 ) -> Tensor:
-    """The log-probability of each chosen token, float32[tokens], the same on all ranks of the group.
+    """Return the log-probability of each chosen token, float32[tokens], the same on all ranks of the group.
 
-    Where the logits need a gradient it is float32[tokens, 2]: with the entropy of the distribution, in nats, which has
-    no gradient. `logits` is this rank's [tokens, columns] of any dtype, `chosen` int64[tokens] of the whole vocabulary,
-    and `temperature` float32[tokens]. The gradient goes to this rank's logits, and is 0 in the columns beyond `known`;
-    each rank must be given the same gradient of the result. On one rank all is to the bit what one log-softmax gives.
+    If the logits need a gradient, returns float32[tokens, 2]: also the entropy of the distribution, in nats, without a
+    gradient. `logits` is this rank's [tokens, columns] of any dtype, `chosen` int64[tokens] of the whole vocabulary,
+    and `temperature` float32[tokens]. The gradient goes to this rank's logits, and is 0 in the columns beyond `known`.
+    Each rank must receive the same gradient of the result. On one rank, all bits are those of one log-softmax.
     """
     apply = cast("Callable[[Tensor, Tensor, Tensor | None, ProcessGroup, int, int], Tensor]", _Chosen.apply)
     return apply(logits, chosen, temperature, group, first, known)
 
 
 class _Chosen(torch.autograd.Function):
-    """Holds one float32 tensor of the logits' size beside them, which the backward pass turns into their gradient."""
+    """Holds one float32 tensor in addition to the logits, which the backward pass turns into their gradient."""
 
     @staticmethod
     def forward(
@@ -50,7 +50,7 @@ class _Chosen(torch.autograd.Function):
         column = (chosen - first).clamp(0, max(known - 1, 0))[:, None]
         own = values.gather(1, column)[:, 0].where(mine, 0.0) if known else values.new_zeros(len(values))
         if not ctx.needs_input_grad[0]:
-            return _sum(own, group)  # all but one of the ranks add 0
+            return _sum(own, group)  # all ranks but one add 0
         entropy = to_probabilities(values)
         ctx.save_for_backward(values, column, mine, temperature)
         ctx.dtype, ctx.beyond = logits.dtype, logits.shape[1] - known
@@ -70,22 +70,22 @@ class _Chosen(torch.autograd.Function):
 
 
 def _sum(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks, in the place of this rank's values."""
+    """Sum over the ranks, in place."""
     if group.size() > 1:
         dist.all_reduce(values, group=group)
     return values
 
 
 def _log_softmax(logits: Tensor, temperature: Tensor | None, group: ProcessGroup, known: int) -> Tensor:
-    """This rank's columns of the log-softmax over the whole vocabulary, float32[tokens, known]."""
+    """Return this rank's columns of the log-softmax over the whole vocabulary, float32[tokens, known]."""
     scaled = logits[:, :known]
     if temperature is not None:
         scaled = scaled / temperature[:, None]  # float32, as temperatures are
     own = scaled.log_softmax(-1, dtype=torch.float32)
     if group.size() == 1:
         return own
-    # A row of n logits x with the greatest at m has log-softmax x[m] - logsumexp(x) there: so the fused kernel above
-    # has told the sum of exp(x - x[m]), and no second tensor of this size is made for it.
+    # A row of n logits x with maximum x[m] has log-softmax x[m] - logsumexp(x) there. So the fused kernel above has
+    # returned the sum of exp(x - x[m]), without a second tensor of this size.
     if known:
         peak, where = scaled.max(-1, keepdim=True)
         told = torch.stack([peak[:, 0].float(), -own.gather(1, where)[:, 0]])

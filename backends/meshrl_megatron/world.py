@@ -1,4 +1,4 @@
-"""Where a rank stands among those that share a Megatron model, and what they agree on."""
+"""The place of a rank among those that share a Megatron model, and their agreements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ class World(RankGroup):
     groups: ProcessGroupCollection
     device: torch.device
     multiple: int
-    """Passes come in multiples of this number: with virtual stages the pipeline's length, else 1."""
+    """Passes come in multiples of this: the pipeline's length with virtual stages, else 1."""
 
     @classmethod
     def of(cls, rank: Rank, virtual_stages: int, experts: int) -> "World":
-        """Meet the other ranks. ConfigError where the mesh's axes are unknown, or `experts` does not divide dp."""
+        """Meet the other ranks. ConfigError if the mesh's axes are unknown, or `experts` does not divide dp."""
         unknown = {axis: size for axis, size in rank.shape.items() if axis not in AXES and size > 1}
         if unknown:
             raise ConfigError(f"the backend 'megatron' supports the axes {', '.join(AXES)}, but its mesh has {unknown}")
@@ -44,15 +44,15 @@ class World(RankGroup):
 
     @property
     def last(self) -> int:
-        """The rank that has the last stage of this one's pipeline."""
+        """The rank with the last stage of this one's pipeline."""
         return self.grid.rank(pp=self.grid.sizes["pp"] - 1)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage of its pipeline."""
+        """True if this rank has the last stage of its pipeline."""
         return self.grid.place["pp"] == self.grid.sizes["pp"] - 1
 
     def total(self, share: Callable[[], Share]) -> Share:
-        """The shares of all ranks together. What one of them raises, all raise."""
+        """Combine the shares of all ranks. An error of one rank is raised on all."""
         total = super().total(share)
         return replace(total, passes=-(-total.passes // self.multiple) * self.multiple)

@@ -1,4 +1,4 @@
-"""SGLang's engine, as `meshrl_inference.worker` drives it: its schedulers in processes of their own."""
+"""SGLang's engine for `meshrl_inference.worker`, with its schedulers in separate processes."""
 
 # SGLang may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -20,27 +20,27 @@ from meshrl_inference.engine import CACHE
 from meshrl_inference.messages import Done, Generate, Load, Row, Start
 
 _CPU_CACHE_MIB: Final = 512
-"""Of keys and values, on a CPU, where nothing is said."""
+"""Default size of the KV cache on a CPU."""
 _MOMENT: Final = 0.02
-"""Seconds that a step waits at most."""
+"""Most seconds that a step waits."""
 _IDLE: Final = 60.0
-"""Seconds that rows which were left have to be out of the schedulers."""
+"""Seconds within which stopped rows must leave the schedulers."""
 _FIRST: Final = 1000
-"""The priority of a probe's sequences: what is decoded makes room for them."""
+"""The priority of a probe's sequences, for which decoded rows make room."""
 _BESIDE: Final = 8
-"""Places that SGLang wants to have free behind the longest row."""
+"""Free places that SGLang wants after the longest row."""
 _GRAPHS: Final = "cuda_graph"
-"""What sleeps and wakes with keys and values."""
+"""Sleeps and wakes with the KV cache."""
 
 
 def start(asked: Start) -> "SglangEngine":
-    """The engine."""
-    # Before torch and SGLang are imported, which read these.
+    """Start the engine."""
+    # Before the import of torch and SGLang, which read these.
     os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
-    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where no token ever is
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where tokens never are
     if asked.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
-    import torch  # noqa: PLC0415 -- as above
+    import torch  # noqa: PLC0415 -- `start` has set its environment
 
     if not torch.cuda.is_available():
         _compute_without_gpu(asked.tp)
@@ -49,16 +49,16 @@ def start(asked: Start) -> "SglangEngine":
 
 def _compute_without_gpu(tp: int) -> None:
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCH_COMPILE_DISABLE="1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other processes
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave the cores to other processes
     if tp > 1:
-        # Else each would have a whole NUMA node; it binds them only where SGLang has kernels for CPUs.
+        # Otherwise each would have a whole NUMA node. SGLang binds them only if it has kernels for CPUs.
         cores = sorted(os.sched_getaffinity(0))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[at % len(cores)]) for at in range(tp))
     if find_spec("sgl_kernel") is None:
         standins = str(Path(__file__).parent / "standins")
         os.environ["PYTHONPATH"] = os.pathsep.join([standins, os.environ.get("PYTHONPATH", "")])
         sys.path.insert(0, standins)
-        runpy.run_path(f"{standins}/sitecustomize.py")  # as the processes that this one makes do when they begin
+        runpy.run_path(f"{standins}/sitecustomize.py")  # as the children of this process do at their start
 
 
 class SglangEngine:
@@ -80,7 +80,7 @@ class SglangEngine:
         self._loop.run_until_complete(self._hear())
         self._rows: dict[int, asyncio.Task[None]] = {}
         self._unsent = set[int]()
-        """Rows that no scheduler knows of yet, as far as is known here."""
+        """Rows that may be unknown to the schedulers."""
         self._ended = asyncio.Event()
         self._errors: list[BaseException] = []
         self.version: str = sglang.__version__
@@ -90,16 +90,16 @@ class SglangEngine:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Its schedulers', one for each place along tp."""
+        """The processes of its schedulers, one for each place along tp."""
         return self._engine.schedulers
 
     @property
     def decodes(self) -> bool:
-        """Whether there is a row to decode."""
+        """True if there are rows to decode."""
         return bool(self._rows)
 
     def add(self, order: Generate, salt: str) -> None:
-        """Begin to decode rows."""
+        """Start to decode rows."""
         keys = {
             "temperature": order.temperature,
             "top_p": order.top_p,
@@ -113,7 +113,7 @@ class SglangEngine:
             self._unsent.add(row.number)
 
     def leave(self, rows: list[int], *, told: bool) -> None:
-        """Stop decoding these rows. Those that are told come back in a step, as a scheduler has them by then."""
+        """Stop decoding these rows. With `told`, they come back in a step, as a scheduler then has them."""
         self._loop.run_until_complete(self._all_sent())
         for row in rows:
             if row not in self._rows:
@@ -135,12 +135,12 @@ class SglangEngine:
         self._loop.run_until_complete(self._take(order))
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
-        """Let the engine read sequences, before all rows that wait; where there is no slot, a row gives up its own."""
+        """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
         values: list[float] = self._loop.run_until_complete(self._read(probe, salt))
         return values
 
     def sleep(self) -> None:
-        """Keep nothing in a GPU's memory: the weights go to the host's."""
+        """Free the GPU's memory. The weights move to the host's."""
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
 
         flushed = self._loop.run_until_complete(self._manager.flush_cache(timeout_s=_IDLE))  # waits for rows that left
@@ -149,7 +149,7 @@ class SglangEngine:
         self._loop.run_until_complete(self._manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput()))
 
     def wake(self, names: list[str]) -> None:
-        """Take the GPU's memory again."""
+        """Take GPU memory again."""
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
 
         tags = [*names, *([_GRAPHS] if CACHE in names else [])]
@@ -157,7 +157,7 @@ class SglangEngine:
         self._loop.run_until_complete(self._manager.resume_memory_occupation(order))
 
     async def _hear(self) -> None:
-        """Let SGLang hear its schedulers in this loop. Signals stay with the worker."""
+        """Receive the schedulers' messages in this loop. Signals stay with the worker."""
         self._manager.auto_create_handle_loop()
         for each in (signal.SIGQUIT, signal.SIGTERM):
             self._loop.remove_signal_handler(each)
@@ -184,7 +184,7 @@ class SglangEngine:
                 salt,
             )
             self.left.append(_done(row.number, told))
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it is for who waits
+        except Exception as error:  # noqa: BLE001 -- the waiter gets it, whatever it is
             self._errors.append(error)
         finally:
             self._rows.pop(row.number, None)
@@ -204,7 +204,7 @@ class SglangEngine:
         return last
 
     async def _all_sent(self) -> None:
-        """Wait until the schedulers know of all rows, so that what is sent now comes after them."""
+        """Wait until the schedulers know all rows, so that later messages arrive after them."""
         while self._unsent:
             states = self._manager.rid_to_state
             known = [(number, states.get(_name(number))) for number in self._unsent]
@@ -244,7 +244,7 @@ class SglangEngine:
 
 
 def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
-    """What SGLang is started with."""
+    """Return SGLang's arguments."""
     longest = asked.max_tokens + _BESIDE
     heads, bytes_per_token = _attention(asked)
     if heads % asked.tp:
@@ -257,14 +257,14 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
         "tp_size": asked.tp,
         "mem_fraction_static": asked.memory_share,
         "disable_cuda_graph": asked.eager or not gpu,
-        "enable_memory_saver": asked.sleep and gpu,  # on a CPU SGLang sleeps and wakes, and frees nothing
+        "enable_memory_saver": asked.sleep and gpu,  # on a CPU, sleeping frees nothing
         "enable_weights_cpu_backup": asked.sleep and gpu,
-        "sampling_backend": "pytorch",  # the others know no seeds
-        "disable_overlap_schedule": True,  # else a step of old weights would end after a load, under the new version
-        "sleep_on_idle": True,  # else the schedulers ask for orders all the time, with a core each
+        "sampling_backend": "pytorch",  # the others ignore seeds
+        "disable_overlap_schedule": True,  # otherwise a step of old weights would end after a load, as new
+        "sleep_on_idle": True,  # otherwise each idle scheduler uses a core
         "enable_priority_scheduling": True,
         "custom_weight_loader": ["meshrl_sglang.transfer.load"],
-        "custom_sigquit_handler": signal.SIG_IGN,  # a process that ends is the worker's to see
+        "custom_sigquit_handler": signal.SIG_IGN,  # the worker watches for processes that end
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "weight_version": "0",
@@ -280,7 +280,7 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
 
 
 def _attention(asked: Start) -> tuple[int, int]:
-    """The model's attention heads, and the bytes of a token's keys and values on each place along tp."""
+    """Return the model's attention heads, and the bytes of a token's keys and values on each place along tp."""
     import torch  # noqa: PLC0415 -- `start` has set its environment
     from transformers import AutoConfig  # noqa: PLC0415
 
@@ -292,7 +292,7 @@ def _attention(asked: Start) -> tuple[int, int]:
 
 
 def _name(row: int) -> str:
-    """What SGLang knows a row by. No name begins with another: it would be aborted too."""
+    """Return SGLang's name of a row. No name begins with another, because both would be aborted."""
     return f"{row}."
 
 
@@ -303,7 +303,7 @@ def _check(answer: tuple[bool, str]) -> None:
 
 
 def _done(number: int, told: dict[str, Any]) -> Done:
-    """What SGLang says of a row that has ended."""
+    """Convert SGLang's result of a finished row."""
     facts = told["meta_info"]
     pairs = facts.get("output_token_logprobs") or ()
     tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]

@@ -1,4 +1,4 @@
-"""A second proof that weights are in use: what SGLang says a tensor of a name begins with."""
+"""A second proof that weights are in use: the first rows of each tensor, as SGLang has them."""
 
 # SGLang may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -10,11 +10,11 @@ import torch
 from meshrl_inference.tensors import Places, tensors
 
 _ROWS: Final = 2
-"""Of each tensor, that are compared."""
+"""Rows of each tensor that are compared."""
 
 
 async def read_back(manager: Any, places: Places) -> None:
-    """Ask for the first rows of each tensor. RuntimeError where they are not those that were sent, or are not told."""
+    """Read back the first rows of each tensor. RuntimeError if they differ from those sent, or are missing."""
     from sglang.srt.managers.io_struct import GetWeightsByNameReqInput  # noqa: PLC0415 -- in an environment that is set
 
     for name, tensor in tensors(places):

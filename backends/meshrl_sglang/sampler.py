@@ -14,4 +14,4 @@ class SglangSampler(EngineSampler):
     kind: ClassVar = Kind("sglang", "SGLang")
     options: ClassVar = SglangConfig
     temperatures: ClassVar = (1e-6, inf)
-    """SGLang takes the most probable token where a lower one is asked for."""
+    """Below the first, SGLang takes the most probable token."""

@@ -1,4 +1,4 @@
-"""SGLang's schedulers: a process for each place along tp, where rows are decoded as a sampler promises it."""
+"""SGLang's schedulers: a process for each place along tp, which decodes rows as samplers have to."""
 
 # SGLang may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -20,7 +20,7 @@ from meshrl_sglang import transfer
 
 
 class Processes(Engine):
-    """SGLang's engine, which tells its schedulers' processes."""
+    """SGLang's engine with access to its schedulers' processes."""
 
     schedulers: ClassVar[list[BaseProcess]] = []
 
@@ -32,7 +32,7 @@ class Processes(Engine):
 
 
 def run(*arguments: Any, **keywords: Any) -> None:
-    """What a scheduler's process does."""
+    """Run a scheduler's process."""
     _give_seeds()
     _give_texts()
     _read_anew_what_waits()
@@ -41,7 +41,7 @@ def run(*arguments: Any, **keywords: Any) -> None:
 
 
 def _give_seeds() -> None:
-    """SGLang reads a row's seed in its deterministic mode alone, which is slow: read it always."""
+    """Read the seed of each row always. SGLang reads it only in its slow deterministic mode."""
     make = SamplingBatchInfo.from_schedule_batch
 
     def made(batch: Any, vocabulary: int) -> Any:
@@ -54,7 +54,7 @@ def _give_seeds() -> None:
 
 
 def _give_texts() -> None:
-    """SGLang looks for stop texts only where it also makes each row's text, and has ends of its own: it has neither."""
+    """Give SGLang a tokenizer without end tokens. It only serves to find stop texts."""
     begin = Scheduler.init_tokenizer
 
     def begun(scheduler: Any) -> None:
@@ -62,13 +62,13 @@ def _give_texts() -> None:
         folder = scheduler.model_config.model_path
         scheduler.tokenizer = Texts(folder)
         scheduler.model_config.hf_eos_token_id = None
-        transfer.naming(folder)  # now, and not while the first new weights are taken
+        transfer.naming(folder)  # now, and not when the first new weights are loaded
 
     Scheduler.init_tokenizer = begun
 
 
 def _read_anew_what_waits() -> None:
-    """Rows that wait while others keep what old weights made of their tokens meet nothing of it when they begin."""
+    """Give waiting rows no prefixes cached with old weights, while running rows keep theirs."""
     pause, times = Scheduler.pause_generation, count()
 
     def paused(scheduler: Any, order: Any) -> None:
@@ -81,10 +81,10 @@ def _read_anew_what_waits() -> None:
 
 
 def _restrict_as_other_samplers() -> None:
-    """`top_p` is of what `top_k` leaves, and not, as SGLang has it, of all tokens.
+    """Apply `top_p` to what `top_k` leaves, instead of all tokens as SGLang does.
 
-    What is left is drawn from in the order of the tokens, as where nothing is restricted: SGLang draws in the order of
-    their probabilities, and that for all rows of a batch where one of them is restricted, or greedy.
+    Sample the rest in the order of the tokens, as without restrictions. SGLang samples in the order of probabilities,
+    for all rows of a batch if one of them is restricted, or greedy.
     """
 
     def drawn(
@@ -107,7 +107,7 @@ Processes.run_scheduler_process_func = staticmethod(run)
 
 
 class Texts:
-    """What is left of a tokenizer: the texts of tokens, and no end."""
+    """The rest of a tokenizer: the texts of tokens, and no end."""
 
     eos_token_id = None
     additional_stop_token_ids = None
@@ -120,9 +120,9 @@ class Texts:
         return AutoTokenizer.from_pretrained(self._folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> bytes:
-        """As many as the text may have tokens: SGLang looks for it in so many of the last."""
+        """Return as many values as the text may have tokens: SGLang looks for it in that many of the last."""
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens."""
+        """Decode tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -15,16 +15,16 @@ ROLES: Final[Mapping[str, str]] = {
     "RewardModel": "meshrl_torch.reward_model:TorchRewardModel",
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
-"""Where each role's class is. Strings, so that looking a role up imports no torch."""
+"""The class of each role. Strings, so that a look-up imports no torch."""
 
 AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(("Critic", "Policy", "RewardModel"), ())
-"""The axes that each role's ranks may stand along, the last one fastest; none where it takes one rank."""
+"""The axes along which each role's ranks can be arranged, the last one fastest. Empty if it takes one rank."""
 
 CHAT: Final = "meshrl_hf.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
-"""Tells the tokens of prompts, without a model."""
+"""Counts the tokens of prompts, without a model."""
 
 MEMORY: Final = "meshrl_torch.memory:held"
-"""Tells what a rank holds of a role, without weights."""
+"""Estimates the memory of a role's rank, without weights."""

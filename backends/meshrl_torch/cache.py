@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being decoded: one slot each, allocated once and used again."""
+"""Keys and values of the sequences being decoded: one slot for each, allocated once and used again."""
 
 from dataclasses import dataclass, field
 
@@ -11,27 +11,27 @@ from meshrl_hf.attention import Packed
 
 @dataclass
 class Cache:
-    """For each layer two tensors [slots, key heads, positions, dims], which grow where more is reserved.
+    """Two tensors for each layer, [slots, key heads, positions, dims], which grow if more is reserved.
 
-    Fresh memory is slow to touch first, so a cache is kept from one call to the next.
+    Memory is slow on first use, so a cache is kept from one call to the next.
     """
 
     slots: int = 0
-    """How many the current call uses."""
+    """Number of slots in the current call."""
     positions: int = 0
-    """How many it has asked for so far."""
+    """Number of positions that it has reserved so far."""
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def begin(self, slots: int) -> None:
-        """A new call, of this many slots. What is in the cache is forgotten; the memory stays."""
+        """Begin a new call with this many slots. The content is dropped, and the memory stays."""
         self.slots, self.positions = slots, 0
 
     def reserve(self, positions: int) -> None:
-        """Let each layer have this many positions, at least, when it is next asked for."""
+        """Give each layer at least this many positions when it is next used."""
         self.positions = max(self.positions, positions)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's tensors; heads, dims and dtype are those of `key` and `value` [_, heads, _, dims]."""
+        """Return a layer's tensors, with the heads, dims and dtype of `key` and `value` [_, heads, _, dims]."""
         kept = self.layers.get(index)
         if kept is None or kept[0].shape[0] < self.slots or kept[0].shape[2] < self.positions:
             old = (None, None) if kept is None else kept
@@ -40,7 +40,7 @@ class Cache:
         return kept
 
     def move(self, source: Tensor, target: Tensor, positions: int) -> None:
-        """Copy the first positions of the source slots into the target slots, int64 each."""
+        """Copy the first positions of the source slots to the target slots, int64 each."""
         for key, value in self.layers.values():
             for states in (key, value):
                 states[target, :, :positions] = states[source, :, :positions]
@@ -56,9 +56,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The attention of packed prompts, whose keys and values are also written into slots.
+    """The attention of packed prompts, whose keys and values are also written to slots.
 
-    Entry i of `tokens`, `slots` and `positions`, int64[entries]: that packed token goes to that slot, at that
+    Entry i of `tokens`, `slots` and `positions`, int64[entries], writes that packed token to that slot at that
     position. A prompt of several slots is computed once.
     """
 
@@ -71,7 +71,7 @@ class Prefill:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Packed attention."""
+        """Compute packed attention."""
         for states, kept in zip((key, value), self.cache.layer(layer, key, value), strict=True):
             kept[self.slots, :, self.positions] = states[0].transpose(0, 1)[self.tokens]
         return self.packed(layer, query, key, value, scale, window)
@@ -79,21 +79,21 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """The attention of one new token a slot: slots 0 to B, each at its own position, int64[B]."""
+    """The attention of one new token for each slot: slots 0 to B, each at its own position, int64[B]."""
 
     cache: Cache
     positions: Tensor
     longest: int
-    """One more than the highest position."""
+    """The highest position plus one."""
     even: bool
-    """Whether all positions are the same."""
+    """True if all positions are equal."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """By window; made in the first layer, and used in all."""
+    """By window. Computed in the first layer, and used in all."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Write the token's key and value into its slot and look at all that is there."""
+        """Write the token's key and value to its slot, and attend to everything there."""
         keys, values = self.cache.layer(layer, key, value)
         count = len(self.positions)
         if self.even:
@@ -114,7 +114,7 @@ class Decode:
         return output.transpose(1, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores, [B, 1, 1, longest]: 0 where a slot may look, -inf elsewhere."""
+        """Return what is added to the scores, [B, 1, 1, longest]: 0 at visible positions, -inf elsewhere."""
         clipped = window is not None and window < self.longest
         if self.even and not clipped:
             return None

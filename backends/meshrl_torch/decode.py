@@ -1,7 +1,7 @@
-"""Continuous batching: rows wait, take a slot, grow by a token a step, and leave; the next ones take over.
+"""Continuous batching: rows wait, take a slot, grow by one token in each step, and leave.
 
-Slots 0 to `count` are the rows being decoded. A row that finishes is replaced by the last of them, so that each
-step is one forward pass over the first slots of the cache, whatever finished.
+Slots 0 to `count` are the rows being decoded. The last of them replaces a row that finishes. So each step is one
+forward pass over the first slots of the cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,16 +25,16 @@ from meshrl_torch.cache import Cache, Decode, Prefill
 from meshrl_torch.draw import Draw
 
 PREFILL_TOKENS: Final = 16384
-"""Prompt tokens in one forward pass."""
+"""Most prompt tokens in one forward pass."""
 GROWTH: Final = 32
-"""Positions are added to the slots in multiples of this."""
+"""The number of positions of the slots grows in multiples of this."""
 
 
 class Decoder:
-    """The rows of one call, or of several that draw alike, and the slots they are in.
+    """The rows of one call, or of several with the same sampling, and their slots.
 
-    `refill` is how many free slots it takes before waiting rows are let in: a prompt's forward pass costs as much
-    as a step, whether it is for one row or for many. `routed`: as of `Rollouts`.
+    Waiting rows are admitted once `refill` slots are free, because a prompt's forward pass costs as much as a step, for
+    any number of rows. `routed`: as in `Rollouts`.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class Decoder:
         self._call = np.zeros(self._rows, np.int64)  # of each row
         self._seeds = np.full(self._rows, draw.seed)
         self._left = {0: self._rows}
-        """Of each call that has some, the rows that are being decoded or wait."""
+        """For each unfinished call, its number of rows that are decoded or wait."""
         self._finished: dict[int, list[Finished]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a row is being decoded or waits."""
+        """True if a row is decoded or waits."""
         return self._count > 0 or self._next < self._rows
 
     @property
     def room(self) -> int:
-        """Rows that would find a slot at once."""
+        """Number of rows that would find a slot at once."""
         return self._most - self._count - (self._rows - self._next)
 
     @property
     def finished(self) -> Iterable[int]:
-        """The calls of which rows are done and were not taken."""
+        """The calls with finished rows that were not taken."""
         return self._finished
 
     def has(self, call: int) -> bool:
-        """Whether a row of a call is being decoded or waits."""
+        """True if a row of a call is decoded or waits."""
         return call in self._left
 
     def add(self, request: Request, seed: UInt64) -> int:
-        """Rows of another call, which draws alike, by a seed of its own; its number, where the first call is 0."""
+        """Add the rows of another call with the same sampling and its own seed. Returns its number. The first is 0."""
         self._keep(np.arange(self._next, self._rows))
         had, count = self._request, len(request.limits)
         self._request = replace(
@@ -117,14 +117,14 @@ class Decoder:
         return number
 
     def take(self, call: int = 0) -> Finished | None:
-        """The rows of a call that finished since they were last taken."""
+        """Return the rows of a call that finished since the last time."""
         parts = self._finished.pop(call, None)
         if not parts:
             return None
         return Finished(*(np.concatenate([getattr(part, name) for part in parts]) for name in Finished.__match_args__))
 
     def stop(self, call: int = 0) -> None:
-        """End all rows of a call, those that wait too: `take` gives them as aborted, with what they have."""
+        """End all rows of a call, waiting ones included. `take` returns them as aborted, with their tokens so far."""
         running = self._call[self._row[: self._count]] == call
         self._finish(np.flatnonzero(running), np.zeros(int(running.sum()), np.bool_), aborted=True)
         self._leave(running)
@@ -151,7 +151,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Let waiting rows in if enough slots are free, then one token for each row in a slot."""
+        """Admit waiting rows if enough slots are free, then sample one token for each row in a slot."""
         waiting = self._rows - self._next
         free = self._slots - self._count
         if waiting and free >= min(self._refill, waiting, self._slots):
@@ -176,7 +176,7 @@ class Decoder:
         return self._model.logits(hidden[:, 0])
 
     def _admit(self, count: int, version: int) -> None:
-        """The next rows take the slots after the last; each prefix is read once for all its rows."""
+        """Put the next rows into the slots after the last. Each prefix is read once for all its rows."""
         rows = np.arange(self._next, self._next + count)
         self._next += count
         prefixes = self._request.prefix[rows]
@@ -193,7 +193,7 @@ class Decoder:
         self._retire()
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
-        """Runs of rows whose different prefixes are PREFILL_TOKENS at most, or of one prefix that is longer."""
+        """Yield runs of rows whose distinct prefixes have at most PREFILL_TOKENS, or that share a longer one."""
         prefixes = self._request.prefix[rows]
         new = np.append(True, prefixes[1:] != prefixes[:-1])
         start = filled = 0
@@ -206,14 +206,14 @@ class Decoder:
         yield rows[start:]
 
     def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
-        """Read the prefixes of these rows into their slots: float32[rows, vocabulary] of the last token of each."""
+        """Read the prefixes of these rows into their slots. Returns float32[rows, vocabulary] for their last tokens."""
         prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
         order = np.argsort(self._lengths[prefixes], kind="stable")
         lengths = self._lengths[prefixes[order]]
         ids = np.concatenate([self._request.prefixes[prefix] for prefix in prefixes[order]]).astype(np.int64)
         ends = np.cumsum(lengths)
         at = np.empty_like(ends)
-        at[order] = ends - lengths  # where each prefix starts in the packed sequence
+        at[order] = ends - lengths  # the start of each prefix in the packed sequence
         mine = self._lengths[prefixes[which]]
         entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
@@ -232,11 +232,11 @@ class Decoder:
         return self._model.logits(hidden[last])[torch.from_numpy(which)]
 
     def _routes(self) -> Routes | None:
-        """What a pass tells its experts to, where they are asked for."""
+        """Return the record of a pass's experts, if they are recorded."""
         return Routes() if self._experts.shape[2] else None
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
-        """Draw the next token of the slots from `first` on."""
+        """Sample the next token of the slots from `first` on."""
         here = slice(first, first + len(logits))
         self._place[here] += 1
         place = self._place[here]
@@ -250,7 +250,7 @@ class Decoder:
         self._experts[slots, place] = -1  # until the token is read
 
     def _retire(self) -> None:
-        """Rows that ended leave, and the last rows take their slots."""
+        """Remove rows that ended. The last rows take their slots."""
         count = self._count
         place = self._place[:count]
         ended = np.isin(self._tokens[np.arange(count), place], self._ends)
@@ -264,7 +264,7 @@ class Decoder:
         self._leave(done)
 
     def _leave(self, done: NDArray[np.bool_]) -> None:
-        """The slots of these, bool[count], are free, and the last rows take them."""
+        """Free these slots, bool[count]. The last rows take them."""
         slots = np.flatnonzero(done)
         self._count -= len(slots)
         holes = slots[slots < self._count]
@@ -272,7 +272,7 @@ class Decoder:
             self._move(np.flatnonzero(~done[self._count :]) + self._count, holes)
 
     def _keep(self, waiting: Ints) -> None:
-        """Of all rows, only those in slots and these of the waiting ones."""
+        """Keep only rows in slots and these waiting ones."""
         rows, had = np.concatenate([self._row[: self._count], waiting]), self._request
         self._request = replace(
             had,
@@ -288,7 +288,7 @@ class Decoder:
         self._next, self._rows = self._count, len(rows)
 
     def _grow(self, slots: int) -> None:
-        """So many slots, where there are fewer."""
+        """Grow to at least this many slots."""
         more = slots - self._slots
         if more <= 0:
             return
@@ -335,8 +335,8 @@ class Decoder:
         self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
 
     def _stopped(self) -> NDArray[np.bool_]:
-        """Whether a stop text has appeared at the end of each row in a slot, bool[count]."""
-        # A character is at most four bytes, and a token at least one: older tokens are of no stop text that is new.
+        """True for each row in a slot that ends with a stop text, bool[count]."""
+        # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
         reach = 4 * max(map(len, self._request.stop)) + 4
         spans = zip(self._tokens, self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
         tails = [tokens[max(prompt, last + 1 - reach) : last + 1].tolist() for tokens, prompt, last in spans]
@@ -344,7 +344,7 @@ class Decoder:
         return np.array([any(stop in text for stop in self._request.stop) for text in texts], np.bool_)
 
     def _reserve(self, positions: int) -> None:
-        """Room for this many tokens in each slot."""
+        """Make room for this many tokens in each slot."""
         room = self._tokens.shape[1]
         if positions > room:
             room = -(-max(positions, room + room // 2) // GROWTH) * GROWTH

@@ -1,4 +1,4 @@
-"""Drawing the next token: one uniform number a row and token, whatever slot the row is in."""
+"""Sample the next token, with one uniform number for each row and token, regardless of the row's slot."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ from meshrl_hf.seeds import UInt64, mix
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens are drawn in one call of `generate`."""
+    """How tokens are sampled in one call of `generate`."""
 
     sampling: Sampling
     seed: UInt64
-    """uint64[], or uint64[B] by row: what the random numbers hang on."""
+    """uint64[], or uint64[B] by row: determines the random numbers."""
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by in the log-probs that are told: 1 for greedy."""
+        """The divisor of logits in the reported log-probs: 1 for greedy sampling."""
         return self.sampling.temperature or 1.0
 
     def __call__(
         self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64], version: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The next token, int64[B], and its log-probability, float32[B], from float32[B, vocabulary].
+        """Sample the next token, int64[B], with its log-probability, float32[B], from float32[B, vocabulary].
 
-        `rows` and `places` are int64[B]: which row of the call, and which of its tokens. `top_k` and `top_p`
-        restrict what is drawn; the log-probability is of the whole distribution at the temperature. ModelError where
-        the weights, of this version, give a NaN or an infinite logit.
+        `rows` and `places` are int64[B]: the row in the call, and the token in the row. `top_k` and `top_p` restrict
+        sampling. The log-probability is that of the whole distribution at the temperature. ModelError if the weights,
+        of this version, give a NaN or an infinite logit.
         """
         logprobs = (logits / self.temperature if self.temperature != 1 else logits).log_softmax(-1)
         broken = np.flatnonzero(logprobs[:, 0].isnan().numpy())  # one such logit makes the whole row NaN
@@ -54,7 +54,7 @@ class Draw:
         probabilities = logprobs.exp()
         if not self.sampling.top_k and self.sampling.top_p == 1:
             return _inverse(probabilities, uniform)
-        # Sorted, the most probable first, what is kept is the head of each row.
+        # Sorted by falling probability, the kept tokens come first in each row.
         kept, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         if self.sampling.top_k:
             kept, ids = kept[:, : self.sampling.top_k], ids[:, : self.sampling.top_k]
@@ -64,17 +64,17 @@ class Draw:
 
 
 def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulative probability is above the uniform number's share of the total.
+    """Return the first token whose cumulative probability exceeds the uniform number times the total.
 
-    Both are float32, and a uniform number is at most 1 - 2**-23, so the product is less than the total and a token
-    of no probability is never drawn.
+    Both are float32, and a uniform number is at most 1 - 2**-23, so the product is less than the total and a token of
+    probability 0 is never sampled.
     """
     cumulative = probabilities.cumsum(-1)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
 
 
 def uniforms(seed: UInt64, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float32]:
-    """A number from 0 to below 1 for each row and place, float32[B], of 23 bits; no state.
+    """Return a number in [0, 1) of 23 bits for each row and place, float32[B], without state.
 
     Splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), keyed by seed, then row, then place.
     """

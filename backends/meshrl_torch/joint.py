@@ -1,8 +1,8 @@
-"""Calls that decode as one: a step of theirs is one forward pass over the rows of all of them.
+"""Calls that decode together: each step is one forward pass over the rows of all of them.
 
-A sampler that is asked for few rows at a time, by many, would else decode them in many small passes, each of which
-costs almost as much as a large one. What a row draws hangs on its own call's seed and is the same alone; that the last
-bits of its log-probs may differ with who is beside it is why calls join only where they may (`JoinedSampling`).
+Many small calls would otherwise be decoded in many small passes, each of which costs almost as much as a large one. A
+row's samples depend only on its call's seed. The last bits of its log-probs may depend on the rows next to it, so calls
+join only with `JoinedSampling`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from meshrl_hf.seeds import UInt64
 from meshrl_torch.decode import Decoder
 
 YIELD_STEPS: Final = 8
-"""Decode steps between two batches of finished rows: making a batch costs about as much as a step of a tiny model."""
+"""Decode steps between two batches of finished rows. Making a batch costs as much as a step of a tiny model."""
 
 
 class Part:
@@ -29,44 +29,44 @@ class Part:
         self.news = asyncio.Event()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes."""
+        """End the call: no more rows come."""
         self.ended, self.error = True, error
         self.call.end()
         self.news.set()
 
 
 class Joint:
-    """The calls that run, and the task that steps them."""
+    """The running calls, and the task that steps them."""
 
     def __init__(self, decoder: Decoder, version: Callable[[], int]) -> None:
-        """`version`: of the weights, before each step; what it raises ends all calls."""
+        """`version`: returns that of the weights before each step. Its error ends all calls."""
         self._decoder = decoder
         self._version = version
         self._parts: dict[int, Part] = {}
-        """By their numbers."""
+        """By number."""
         self._steps = 0
         self._stepping: asyncio.Task[None] | None = None
 
     @property
     def room(self) -> int:
-        """Rows that another call may bring; none where all calls have ended."""
+        """Number of rows that another call may bring. 0 if all calls have ended."""
         return self._decoder.room if self._parts else 0
 
     def begin(self, call: GenerateCall, ended: Callable[[], None]) -> Part:
-        """The call whose rows the decoder was made with. `ended` is called when all calls have."""
+        """Add the call whose rows the decoder was made with. `ended` is called when all calls have ended."""
         part = self._parts[0] = Part(call, 0)
         self._stepping = asyncio.create_task(self._step())
         self._stepping.add_done_callback(lambda _: ended())
         return part
 
     def join(self, call: GenerateCall, request: Request, seed: UInt64) -> Part:
-        """Another call, for whose rows there is room."""
+        """Add another call, for whose rows there is room."""
         number = self._decoder.add(request, seed)
         part = self._parts[number] = Part(call, number)
         return part
 
     async def finished(self, part: Part) -> Finished | None:
-        """The next rows of a call that are done, or were aborted; None where all were."""
+        """Return the next finished or aborted rows of a call. None if it has no more."""
         while True:
             await part.news.wait()
             part.news.clear()
@@ -80,7 +80,7 @@ class Joint:
                 return None
 
     def leave(self, part: Part) -> None:
-        """Nobody wants what is not done of a call."""
+        """Drop the unfinished rows of a call."""
         if self._parts.pop(part.number, None):
             self._decoder.stop(part.number)
         self._decoder.take(part.number)
@@ -88,7 +88,7 @@ class Joint:
     async def _step(self) -> None:
         try:
             while self._parts:
-                await asyncio.sleep(0)  # others run, who bring new weights for one; no call of a replay is here
+                await asyncio.sleep(0)  # others run, which may load weights; replays do not join
                 for number, part in list(self._parts.items()):
                     if part.call.aborted:
                         self._decoder.stop(number)

@@ -1,4 +1,4 @@
-"""What a rank of the torch backend holds, all of it in the host's memory."""
+"""The memory of a rank of the torch backend, all of it on the host."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,11 @@ from meshrl_hf.optimizer import Optimizer
 from meshrl_torch.decode import GROWTH, PREFILL_TOKENS
 
 _MADE: Final = 3
-"""Times that the logits of a step are there: as they are, as probabilities, and summed up to draw by."""
+"""Copies of a step's logits: the logits, the probabilities, and their cumulative sums."""
 
 
 def held(config: ModelConfig, work: Work) -> Memory:
-    """What a rank holds of a role: the whole model, and what it trains or draws with."""
+    """Estimate the memory of a role's rank: the whole model, and what training or sampling adds."""
     here = replace(work, gpu=0)
     if isinstance(config, SamplerConfig):
         return _sampler(config, here)
@@ -55,7 +55,7 @@ def _laid_out(config: ModelConfig, model: LanguageModel) -> Cast:
 
 
 def _sampler(config: SamplerConfig, work: Work) -> Memory:
-    """The model, the slots that its rows are decoded in, and the longest pass over prompts."""
+    """The model, the slots for its rows, and the longest pass over prompts."""
     prompts = replace(work, completion=1, rows=-(-work.rows // work.n), n=1)
 
     def laid_out(model: LanguageModel) -> Cast:

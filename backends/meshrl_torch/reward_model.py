@@ -8,7 +8,7 @@ from meshrl_torch.trainable import OneRank, check_alone
 
 
 class TorchRewardModel(TrainedRewardModel):
-    """A whole model with a head that scores, trained on one rank."""
+    """A whole model with a scoring head, trained on one rank."""
 
     def __init__(self, config: RewardTrainingConfig) -> None:
         check_alone("TorchRewardModel", config.mesh)

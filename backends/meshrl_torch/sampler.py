@@ -1,4 +1,4 @@
-"""The sampler of the torch backend: a decode loop of our own over a Hugging Face model."""
+"""The sampler of the torch backend: a decode loop for Hugging Face models."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -29,8 +29,8 @@ from meshrl_torch.joint import YIELD_STEPS, Joint
 class TorchSampler(Sampler):
     """Continuous batching on one rank.
 
-    What is drawn hangs on the seeds, the weights' version, how many calls began since they were loaded, and the row's
-    number in the call: not on slots, nor on how a mesh divided the rows.
+    Samples depend on the seeds, the weights' version, the number of calls since they were loaded, and the row's number
+    in the call. They do not depend on slots, or on how a mesh divided the rows.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -40,20 +40,20 @@ class TorchSampler(Sampler):
         adapt(self._model, config.lora, config.seed)
         tensors = self._model.tensors()
         self._taken = adapters(tensors) if config.lora else tensors
-        """What new weights are copied into."""
+        """The tensors that new weights are copied to."""
         self._routed = routed(self._model.routers) if config.record_experts else (0, 0)
         self._version = 0
         self._refused = ""
-        """Why nothing that the model draws may be trusted; empty while it may."""
+        """Why the model's samples cannot be trusted. Empty if they can."""
         self._calls = GenerateCalls()
         self._caches: list[Cache] = []
         self._joints: dict[Sampling, Joint] = {}
-        """The newest of each sampling."""
+        """The newest for each sampling."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none.
+        """Yield finished rollouts, those of some steps together. Without rows, yields one empty batch.
 
-        ModelError where the last weights do not compute what the policy does.
+        ModelError if the last weights do not compute the same as the policy.
         """
         rollouts = Rollouts(self._model, prompts, sampling, self._routed)
         if len(rollouts.ended.rows):
@@ -85,7 +85,7 @@ class TorchSampler(Sampler):
             yield rollouts.batch(finished or rollouts.ended, version)
 
     async def _joined(self, rollouts: Rollouts, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Rows that are decoded with those of other calls."""
+        """Decode rows together with those of other calls."""
         request = rollouts.request
         async with self._calls.begin() as call:
             version = self._version
@@ -110,17 +110,17 @@ class TorchSampler(Sampler):
             del self._joints[sampling]
 
     def _usable(self) -> int:
-        """The version of the weights; ModelError where they may not be trusted."""
+        """Return the version of the weights. ModelError if they cannot be trusted."""
         if self._refused:
             raise ModelError(self._refused)
         return self._version
 
     async def load(self, weights: Weights) -> Batch:
-        """Copy the weights in place; rows being decoded go on with them from their next token.
+        """Copy the weights in place. Rows being decoded use them from their next token on.
 
-        ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
-        Where they arrived and the model computes something else than the policy, it draws no more until others come;
-        nor where of those that are poured into the model in place some did not come.
+        ModelError, and the old ones stay in use, if they are of another model or differ from the sent bytes. If the
+        model then computes something else than the policy, or only part of weights that are poured in place has
+        arrived, it samples no more until others come.
         """
         async with self._calls.loading() as places:
             if isinstance(weights, LiveWeights):
@@ -139,13 +139,13 @@ class TorchSampler(Sampler):
         return places.assign(difference=np.full(len(places), found))
 
     def _refuse(self, weights: Weights) -> None:
-        """Draw nothing from tensors of which some are new."""
+        """Sample nothing from tensors of which only some are new."""
         self._refused = f"weights of version {weights.version} did not come whole, and some are in use: publish again"
 
     async def replay(self, record: Batch) -> None:
-        """Let loads and aborts come at their places in the record."""
+        """Repeat loads and aborts at their places in the record."""
         self._calls.replay(record)
 
     async def abort(self) -> None:
-        """No running call makes another step."""
+        """Stop all running calls before their next step."""
         await self._calls.abort()

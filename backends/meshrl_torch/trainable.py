@@ -20,7 +20,7 @@ from meshrl_hf.trainable import Trainable, own_rank
 
 
 class OneRank(Trainable):
-    """A model whose updates let other calls in between micro-batches; its optimizer is float32, whatever its dtype."""
+    """A model whose updates let other calls run between micro-batches. Its optimizer is float32 for any dtype."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class OneRank(Trainable):
         role: str,
         head: nn.Linear | None = None,
     ) -> None:
-        """`parameters`: what is trained. `head`: a critic's, which is none of the model's own."""
+        """`parameters`: the trained ones. `head`: a critic's, which is not part of the model."""
         self._adapted = config if isinstance(config, PolicyConfig) and config.lora else None
         self._predict, self._head = predict, head
         own = {} if head is None else dict(head.named_parameters(prefix="value_head"))
@@ -45,20 +45,20 @@ class OneRank(Trainable):
         )
 
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """One optimizer step, which may be cancelled between micro-batches and then changes no weight."""
+        """Make one optimizer step. It may be cancelled between micro-batches, and changes no weight then."""
         return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check)
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """All tensors, or as `lora.sync` says."""
+        """Return all tensors, or those that `lora.sync` selects."""
         return published(self.passes.model.tensors(), self._adapted.lora if self._adapted else None).items()
 
     def shards(self) -> Iterable[Box]:
-        """All tensors."""
+        """Return all tensors."""
         for name, tensor in self.published():
             yield Box(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     def save(self, folder: str) -> None:
-        """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""
+        """Write a Hugging Face folder, or the adapters like peft, completely or not at all."""
         model = self.passes.model
         if self._adapted:
             checkpoint.write_adapters(model, folder, model.tensors(), self._adapted)
@@ -67,7 +67,7 @@ class OneRank(Trainable):
 
 
 def check_alone(role: str, mesh: str) -> None:
-    """ContractError where the mesh of this name in the run's table has several ranks. Gives torch its threads."""
+    """Raise ContractError if the mesh of this name has several ranks. Sets torch's number of threads."""
     rank = own_rank()
     if rank.size > 1:
         raise ContractError(f"{role} trains on one rank, but its mesh has {rank.size}: set run.meshes.{mesh}.ranks = 1")

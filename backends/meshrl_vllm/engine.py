@@ -1,4 +1,4 @@
-"""vLLM's engine, as `meshrl_inference.worker` drives it: in the worker's process, a step at a time."""
+"""vLLM's engine for `meshrl_inference.worker`: in the worker's process, one step at a time."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -14,23 +14,23 @@ from meshrl_inference.engine import PROBES
 from meshrl_inference.messages import Done, Generate, Load, Start
 
 _CPU_CACHE_MIB: Final = 512
-"""Of keys and values, on a CPU, where nothing is said."""
+"""Default size of the KV cache on a CPU."""
 _CPU_READS: Final = 4096
-"""Tokens read in one step, at most, on a CPU."""
+"""Most tokens read in one step on a CPU."""
 _PROBE: Final = "probe "
-"""What the names of requests begin with that read one."""
+"""The prefix of the names of requests that read a probe."""
 
 
 def start(asked: Start) -> "VllmEngine":
-    """The engine."""
-    # Before vLLM is imported, which reads these.
+    """Start the engine."""
+    # Before the import of vLLM, which reads these.
     os.environ.update(OMP_NUM_THREADS=str(asked.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank is granted a number of cores, not these and those
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank gets a number of cores, no particular ones
     if asked.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
-    from vllm.platforms import current_platform  # noqa: PLC0415 -- as above
+    from vllm.platforms import current_platform  # noqa: PLC0415 -- it reads the variables
 
     if current_platform.is_cpu():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -50,7 +50,7 @@ class VllmEngine:
         self._engine.collective_rpc("tell_whole")
         self._engine.set_weight_version("0")
         self._unread: dict[str, list[float]] = {}
-        """The log-probs of a probe's sequences, by the requests that read them; empty of those that are not read."""
+        """The log-probs of a probe's sequences, by the requests that read them. Empty for unread ones."""
         self._seats(0)
         self.version: str = vllm.__version__
         self.tokens = int(self._engine.model_config.get_vocab_size())
@@ -59,16 +59,16 @@ class VllmEngine:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Its own, one for each place along tp; none where there is one place."""
+        """Its processes, one for each place along tp. Empty if there is one place."""
         return [handle.proc for handle in getattr(self._core.model_executor, "workers", ())]
 
     @property
     def decodes(self) -> bool:
-        """Whether there is a row to decode."""
+        """True if there are rows to decode."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, order: Generate, salt: str) -> None:
-        """Begin to decode rows."""
+        """Start to decode rows."""
         for row in order.rows:
             sampling = self._sampling(
                 temperature=order.temperature,
@@ -76,7 +76,7 @@ class VllmEngine:
                 top_k=order.top_k,
                 seed=row.seed,
                 max_tokens=row.max_tokens,
-                ignore_eos=True,  # the ends are ours
+                ignore_eos=True,  # meshrl decides where rows end
                 stop_token_ids=order.ends,
                 stop=order.stop or None,
                 detokenize=bool(order.stop),
@@ -85,7 +85,7 @@ class VllmEngine:
             self._ask(str(row.number), np.frombuffer(row.tokens, np.int32).tolist(), salt, sampling)
 
     def leave(self, rows: list[int], *, told: bool) -> None:
-        """Stop decoding these rows, of which vLLM has what was drawn at hand."""
+        """Stop decoding these rows. vLLM has their tokens at hand."""
         processor = self._engine.output_processor
         states = {state.external_req_id: state for state in processor.request_states.values()}
         here = [states[str(number)] for number in rows if str(number) in states]
@@ -116,7 +116,7 @@ class VllmEngine:
         self._core.resume_scheduler()
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
-        """Let the engine read sequences, before all rows that wait, in seats of their own."""
+        """Read sequences before all waiting rows, in separate seats."""
         self._seats(len(probe))
         self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
         reading = self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
@@ -130,11 +130,11 @@ class VllmEngine:
         return values
 
     def sleep(self) -> None:
-        """Keep nothing in a GPU's memory: the weights go to the host's."""
+        """Free the GPU's memory. The weights move to the host's."""
         self._engine.sleep(level=1)
 
     def wake(self, names: list[str]) -> None:
-        """Take the GPU's memory again."""
+        """Take GPU memory again."""
         self._engine.wake_up(names)
 
     @property
@@ -149,7 +149,7 @@ class VllmEngine:
         self._engine.add_request(name, prompt, sampling, priority=priority)
 
     def _seats(self, extra: int) -> None:
-        """How many rows may be decoded at once, beside the slots."""
+        """Set the number of rows decoded at once, in addition to the slots."""
         self._core.scheduler.max_num_active_reqs = self._slots + extra
 
 
@@ -167,18 +167,18 @@ def _arguments(asked: Start) -> Any:
         dtype=asked.dtype,
         max_model_len=asked.max_tokens,
         max_num_seqs=asked.slots + PROBES,
-        # A row that is read in parts takes its seed's random numbers back, which generators on CPUs cannot.
+        # A row that is read in parts resets its seed's generator, which generators on CPUs cannot do.
         enable_chunked_prefill=False if cpu else None,
         max_num_batched_tokens=max(_CPU_READS, asked.max_tokens) if cpu else None,
         scheduling_policy="priority",
-        async_scheduling=False,  # else a step of the old weights would end after a load, under the new version
+        async_scheduling=False,  # otherwise a step of the old weights would end after a load, under the new version
         tensor_parallel_size=asked.tp,
         distributed_executor_backend="mp" if asked.tp > 1 else None,
         enforce_eager=asked.eager or cpu,
-        enable_sleep_mode=asked.sleep and not cpu,  # on a CPU vLLM sleeps and wakes, and frees nothing
+        enable_sleep_mode=asked.sleep and not cpu,  # on a CPU, sleeping frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=asked.memory_share,
-        logprobs_mode="processed_logprobs",  # at the temperature, where raw ones are before it
+        logprobs_mode="processed_logprobs",  # at the temperature, unlike raw ones
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
@@ -186,20 +186,20 @@ def _arguments(asked: Start) -> Any:
 
 
 def _read(output: Any) -> list[float]:
-    """The log-probability of each token of a prompt but the first, as vLLM tells it of a request that has ended."""
+    """Return the log-probability of each token of a prompt except the first, from a finished request."""
     tokens = list(output.prompt_token_ids)[1:]
     return [told[token].logprob for token, told in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
 def _done(output: Any) -> Done:
-    """What vLLM says of a row that has ended."""
+    """Convert vLLM's result of a finished row."""
     (one,) = output.outputs
     spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
     return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
 
 
 def _unfinished(state: Any) -> Done:
-    """What vLLM has of a row so far."""
+    """Convert vLLM's state of an unfinished row."""
     spans = [(int(version), start) for version, start in state.weight_version_starts]
     tokens = state.detokenizer.output_token_ids
     return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")

@@ -1,4 +1,4 @@
-"""A server's workers, which take the weights of a folder when they are told to."""
+"""A server's workers, which load the weights of a folder on request."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -14,18 +14,18 @@ from meshrl_inference.naming import Naming
 from meshrl_vllm import transfer
 
 NAME = transfer.NAME
-"""What vLLM knows the engine as that begins and ends an update; to import it is to register it."""
+"""vLLM's name of the engine that begins and ends an update. Importing it registers it."""
 
 
 class Extension:
-    """What a worker can do besides."""
+    """Additional methods of a worker."""
 
     weight_transfer_engine: Any
 
     def take_folder(self, folder: str) -> None:
         """Load the tensors of a Hugging Face folder, between the beginning and the end of an update.
 
-        ValueError, and nothing is loaded, where some are missing or have another shape than those of the model.
+        ValueError, and nothing is loaded, if some are missing or have another shape than the model's.
         """
         engine = self.weight_transfer_engine
         tensors = dict(_tensors(Path(folder)))

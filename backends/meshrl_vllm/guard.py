@@ -1,13 +1,13 @@
-"""What keeps those who reach a server from its endpoints for new weights: they ask for a key."""
+"""Protects a server's endpoints for new weights from its users, by a key."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Final, TypeAlias, cast
 
 HEADER: Final = "x-meshrl-key"
-"""The header of a request that has the key."""
+"""The request header with the key."""
 OPEN: Final = ("/health", "/ping", "/version", "/metrics", "/load", "/tokenize", "/detokenize")
-"""What anybody may ask for besides `/v1/`."""
+"""Open endpoints, besides `/v1/`."""
 
 Message: TypeAlias = MutableMapping[str, object]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -15,17 +15,17 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 keys: Final[list[str]] = []
-"""That of this process, which `launch` reads from its standard input; without one nobody has it."""
+"""The key of this process, which `launch` reads from its standard input. Empty: nobody has a key."""
 
 
 class Guard:
-    """ASGI middleware: what is not open is refused to a request without the key."""
+    """ASGI middleware: refuses requests without the key, except to open endpoints."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Hand the request on, or answer 401."""
+        """Pass the request on, or answer 401."""
         if scope["type"] not in {"http", "websocket"} or _is_open(str(scope["path"])) or _has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

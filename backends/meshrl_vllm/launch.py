@@ -1,9 +1,9 @@
-"""The server's process: vLLM's own server, started as it has to be on this machine.
+"""The server's process: vLLM's server with the settings that this machine needs.
 
     python -m meshrl_vllm.launch OPTION...
 
-The options are those of vLLM's server. The first line of the standard input is the key of `guard.Guard`; it ends when
-that input does. It needs vLLM alone.
+The options are those of vLLM's server. The first line of the standard input is the key of `guard.Guard`. The process
+ends with that input. It needs only vLLM.
 """
 
 # vLLM may be in another environment than this one.
@@ -20,16 +20,16 @@ from meshrl_vllm import guard
 
 _CACHE: Final = "--kv-cache-memory-bytes"
 _CPU_CACHE_BYTES: Final = 512 << 20
-"""Of keys and values, on a CPU."""
+"""Size of the KV cache on a CPU."""
 
 
 def main() -> None:
     """Serve until the parent is gone."""
-    # Not a variable or an option, which others may read: processes inherit the one, and all see the other.
+    # Not a variable or an option, because child processes inherit variables, and everybody sees options.
     if key := sys.stdin.buffer.readline().decode().strip():
         guard.keys.append(key)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Before vLLM is imported, which reads these.
+    # Before the import of vLLM, which reads these.
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     try:
         from vllm.platforms import current_platform  # noqa: PLC0415 -- as above
@@ -39,7 +39,7 @@ def main() -> None:
     options: list[str] = []
     if current_platform.is_cpu():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-        # A request with a seed whose prompt is read in two steps ends vLLM: its generator cannot step back.
+        # A seeded request whose prompt is read in two steps crashes vLLM: its generator cannot step back.
         options += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if _CACHE not in sys.argv:
             options += [_CACHE, str(_CPU_CACHE_BYTES)]

@@ -13,4 +13,4 @@ class VllmSampler(EngineSampler):
     kind: ClassVar = Kind("vllm", "vLLM")
     options: ClassVar = VllmConfig
     temperatures: ClassVar = (0.01, 2.0)
-    """vLLM draws as at the first where a lower one is asked for, and says nothing."""
+    """Below the first, vLLM silently samples at the first."""

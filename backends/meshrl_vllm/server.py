@@ -1,4 +1,4 @@
-"""vLLM's own server, in a process of its own: it answers as OpenAI's servers do."""
+"""vLLM's server, in its own process. It answers like OpenAI's servers."""
 
 import asyncio
 import contextlib
@@ -23,20 +23,20 @@ from meshrl_vllm.guard import HEADER
 from meshrl_vllm.options import VllmConfig
 
 _PATIENCE: Final = 600.0
-"""Seconds that the server has to start, and an answer to come."""
+"""Seconds that the server has to start, and to answer a request."""
 _GRACE: Final = 10.0
 """Seconds that it has to end by itself."""
 _LINES: Final = 20
-"""Of its output, in an error."""
+"""Lines of its output in an error."""
 _OWN: Final = ("127.0.0.1", "localhost", "::1")
-"""Names that only this machine has for itself."""
+"""Names by which only this machine reaches itself."""
 
 
 class VllmServer(Server):
-    """Completions and, where the tokenizer has a template, chats, under the run's name."""
+    """Completions, and chats if the tokenizer has a template, under the run's name."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """ConfigError where the address cannot be used, BackendError where vLLM is not here and not named."""
+        """ConfigError if the address cannot be used, BackendError if vLLM is neither here nor named."""
         _check_address(config)
         if config.python is None:
             check_here("vllm", "--python")
@@ -53,7 +53,7 @@ class VllmServer(Server):
             "--host": config.host,
         }
         if config.follow:
-            variables["VLLM_SERVER_DEV_MODE"] = "1"  # it has the endpoints for new weights
+            variables["VLLM_SERVER_DEV_MODE"] = "1"  # adds the endpoints for new weights
             options["--weight-transfer-config"] = '{"backend": "meshrl"}'
             options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
             options["--middleware"] = "meshrl_vllm.guard.Guard"
@@ -66,10 +66,10 @@ class VllmServer(Server):
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the user names
                     [*command, *words, "--port", str(config.port)],
-                    stdin=subprocess.PIPE,  # it ends with this process, however that ends
+                    stdin=subprocess.PIPE,  # it ends with this process in any case
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is ours
+                    start_new_session=True,  # Ctrl-C is for this process
                     env=variables,
                 )
         except OSError as error:
@@ -82,7 +82,7 @@ class VllmServer(Server):
                 self._process.stdin.flush()
 
     async def started(self) -> str:
-        """Wait until it answers; a line for the shell that asks it something. ModelError where it does not start."""
+        """Wait until it answers, and return a shell command that sends a request. ModelError if it does not start."""
         until = time.monotonic() + _PATIENCE
         while not await asyncio.to_thread(self._answers):
             self.check()
@@ -94,7 +94,7 @@ class VllmServer(Server):
         return self._example()
 
     def check(self) -> None:
-        """ModelError where the process has ended."""
+        """Raise ModelError if the process has ended."""
         code = self._process.poll()
         if code is None:
             return
@@ -102,7 +102,7 @@ class VllmServer(Server):
         raise self._error(f"has ended ({how})")
 
     async def load(self, folder: str, version: str) -> None:
-        """Take the weights of a folder between two steps; what is being decoded goes on, its tokens read again."""
+        """Load the weights of a folder between two steps. Running requests continue, and read their tokens again."""
         await self._post("pause?mode=keep")
         await self._post("start_weight_update")
         await self._post("collective_rpc", method="take_folder", args=[folder])
@@ -111,7 +111,7 @@ class VllmServer(Server):
         await self._post("resume")
 
     def close(self) -> None:
-        """End the process and those that it has made."""
+        """End the process and its children."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -125,7 +125,7 @@ class VllmServer(Server):
 
     @property
     def _host(self) -> str:
-        """Where it can be asked from here."""
+        """The host name for requests from here."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)  # noqa: S104 -- a key
 
     def _error(self, what: str) -> ModelError:
@@ -174,7 +174,7 @@ class VllmServer(Server):
 
 
 def _check_address(config: ServerConfig) -> None:
-    """ConfigError where nothing can listen there, or others would reach the endpoints for new weights."""
+    """Raise ConfigError if nothing can listen there, or others would reach the endpoints for new weights."""
     if config.follow and config.host not in _OWN:
         raise ConfigError(
             f"--follow with --host {config.host}: anybody who reaches a server that takes new weights can change "

@@ -1,4 +1,4 @@
-"""Weights into vLLM's workers through vLLM's own interface: out of shared memory, and loaded layer by layer."""
+"""Weights into vLLM's workers through vLLM's interface: from shared memory, loaded layer by layer."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -21,23 +21,23 @@ from meshrl_inference.tensors import Places, tensors
 from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
-"""What vLLM knows the engine as."""
+"""vLLM's name of the engine."""
 
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):
-    """There is nothing to agree on before."""
+    """Nothing has to be agreed on before."""
 
 
 @dataclass
 class Buckets(WeightTransferUpdateInfo):
-    """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+    """Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
 
     buckets: Places
 
 
 class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
-    """Takes whole weights by their Hugging Face names. That they are right was checked before."""
+    """Loads whole weights by their Hugging Face names. They were checked before."""
 
     init_info_cls = NoInfo
     update_info_cls = Buckets
@@ -47,7 +47,7 @@ class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
         self._naming = Naming(self.model_config.model)
 
     def start_weight_update(self) -> None:
-        """Begin to read the model anew."""
+        """Start to load the model again."""
         if current_platform.is_cpu():
             _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
@@ -66,17 +66,17 @@ class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
 
 
 class Extension:
-    """What each of vLLM's workers is beside: vLLM imports this module there, and so it knows the engine."""
+    """Additional methods of vLLM's workers. vLLM imports this module there, which registers the engine."""
 
     model_runner: Any
 
     def tell_whole(self) -> None:
-        """Log-probs are to be of the whole distribution, as a trainer's are."""
+        """Return log-probs of the whole distribution, as a trainer does."""
         tell_whole(self.model_runner.sampler)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """On a CPU the kernels of experts have copies of their own, which are made with them, and by a reload only then."""
+    """Drop CPU kernels of experts. They hold copies of the weights, which only a new kernel makes again."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel"):
@@ -84,11 +84,11 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_tied_head(model: Any) -> None:
-    """On a CPU the head's kernel has a copy of its own, which a reload of the embeddings that it is tied to leaves."""
+    """Update a copy of the tied head in a CPU kernel, which loading the embeddings leaves unchanged."""
     head = getattr(model, "lm_head", None)
     if head is None or not hasattr(head, "cpu_linear"):
         return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415 -- of CPU builds alone
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415 -- in CPU builds only
 
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 

@@ -1,4 +1,4 @@
-"""Log-probs of the whole distribution from vLLM, which tells those of what `top_k` and `top_p` have left of it."""
+"""Log-probs of the whole distribution from vLLM, which returns those left by `top_k` and `top_p`."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def tell_whole(sampler: Any) -> None:
-    """Let the sampler of one of vLLM's workers tell log-probs at the temperature, before `top_k` and `top_p`.
+    """Make the sampler of a vLLM worker return log-probs at the temperature, before `top_k` and `top_p`.
 
-    It has to be in the mode "processed_logprobs". What it draws stays the same. vLLM has two: one of its first model
-    runner, and one of its second. AttributeError where it is neither.
+    It must use the mode "processed_logprobs". Samples stay the same. vLLM has two samplers, for its first and its
+    second model runner. AttributeError if it is neither.
     """
     if hasattr(sampler, "topk_topp_sampler"):
         _first(sampler.topk_topp_sampler)
@@ -18,12 +18,12 @@ def tell_whole(sampler: Any) -> None:
 
 
 def _first(restricting: Any) -> None:
-    """Its part that restricts and draws gives tokens and log-probs."""
+    """Patch the part that restricts and samples, and returns tokens and log-probs."""
     forward = restricting.forward
 
     def told(logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
         restricts = k is not None or p is not None
-        whole = logits.log_softmax(-1) if restricts else None  # before `forward`, which may write into the logits
+        whole = logits.log_softmax(-1) if restricts else None  # before `forward`, which may write to the logits
         drawn, left = forward(logits, generators, k, p)
         return drawn, whole if restricts else left
 
@@ -31,8 +31,8 @@ def _first(restricting: Any) -> None:
 
 
 def _second(sampler: Any) -> None:
-    """Its part that restricts and draws gives tokens and logits, of which log-probs are made later."""
-    draw = sampler._sample_random  # noqa: SLF001 -- vLLM has no other place between the temperature and the rest
+    """Patch the part that restricts and samples, and returns tokens and logits for later log-probs."""
+    draw = sampler._sample_random  # noqa: SLF001 -- vLLM has no other place between temperature and restrictions
 
     def told(
         logits: Tensor, rows: object, rows_np: object, places: object, k: Tensor | None, p: Tensor | None, fused: bool

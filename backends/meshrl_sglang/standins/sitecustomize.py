@@ -1,7 +1,7 @@
-"""Read by each Python process whose path has this folder: torchvision without the operators of its builds for CUDA."""
+"""Read by each Python process with this folder on its path: torchvision without operators of its CUDA builds."""
 
 import sys
 import types
 
-# It would raise: what it registers is not there beside a torch for CPUs.
+# It would raise, because torch for CPUs lacks what it registers.
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")

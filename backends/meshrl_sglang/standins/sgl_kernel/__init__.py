@@ -1,4 +1,4 @@
-"""Stands for SGLang's kernels, which are built for CUDA. Names are there; what is called says that it is not."""
+"""Replaces SGLang's kernels, which are built for CUDA. The names exist, and calls raise an error."""
 
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -26,15 +26,15 @@ def _rotated(values: _Words, by: int) -> _Words:
 
 
 def _mixed(hashed: _Words, block: _Words) -> _Words:
-    """A hash with one more block of 32 bits."""
+    """Mix one more block of 32 bits into a hash."""
     block = _rotated(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     return _rotated(hashed ^ block, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def _murmur(seeds: Tensor, places: Tensor, columns: Tensor) -> Tensor:
-    """MurmurHash3's 32 bits of a row's seed, a token's place and each column: uint32[rows, columns].
+    """Hash a row's seed, a token's place and each column by 32-bit MurmurHash3: uint32[rows, columns].
 
-    By numpy, whose words of 32 bits wrap around, and which is ten times faster at it than torch.
+    Uses numpy, whose 32-bit integers wrap around, and which is ten times faster than torch here.
     """
     seed = seeds.numpy().view(np.uint64)
     found = np.zeros((len(seed), 1), np.uint32)
