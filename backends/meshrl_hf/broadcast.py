@@ -113,13 +113,13 @@ def _by_nccl(store: Store, number: int, size: int) -> object:
 
 
 class Staging:
-    """Memory for the buckets that are under way. It is kept: to make it anew takes about as long as to fill it."""
+    """Memory for the buckets in flight. It is kept, because allocating it takes about as long as filling it."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def get(self, layouts: Iterable[Layout], device: torch.device) -> Sequence[Tensor]:
-        """Room for any of these buckets, as often as there are buckets under way."""
+        """Return memory for any of these buckets, once for each bucket in flight."""
         most = max((layout.nbytes for layout in layouts), default=0)
         if not self._buffers or len(self._buffers[0]) < most or self._buffers[0].device != device:
             self._buffers.clear()
@@ -128,10 +128,10 @@ class Staging:
 
 
 class Passing(NamedTuple):
-    """Who reads together, as the policy's first rank says in the store."""
+    """The ranks that read together, as the policy's first rank announces them in the store."""
 
     group: str
-    """A name of these members' groups; a new one where they have to be made anew."""
+    """The name of these members' groups. It is new if they have to be made again."""
     members: list[str]
     """The readers' tokens, sorted. Their numbers start at 1."""
 

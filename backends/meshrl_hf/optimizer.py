@@ -40,8 +40,7 @@ class Optimizer:
         self._config = config
         self._parameters = list(parameters)
         self.masters: Final = [_master(each) for each in self._parameters]
-        """The float32 tensors that AdamW steps over, one for each of `parameters`: the parameter itself if it is
-        float32."""
+        """The float32 tensors that AdamW steps over: each of `parameters`, or a float32 copy of it."""
         self._norm = norm
         self.steps = 0
         groups = [

@@ -91,8 +91,7 @@ def _tensor(values: Array) -> Tensor:
 def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None) -> Values:
     """Return the model's prediction for each target, float32[tokens of the batch]. Other tokens get 0.
 
-    `rows`, called once, raises if this rank's rows do not fit, which is then raised on all ranks. All ranks make the
-    same number of passes.
+    `rows`, called once, raises on all ranks if a rank's rows do not fit. All ranks make the same number of passes.
     """
     micros: list[MicroBatch] = []
 

@@ -35,8 +35,7 @@ class SpreadState(ABC):
     def write(self, folder: str, wait: bool) -> None:
         """Write a file for each rank, and one of numbers. All ranks call it together.
 
-        With `wait = False` it returns once the state is copied, and a thread writes the copy. `written` waits for its
-        end.
+        With `wait = False` it returns once the state is copied. A thread writes the copy, and `written` waits for it.
         """
         path = Path(folder)
         self._ranks.agree(lambda: path.mkdir(parents=True, exist_ok=True))

@@ -24,8 +24,7 @@ class Words:
 
     tokenizer: PreTrainedTokenizerBase
     chat: Template | None
-    """Variables of the tokenizer's template, in which each prompt is one user message. None: prompts stay as they
-    are."""
+    """Template variables, if each prompt is one user message in the tokenizer's template. None: it stays as it is."""
     ends: frozenset[int]
     """The tokens that end a text."""
     max_tokens: int

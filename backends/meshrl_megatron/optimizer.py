@@ -77,8 +77,7 @@ class Trained:
     def step(self, predicts: Predicts) -> float:
         """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
 
-        ModelError on all ranks, and no step, if the norm is not finite. `predicts`: the model's prediction, for the
-        message.
+        ModelError on all ranks, and no step, if the norm is not finite. `predicts`: for the message.
         """
         with quiet():
             return self._step(predicts)

@@ -61,7 +61,7 @@ class Averageable(Protocol):
 
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:
-        """Return the mean of the ranks' values, weighted by what the values know."""
+        """Return the mean of the ranks' values, weighted as their type defines."""
         ...
 
 

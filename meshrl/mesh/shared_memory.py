@@ -191,7 +191,7 @@ class Pool:
         self._swept = False
         self._full = False
         self.share: Share = Share()
-        """What the process may take. If it has several engines, the last one's share counts."""
+        """The share that the process may take. If it has several engines, the last one's counts."""
         self.hands_on: bool = False
         """True if others read what this process makes: it is a rank, or it calls ranks that are processes."""
         self.copied = 0

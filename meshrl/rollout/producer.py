@@ -21,9 +21,8 @@ from meshrl.rollout.suspects import Suspects
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
-"""What happens to running rollouts when weights are published. `in_flight`: they continue, with the new weights from
-the next token. `drain`: they finish first, and none starts before. `abort`: they stop, and continue with the new
-weights."""
+"""The effect of a publication on running rollouts. `in_flight`: they use the new weights from the next token. `drain`:
+they finish first, and none starts before. `abort`: they stop, and continue with the new weights."""
 
 _LOT = 8
 """While calls run, a new one starts once this fraction of a batch has room, because many small calls decode slowly."""

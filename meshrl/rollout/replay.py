@@ -173,9 +173,9 @@ class Schedule:
     def loop(self, loop: Loop) -> None:
         """Begin a loop over steps. DataError if weights may arrive differently from the replayed run.
 
-        This happens with fewer steps, other publications for an evaluation, or more steps if weights arrived after the
-        loop. Otherwise, additional steps run free when the record ends. A run that ended earlier, or had no weights, is
-        not checked.
+        This holds for fewer steps, for other publications for evaluations, and for more steps if weights arrived after
+        the loop. Otherwise more steps run free at the record's end. A run that ended earlier, or had no weights, is not
+        checked.
         """
         number, self._loops = self._loops, self._loops + 1
         entries = self._replayed or ()

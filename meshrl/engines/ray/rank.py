@@ -59,8 +59,7 @@ class RankProcess:
             self._socket = str(path), token
             self._host.leaving = partial(remove_folder, path.parent)
         ip = cast("str", ray.util.get_node_ip_address())
-        # Else gloo listens on the address of the host's name. On Debian that is 127.0.1.1, unreachable from other
-        # hosts.
+        # Else gloo listens on the address of the host's name, on Debian 127.0.1.1, which other hosts cannot reach.
         if interface := interface_of(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         node = ray.get_runtime_context().get_node_id()
