@@ -33,7 +33,7 @@ from meshrl.roles import (
     Sampling,
 )
 from meshrl.simulation import State, read_state
-from meshrl.testing.scripted import reply
+from meshrl.testing.scripted import END, reply
 from meshrl.weights import Weights
 
 _SKILL = "skill"
@@ -174,7 +174,9 @@ class FakeSampler(Sampler):
                     call.end()
                 yield self._finished(rows.select(now), numbers[now].tolist(), sampling)
         if waiting:
-            yield _described(rows.select(waiting), [""] * len(waiting), version, aborted=True)
+            yield _described(rows.select(waiting), [""] * len(waiting), version).assign(
+                aborted=np.ones(len(waiting), np.bool_)
+            )
 
     async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
@@ -191,8 +193,11 @@ class FakeSampler(Sampler):
         await self._calls.abort()
 
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
-        texts = [text[: sampling.max_tokens] for text in self._completions(rows, numbers, sampling)]
-        return _described(rows, texts, self.weights.version, aborted=False)
+        whole = [f"{text}{END}" for text in self._completions(rows, numbers, sampling)]
+        most = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
+        learned = [text[:limit] for text, limit in zip(whole, most, strict=True)]
+        truncated = [len(text) > limit for text, limit in zip(whole, most, strict=True)]
+        return _described(rows, learned, self.weights.version).assign(truncated=np.array(truncated, np.bool_))
 
     def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
         prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
@@ -230,7 +235,7 @@ def _write(folder: Path, skill: float) -> None:
 
 def _encoded(batch: Batch, completions: Sequence[str]) -> Batch:
     prompts = cast("tuple[str, ...]", batch.objects("prompt"))
-    return _written(batch, prompts, [f"{completion}\0" for completion in completions])
+    return _written(batch, prompts, [f"{completion}{END}" for completion in completions])
 
 
 def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
@@ -244,12 +249,12 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
     return batch.assign(tokens=Ragged(tokens, offsets), loss_mask=Ragged(mask, offsets))
 
 
-def _described(rows: Batch, texts: Sequence[str], version: int, aborted: bool) -> Batch:
+def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
     """Rows with these completions, after the tokens and the observations that they had, of which none is learned."""
     goes_on = "observation" in rows and "tokens" in rows
-    done = _anew(rows).assign(completion=texts)
+    done = _anew(rows).assign(completion=[text.removesuffix(END) for text in learned])
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
-    done = _written(done, given, texts if aborted else [f"{text}\0" for text in texts])
+    done = _written(done, given, learned)
     mask = done.loss_mask
     versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
     return done.assign(
@@ -258,7 +263,7 @@ def _described(rows: Batch, texts: Sequence[str], version: int, aborted: bool) -
         oldest_version=np.full(len(done), version, np.int32),
         temperature=np.ones(len(done), np.float32),
         truncated=np.zeros(len(done), np.bool_),
-        aborted=np.full(len(done), aborted),
+        aborted=np.zeros(len(done), np.bool_),
     )
 
 
