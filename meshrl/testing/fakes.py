@@ -33,7 +33,7 @@ from meshrl.roles import (
     Sampling,
 )
 from meshrl.simulation import State, read_state
-from meshrl.testing.scripted import END, reply
+from meshrl.testing.scripted import END, reply, said
 from meshrl.weights import Weights
 
 _SKILL = "skill"
@@ -142,8 +142,9 @@ class FakeReference(Reference):
 class FakeSampler(Sampler):
     """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
 
-    A row is whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no
-    `answer`, is answered as `reply` has it, or by nothing.
+    It writes a token for each character and one for the end, unless a stop text or `max_tokens` comes before. A row is
+    whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no `answer`, is
+    answered as `reply` has it, or by nothing.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -193,11 +194,13 @@ class FakeSampler(Sampler):
         await self._calls.abort()
 
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
-        whole = [f"{text}{END}" for text in self._completions(rows, numbers, sampling)]
-        most = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
-        learned = [text[:limit] for text, limit in zip(whole, most, strict=True)]
-        truncated = [len(text) > limit for text, limit in zip(whole, most, strict=True)]
-        return _described(rows, learned, self.weights.version).assign(truncated=np.array(truncated, np.bool_))
+        limits = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
+        texts = self._completions(rows, numbers, sampling)
+        answers = [said(text, sampling.stop, limit) for text, limit in zip(texts, limits, strict=True)]
+        return _described(rows, [answer.drawn for answer in answers], self.weights.version).assign(
+            completion=[answer.completion for answer in answers],
+            truncated=np.array([answer.truncated for answer in answers], np.bool_),
+        )
 
     def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
         prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
@@ -250,11 +253,10 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
 
 
 def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
-    """Rows with these completions, after the tokens and the observations that they had, of which none is learned."""
+    """Rows with these tokens after those and the observations that they had, of which none is learned."""
     goes_on = "observation" in rows and "tokens" in rows
-    done = _anew(rows).assign(completion=[text.removesuffix(END) for text in learned])
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
-    done = _written(done, given, learned)
+    done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)
     mask = done.loss_mask
     versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
     return done.assign(

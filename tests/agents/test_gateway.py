@@ -194,7 +194,7 @@ def test_a_client_that_writes_what_stopped_the_answer() -> None:
     talk(["\nAction: ask\nObservation: 43", " it is"], program)
 
 
-def test_a_fake_sampler_answers_whatever_it_is_asked_within_its_limit() -> None:
+def test_a_fake_sampler_answers_whatever_it_is_asked_and_ends_as_others_do() -> None:
     async def main() -> None:
         sampler = FakeSampler(SamplerConfig(model="none"))
         await sampler.load(Weights(0, {"skill": np.array([1.0])}))
@@ -207,9 +207,14 @@ def test_a_fake_sampler_answers_whatever_it_is_asked_within_its_limit() -> None:
             look: Any = {"type": "function", "function": {"name": "look", "parameters": None}}
             calls = (await ask(model="any", messages=[USER], tools=[look])).choices[0].message.tool_calls
             assert [call.function.arguments for call in calls or () if call.type == "function"] == ["{}"]
-            for limit, told in ((5, ("hello", "length")), (6, ("hello", "stop"))):  # the end of a turn is a token, too
-                answer = await ask(model="any", messages=[USER], max_completion_tokens=limit)
-                assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == told
+            ends: Any = (
+                ({"max_completion_tokens": 5}, "hello", "length"),
+                ({"max_completion_tokens": 6}, "hello", "stop"),  # the end of a turn is a token, too
+                ({"stop": ["ll"]}, "he", "stop"),
+            )
+            for given, content, reason in ends:
+                answer = await ask(model="any", messages=[USER], **given)
+                assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (content, reason)
         assert gateway.close(session).row("truncated").sum() == 1
         assert reply(ScriptedChat().render([], [])) == ""
 
