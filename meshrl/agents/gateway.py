@@ -61,8 +61,7 @@ class GatewayConfig(Config):
     connections: int = Field(default=4096, gt=0)
     """Connections at most. Further ones get status 503."""
     timeout: float = Field(default=60.0, gt=0)
-    """Time limit in seconds for a client to begin its first request, to send a body, and to read each piece of a
-    stream."""
+    """Time limit in seconds for a client to begin a request, to send a body, and to read each piece of a stream."""
 
 
 @dataclass(eq=False)
@@ -318,19 +317,25 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP, where a connection that has begun no request in so many seconds is left."""
+    """HTTP, where a connection that has begun no request, or no other, in so many seconds is left."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._limit = self.loop.call_later(seconds, self._leave)
+            self._limit = self.loop.call_later(seconds, self._leave, None)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._limit.cancel()
             super().connection_lost(exc)
 
-        def _leave(self) -> None:
-            if cast("object", self.cycle) is None:  # there is none before the first request
+        def on_response_complete(self) -> None:
+            ended = self.cycle  # the next request may have come with it
+            self._limit.cancel()
+            self._limit = self.loop.call_later(seconds, self._leave, ended)
+            super().on_response_complete()
+
+        def _leave(self, ended: object) -> None:
+            if cast("object", self.cycle) is ended:  # there is none before the first request
                 self.transport.close()
 
     return Protocol
