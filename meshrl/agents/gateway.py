@@ -187,7 +187,7 @@ class Gateway:
         """`/v1/chat/completions`."""
         asked = decoded(await self._body(request), ChatRequest)
         prompt, choices = await self._said(session, request, asked)
-        return await self._answered(session, request, prompt, asked, "chat.completion", choices, bool(asked.logprobs))
+        return await self._answered(session, request, prompt, asked, "chat.completion", choices)
 
     async def respond(self, session: Session, request: Request) -> Response:
         """`/v1/responses`."""
@@ -205,7 +205,7 @@ class Gateway:
         prompt = session.conversation.ask_text(asked.read())
         answers = await self._drawn(session, request, prompt, asked, asked.max_tokens)
         choices = [Choice(answer.text, answer) for answer in answers]
-        return await self._answered(session, request, prompt, asked, "text_completion", choices, logprobs=False)
+        return await self._answered(session, request, prompt, asked, "text_completion", choices)
 
     async def models(self, session: Session, request: Request) -> Response:
         """`/v1/models`."""
@@ -269,13 +269,12 @@ class Gateway:
         asked: ChatRequest | CompletionRequest,
         kind: Kind,
         choices: list[Choice],
-        logprobs: bool = False,
     ) -> Response:
         """Record the answers and tell them, where there is still somebody to tell."""
         name = await self._recorded(session, request, prompt, choices)
         if name is None:
             return Response(status_code=_LEFT)
-        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if logprobs else None)
+        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if asked.tells_logprobs else None)
         return told_of.stream(asked.tells_usage, self.config.timeout) if asked.stream else told_of.whole()
 
     async def _recorded(

@@ -159,10 +159,12 @@ def test_stop_length_and_logprobs() -> None:
 
 def test_completions_without_messages() -> None:
     async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
-        told = await client.completions.create(model="any", prompt="1 2", max_tokens=2)
-        assert told.choices[0].text == " 3"
+        told = await client.completions.create(model="any", prompt="1 2", max_tokens=2, logprobs=0)
+        assert (told.choices[0].text, told.choices[0].finish_reason) == (" 3", "length")
+        assert told.choices[0].logprobs is not None
+        assert (told.choices[0].logprobs.tokens, told.choices[0].logprobs.token_logprobs) == ([" ", "3"], [-0.5] * 2)
         stream = await client.completions.create(model="any", prompt="1 2 3", stream=True)
-        assert [choice.text async for chunk in stream for choice in chunk.choices] == [" 4"]
+        assert [(choice.text, choice.logprobs) async for chunk in stream for choice in chunk.choices] == [(" 4", None)]
         assert [model.id async for model in client.models.list()] == ["policy"]
         assert len(gateway.close(session)) == 1
 
