@@ -9,7 +9,7 @@ without training. These need `pip install 'meshrl[agents]'` and are loaded on fi
 from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
-from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Turn",
     "conversations",
     "load_agent",
+    "load_reward",
     "read_chat",
     "record",
     "recorded",

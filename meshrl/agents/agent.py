@@ -35,8 +35,8 @@ import openai
 from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
-from meshrl.agents.command import Output, run
-from meshrl.agents.config import AgentConfig, is_async, load_agent
+from meshrl.agents.command import Output, result_of, run
+from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch
@@ -78,13 +78,14 @@ class Agent:
     def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
         """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
 
-        ConfigError where the function or the program is not found.
+        ConfigError where a function or the program is not found.
         """
         self._config = config
         self._outputs = outputs
         self._numbers = count(_newest(outputs) + 1)
         self._room = asyncio.Semaphore(config.concurrency)
         self._function = load_agent(config)
+        self._reward = load_reward(config)
         self._errors = FirstErrors("an agent failed; its episode has reward 0")
 
     @property
@@ -139,8 +140,8 @@ class Agent:
 
     async def _result(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         """What it returns or raises, or TimeoutError. It has a task of its own, which is over however this ends."""
-        own, work = copy.deepcopy(dict(row)), _Work()
-        playing = asyncio.create_task(_outcome(self._call(gateway, session, own, output, work)))
+        work = _Work()
+        playing = asyncio.create_task(_outcome(self._judged(gateway, session, row, output, work)))
         try:
             if not (await asyncio.wait([playing], timeout=self._config.timeout))[0]:
                 raise TimeoutError(f"no result in {self._config.timeout:g} seconds (timeout)")
@@ -152,6 +153,18 @@ class Agent:
         if error is not None:
             raise error
         return result
+
+    async def _judged(
+        self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output, work: "_Work"
+    ) -> object:
+        """What it returns, or what the function returns that judges that."""
+        result = await self._call(gateway, session, copy.deepcopy(dict(row)), output, work)
+        if self._reward is None:
+            return result
+        given = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
+        if is_async(self._reward):
+            return await work.of(_awaited(self._reward, *given))
+        return await _in_thread(partial(self._reward, *given))
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
         if self._function is not None and is_async(self._function):
@@ -172,7 +185,8 @@ class Agent:
         given = msgspec.json.encode(own, enc_hook=str)
         config = self._config
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
-        return await run(config.command, given, environment, output, container)
+        await run(config.command, given, environment, output, container)
+        return result_of(output.said) if self._reward is None else output.said
 
 
 class _Work:
@@ -213,8 +227,8 @@ class _Work:
         await asyncio.wait([task])
 
 
-async def _awaited(function: Callable[..., object], client: openai.AsyncOpenAI, row: Row) -> object:
-    result = function(client, row)
+async def _awaited(function: Callable[..., object], *given: object) -> object:
+    result = function(*given)
     return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 

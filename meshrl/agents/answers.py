@@ -81,8 +81,20 @@ class Told:
         return {
             "index": index,
             **said,
-            "logprobs": _logprobs(choice, self.logprobs) if ends and self.logprobs else None,
+            "logprobs": self._logprobs(choice, self.logprobs) if ends and self.logprobs else None,
             "finish_reason": choice.reason if ends else None,
+        }
+
+    def _logprobs(self, choice: Choice, chat: Chat) -> _Json:
+        drawn = choice.answer.drawn
+        tokens, logprobs = [chat.decode([token]) for token in drawn.tokens.tolist()], drawn.logprobs.tolist()
+        if not self._is_chat:
+            return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
+        return {
+            "content": [
+                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
         }
 
     def _pieces(self, index: int, choice: Choice) -> Iterator[_Json]:
@@ -148,13 +160,3 @@ def _said(said: Message | str) -> Any:
     if said.tool_calls:
         whole["tool_calls"] = msgspec.to_builtins(said.tool_calls)
     return whole
-
-
-def _logprobs(choice: Choice, chat: Chat) -> _Json:
-    drawn = choice.answer.drawn
-    return {
-        "content": [
-            {"token": chat.decode([token]), "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
-        ]
-    }

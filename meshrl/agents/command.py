@@ -59,8 +59,8 @@ async def run(
     environment: Mapping[str, str],
     output: Output,
     container: Container | None = None,
-) -> object:
-    """What its last line of output says, as JSON. CommandFailed where it fails; OSError where it cannot be started.
+) -> None:
+    """Run it to its end. CommandFailed where it fails; OSError where it cannot be started.
 
     `given` is its input and `environment` is added to ours. Its processes are a group, of which none is left when this
     returns, raises or is cancelled, but one that made a session of its own. It is ended where it writes more than
@@ -87,11 +87,9 @@ async def run(
             output.take(stdout, stderr)
             if container and not ended:
                 await container.end()
-    name = command[0] if command else whole[0]
     if process.returncode:
         last = (output.complained or output.said)[-400:].strip()
-        raise CommandFailed(f"{name} ended with status {process.returncode}: {last}")
-    return _result(name, output.said)
+        raise CommandFailed(f"{command[0] if command else whole[0]} ended with status {process.returncode}: {last}")
 
 
 def _end_group(process: asyncio.subprocess.Process) -> None:
@@ -127,13 +125,14 @@ def _last(output: IO[bytes], most: int) -> bytes:
     return output.read(most)
 
 
-def _result(name: str, said: str) -> object:
+def result_of(said: str) -> object:
+    """What the last line of a command's output says, as JSON. CommandFailed where it is none."""
     lines = said.strip().splitlines()
     try:
         return cast("object", json.loads(lines[-1] if lines else ""))
     except (ValueError, RecursionError):
         last = lines[-1][:200] if lines else ""
         raise CommandFailed(
-            f"{name} ended well, and its last line of output is no JSON: {last!r}. Let it print its reward there, such "
-            'as 1.0 or {"reward": 1.0}'
+            f"the command ended well, and its last line of output is no JSON: {last!r}. Let it print its reward there, "
+            'such as 1.0 or {"reward": 1.0}, or judge it by agent.reward'
         ) from None

@@ -25,6 +25,9 @@ class AgentConfig(Config):
     command: tuple[str, ...] = ()
     """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, and the row
     is on its standard input as JSON. The last line of its output is the reward."""
+    reward: Annotated[str, CODE] = ""
+    """A function that judges an episode, named as in `source`, async or not. It is called with the episode's
+    transcripts, the task's row and what the program returned, or a command wrote, and returns the reward."""
     image: str = ""
     """Container image in which the command runs. Without a command, the image's own command runs."""
     runtime: Runtime = "docker"
@@ -66,13 +69,25 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
     kind, _, name = source.partition(":")
     if kind == verifiers.NAME:
         return verifiers.load_agent(name, config.options)
-    found = load_name("agent", source, (), inspect.isfunction)
+    return _function("agent", source, "a client", "a row")
+
+
+def load_reward(config: AgentConfig) -> Callable[..., object] | None:
+    """The function that judges episodes; None where the program does. ConfigError where it is not found or none."""
+    if not config.reward:
+        return None
+    return _function("agent.reward", config.reward, "the transcripts", "a row", "what the program returned")
+
+
+def _function(what: str, source: str, *given: str) -> Callable[..., object]:
+    found = load_name(what, source, (), inspect.isfunction)
     if not callable(found):
-        raise ConfigError(f"agent {source!r}: is {found!r}, not a function")
+        raise ConfigError(f"{what} {source!r}: is {found!r}, not a function")
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(found).bind(*given)
     except TypeError as error:
-        raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
+        called = f"{', '.join(given[:-1])} and {given[-1]}"
+        raise ConfigError(f"{what} {source!r}: is called with {called}, and does not fit: {error}") from error
     return found
 
 

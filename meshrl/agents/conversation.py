@@ -231,6 +231,10 @@ class Conversation:
         self._lengths = +self._lengths
         return rows, told
 
+    def transcripts(self) -> Sequence[Transcript]:
+        """What the client has of each row of `rows`, in the same order."""
+        return list(self._transcripts.values())
+
     def rows(self) -> Batch:
         """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
 

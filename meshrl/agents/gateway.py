@@ -61,8 +61,7 @@ class GatewayConfig(Config):
     connections: int = Field(default=4096, gt=0)
     """Connections at most. Further ones get status 503."""
     timeout: float = Field(default=60.0, gt=0)
-    """Time limit in seconds for a client to begin its first request, to send a body, and to read each piece of a
-    stream."""
+    """Time limit in seconds for a client to begin a request, to send a body, and to read each piece of a stream."""
 
 
 @dataclass(eq=False)
@@ -188,7 +187,7 @@ class Gateway:
         """`/v1/chat/completions`."""
         asked = decoded(await self._body(request), ChatRequest)
         prompt, choices = await self._said(session, request, asked)
-        return await self._answered(session, request, prompt, asked, "chat.completion", choices, bool(asked.logprobs))
+        return await self._answered(session, request, prompt, asked, "chat.completion", choices)
 
     async def respond(self, session: Session, request: Request) -> Response:
         """`/v1/responses`."""
@@ -206,7 +205,7 @@ class Gateway:
         prompt = session.conversation.ask_text(asked.read())
         answers = await self._drawn(session, request, prompt, asked, asked.max_tokens)
         choices = [Choice(answer.text, answer) for answer in answers]
-        return await self._answered(session, request, prompt, asked, "text_completion", choices, logprobs=False)
+        return await self._answered(session, request, prompt, asked, "text_completion", choices)
 
     async def models(self, session: Session, request: Request) -> Response:
         """`/v1/models`."""
@@ -270,13 +269,12 @@ class Gateway:
         asked: ChatRequest | CompletionRequest,
         kind: Kind,
         choices: list[Choice],
-        logprobs: bool = False,
     ) -> Response:
         """Record the answers and tell them, where there is still somebody to tell."""
         name = await self._recorded(session, request, prompt, choices)
         if name is None:
             return Response(status_code=_LEFT)
-        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if logprobs else None)
+        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if asked.tells_logprobs else None)
         return told_of.stream(asked.tells_usage, self.config.timeout) if asked.stream else told_of.whole()
 
     async def _recorded(
@@ -318,19 +316,25 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP, where a connection that has begun no request in so many seconds is left."""
+    """HTTP, where a connection that has begun no request, or no other, in so many seconds is left."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._limit = self.loop.call_later(seconds, self._leave)
+            self._limit = self.loop.call_later(seconds, self._leave, None)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._limit.cancel()
             super().connection_lost(exc)
 
-        def _leave(self) -> None:
-            if cast("object", self.cycle) is None:  # there is none before the first request
+        def on_response_complete(self) -> None:
+            ended = self.cycle  # the next request may have come with it
+            self._limit.cancel()
+            self._limit = self.loop.call_later(seconds, self._leave, ended)
+            super().on_response_complete()
+
+        def _leave(self, ended: object) -> None:
+            if cast("object", self.cycle) is ended:  # there is none before the first request
                 self.transport.close()
 
     return Protocol

@@ -117,6 +117,11 @@ class ChatRequest(_Completed, kw_only=True):
         """The most tokens of an answer."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the log-prob of each token is told."""
+        return bool(self.logprobs)
+
     def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """The messages, and the tools that the model may call; DataError for what no sampler of ours does."""
         if self.top_logprobs:
@@ -133,6 +138,11 @@ class CompletionRequest(_Completed, kw_only=True):
     max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: int | None = None
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the log-prob of each token is told: 0 asks for those of no others."""
+        return self.logprobs is not None
 
     def read(self) -> str:
         """The prompt; DataError for what no sampler of ours does."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from meshrl.agents import AgentConfig, load_agent
+from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, nearest, shortened
@@ -260,6 +260,7 @@ def _checks(
         yield lambda: load_environment(table)
     if isinstance(table, AgentConfig):
         yield partial(load_agent, table)
+        yield partial(load_reward, table)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
         publishes = policy if policy and _models(policy) != "ignored" else None
         if isinstance(table.model, str) and table.model != shared:

@@ -33,7 +33,7 @@ from meshrl.roles import (
     Sampling,
 )
 from meshrl.simulation import State, read_state
-from meshrl.testing.scripted import reply
+from meshrl.testing.scripted import END, reply, said
 from meshrl.weights import Weights
 
 _SKILL = "skill"
@@ -142,8 +142,9 @@ class FakeReference(Reference):
 class FakeSampler(Sampler):
     """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
 
-    A row is whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no
-    `answer`, is answered as `reply` has it, or by nothing.
+    It writes a token for each character and one for the end, unless a stop text or `max_tokens` comes before. A row is
+    whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no `answer`, is
+    answered as `reply` has it, or by nothing.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -174,7 +175,9 @@ class FakeSampler(Sampler):
                     call.end()
                 yield self._finished(rows.select(now), numbers[now].tolist(), sampling)
         if waiting:
-            yield _described(rows.select(waiting), [""] * len(waiting), version, aborted=True)
+            yield _described(rows.select(waiting), [""] * len(waiting), version).assign(
+                aborted=np.ones(len(waiting), np.bool_)
+            )
 
     async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
@@ -191,8 +194,13 @@ class FakeSampler(Sampler):
         await self._calls.abort()
 
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
-        texts = [text[: sampling.max_tokens] for text in self._completions(rows, numbers, sampling)]
-        return _described(rows, texts, self.weights.version, aborted=False)
+        limits = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
+        texts = self._completions(rows, numbers, sampling)
+        answers = [said(text, sampling.stop, limit) for text, limit in zip(texts, limits, strict=True)]
+        return _described(rows, [answer.drawn for answer in answers], self.weights.version).assign(
+            completion=[answer.completion for answer in answers],
+            truncated=np.array([answer.truncated for answer in answers], np.bool_),
+        )
 
     def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
         prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
@@ -230,7 +238,7 @@ def _write(folder: Path, skill: float) -> None:
 
 def _encoded(batch: Batch, completions: Sequence[str]) -> Batch:
     prompts = cast("tuple[str, ...]", batch.objects("prompt"))
-    return _written(batch, prompts, [f"{completion}\0" for completion in completions])
+    return _written(batch, prompts, [f"{completion}{END}" for completion in completions])
 
 
 def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
@@ -244,12 +252,11 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
     return batch.assign(tokens=Ragged(tokens, offsets), loss_mask=Ragged(mask, offsets))
 
 
-def _described(rows: Batch, texts: Sequence[str], version: int, aborted: bool) -> Batch:
-    """Rows with these completions, after the tokens and the observations that they had, of which none is learned."""
+def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
+    """Rows with these tokens after those and the observations that they had, of which none is learned."""
     goes_on = "observation" in rows and "tokens" in rows
-    done = _anew(rows).assign(completion=texts)
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
-    done = _written(done, given, texts if aborted else [f"{text}\0" for text in texts])
+    done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)
     mask = done.loss_mask
     versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
     return done.assign(
@@ -258,7 +265,7 @@ def _described(rows: Batch, texts: Sequence[str], version: int, aborted: bool) -
         oldest_version=np.full(len(done), version, np.int32),
         temperature=np.ones(len(done), np.float32),
         truncated=np.zeros(len(done), np.bool_),
-        aborted=np.full(len(done), aborted),
+        aborted=np.zeros(len(done), np.bool_),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,28 @@ def reply(text: str) -> str:
     return json.dumps({"name": function["name"], "arguments": arguments}, separators=(",", ":"))
 
 
+class Said(NamedTuple):
+    """What a sampler draws of a text."""
+
+    drawn: str
+    """A token for each character, the end of the text and the text that stopped it among them."""
+    completion: str
+    """What a reader gets: without those."""
+    truncated: bool
+
+
+def said(text: str, stop: Sequence[str], max_tokens: int) -> Said:
+    """A text as it is drawn: to its end, a text that stops it, or the limit, whichever comes first."""
+    whole = f"{text}{END}"
+    for each in stop:
+        whole = whole[: whole.find(each) + len(each)] if each in whole else whole
+    drawn = whole[:max_tokens]
+    completion = drawn.replace(END, "")
+    for each in stop:
+        completion = completion.partition(each)[0]
+    return Said(drawn, completion, len(whole) > max_tokens)
+
+
 def read_chat(_config: ModelConfig) -> ScriptedChat:
     """How a model of the backend `fake` converses."""
     return ScriptedChat()
@@ -98,15 +120,9 @@ class ScriptedSampler(Sampler):
     def _row(self, row: Batch, sampling: Sampling, aborted: bool) -> Batch:
         had = "tokens" in row
         given = row.tokens[0].tolist() if had else list(map(ord, str(row.objects("prompt")[0])))
-        said = "" if aborted else self._say("".join(map(chr, given)))
-        whole = f"{said}{END}"
-        for stop in sampling.stop:
-            whole = whole[: whole.find(stop) + len(stop)] if stop in whole else whole
         most = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
-        tokens = [] if aborted else [ord(letter) for letter in whole[:most]]
-        text = whole[:most].replace(END, "")
-        for stop in sampling.stop:
-            text = text.partition(stop)[0]
+        answer = Said("", "", False) if aborted else said(self._say("".join(map(chr, given))), sampling.stop, most)
+        tokens = list(map(ord, answer.drawn))
         size = len(given)
         columns = {
             "tokens": Ragged.of([[*given, *tokens]], np.int32),
@@ -118,9 +134,9 @@ class ScriptedSampler(Sampler):
         return kept.assign(
             **columns,
             oldest_version=np.full(1, self._version, np.int32),
-            completion=[text],
+            completion=[answer.completion],
             temperature=np.ones(1, np.float32),
-            truncated=np.array([len(whole) > most and not aborted]),
+            truncated=np.array([answer.truncated]),
             aborted=np.array([aborted]),
         )
 

@@ -68,6 +68,21 @@ def test_a_result_with_a_reward(agent: Callable[..., Agent]) -> None:
     assert len(played(agent("return 1")).rows) == 0
 
 
+def test_a_function_judges_what_was_said(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    body = """
+    said = [transcript.said.content for transcript in transcripts]
+    asked = {message.content for transcript in transcripts for message in transcript.messages}
+    return {"reward": float(said == ["3", row["answer"]] and asked == {row["prompt"]}), "turns": [0.25, result]}
+"""
+    for judging, error in ((body, None), ("    raise ValueError('no verdict')\n", "ValueError: no verdict")):
+        judge = f"async def judge(transcripts, row, result):\n{judging}"
+        (tmp_path / "judges.py").write_text(judge, "utf-8")
+        solve = agent(ASK * 2 + "row.clear()\nreturn 2", reward=f"{tmp_path / 'judges.py'}:judge")
+        episode = played(solve, "3", "2")
+        assert (episode.reward, episode.error) == ((0.0, error) if error else (1.0, None))
+        assert episode.turn_rewards.tolist() == ([0.0, 0.0] if error else [0.25, 2.0])
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [
@@ -227,6 +242,8 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:solve"))
     with pytest.raises(ConfigError, match="a client and a row"):
         Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:other"))
+    with pytest.raises(ConfigError, match="the transcripts, a row and what the program returned"):
+        Agent(AgentConfig(command=("true",), reward=f"{tmp_path / 'mine.py'}:other"))
 
 
 def test_an_episode_that_fails_is_played_again(agent: Callable[..., Agent]) -> None:

@@ -46,6 +46,15 @@ async def test_a_command_line() -> None:
 
 
 @pytest.mark.process
+async def test_a_function_judges_a_command_that_knows_nothing_of_rewards(tmp_path: Path) -> None:
+    judge = "def judge(transcripts, row, result):\n    return float(result == f'it said {row[\"answer\"]}\\n')\n"
+    (tmp_path / "judges.py").write_text(judge, "utf-8")
+    unaware = "\n".join(COMMAND.splitlines()[:-1])
+    episode = await served(python(unaware, reward=f"{tmp_path / 'judges.py'}:judge"), "2")
+    assert (episode.reward, episode.error) == (1.0, None)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "error"),
     [

@@ -159,10 +159,12 @@ def test_stop_length_and_logprobs() -> None:
 
 def test_completions_without_messages() -> None:
     async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
-        told = await client.completions.create(model="any", prompt="1 2", max_tokens=2)
-        assert told.choices[0].text == " 3"
+        told = await client.completions.create(model="any", prompt="1 2", max_tokens=2, logprobs=0)
+        assert (told.choices[0].text, told.choices[0].finish_reason) == (" 3", "length")
+        assert told.choices[0].logprobs is not None
+        assert (told.choices[0].logprobs.tokens, told.choices[0].logprobs.token_logprobs) == ([" ", "3"], [-0.5] * 2)
         stream = await client.completions.create(model="any", prompt="1 2 3", stream=True)
-        assert [choice.text async for chunk in stream for choice in chunk.choices] == [" 4"]
+        assert [(choice.text, choice.logprobs) async for chunk in stream for choice in chunk.choices] == [(" 4", None)]
         assert [model.id async for model in client.models.list()] == ["policy"]
         assert len(gateway.close(session)) == 1
 
@@ -194,7 +196,7 @@ def test_a_client_that_writes_what_stopped_the_answer() -> None:
     talk(["\nAction: ask\nObservation: 43", " it is"], program)
 
 
-def test_a_fake_sampler_answers_whatever_it_is_asked() -> None:
+def test_a_fake_sampler_answers_whatever_it_is_asked_and_ends_as_others_do() -> None:
     async def main() -> None:
         sampler = FakeSampler(SamplerConfig(model="none"))
         await sampler.load(Weights(0, {"skill": np.array([1.0])}))
@@ -207,6 +209,15 @@ def test_a_fake_sampler_answers_whatever_it_is_asked() -> None:
             look: Any = {"type": "function", "function": {"name": "look", "parameters": None}}
             calls = (await ask(model="any", messages=[USER], tools=[look])).choices[0].message.tool_calls
             assert [call.function.arguments for call in calls or () if call.type == "function"] == ["{}"]
+            ends: Any = (
+                ({"max_completion_tokens": 5}, "hello", "length"),
+                ({"max_completion_tokens": 6}, "hello", "stop"),  # the end of a turn is a token, too
+                ({"stop": ["ll"]}, "he", "stop"),
+            )
+            for given, content, reason in ends:
+                answer = await ask(model="any", messages=[USER], **given)
+                assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (content, reason)
+        assert gateway.close(session).row("truncated").sum() == 1
         assert reply(ScriptedChat().render([], [])) == ""
 
     simulate(main)

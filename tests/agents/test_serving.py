@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -38,6 +39,26 @@ async def test_connections_that_ask_nothing_are_left() -> None:
         assert told.choices[0].message.content == "hi"
         for _, writer in idle:
             writer.close()
+
+
+async def test_a_connection_that_never_ends_its_second_request_is_left() -> None:
+    async with gateway_of(timeout=0.5).serving() as gateway:
+        host, port = gateway.open(Sampling()).url.split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"a")
+                await asyncio.sleep(0.05)
+
+        writer.write(b"GET /s/x/v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"
+        dripping = asyncio.create_task(drip())
+        async with asyncio.timeout(60):
+            with suppress(ConnectionError):  # what it sent last was not read
+                await reader.read()
+        dripping.cancel()
+        writer.close()
 
 
 async def test_an_address_of_ipv6() -> None:

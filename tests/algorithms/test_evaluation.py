@@ -56,7 +56,8 @@ def lines(file: Path) -> list[dict[str, float]]:
 
 
 def fakes(reward: str = "fake") -> dict[str, object]:
-    return {"policy": FAKE, "sampler": FAKE, "reward": {"backend": reward}}
+    roomy = {"n": 2, "max_tokens": 16}  # for an answer and its end
+    return {"policy": FAKE, "sampler": FAKE, "reward": {"backend": reward}, "sampling": roomy}
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
