@@ -145,7 +145,7 @@ class SlotSampler(FakeSampler):
         begins, ends = self._places(len(rows), loop.time())
         order = np.argsort(ends, kind="stable")
         done = 0
-        async with self._calls.begin() as call:
+        async with self.generate_calls.begin() as call:
             while done < len(rows) and await call.step():
                 await asyncio.sleep(float(ends[order[done]]) + self._load.grain - loop.time())
                 ended = max(done + 1, int(np.searchsorted(ends[order], loop.time(), side="right")))

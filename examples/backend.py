@@ -1,166 +1,131 @@
-"""Your own backend: a policy and a sampler whose model has one number for each digit.
+"""Your own backend: a policy and a sampler in 60 lines, whose model is a table. GRPO teaches it to count.
 
     python examples/backend.py
 
-The policy learns to answer 7. Its update accepts any policy-gradient loss. Its sampler accepts any number of calls, new
-weights between two steps, and aborts. In a package, `ROLES = {"Policy": "mine.policy:DigitPolicy"}` and an entry point
-let a configuration say `policy.backend = "mine"` (docs/tour.md). Needs `pip install torch`.
+A prompt is a digit. The table says how likely each digit follows each other digit. The sampler takes any number of
+calls, and new weights and aborts between two rows. In a package, `ROLES = {"Policy": "mine.policy:TablePolicy"}` and an
+entry point let a configuration say `policy.backend = "mine"` (docs/tour.md). Needs `pip install torch`.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import NDArray
 
 import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Sampling, Weights
-from meshrl.data import Source, is_ragged
-from meshrl.losses import Loss, check_predicts, check_sources, token_weights
-from meshrl.mesh import Array, current_rank
-from meshrl.roles import GenerateCalls
+from meshrl.data import Source
+from meshrl.losses import Loss, check_predicts, check_sources, spread, token_weights
+from meshrl.mesh import current_rank
+from meshrl.roles import Completion, SteppingSampler, completed
 
 
-class DigitPolicy(rl.Policy):
-    """Ten logits. A row has one token, the sampled digit."""
+class TablePolicy(rl.Policy):
+    """Ten rows of ten logits: a digit's row has those of the next digit."""
 
     def __init__(self, config: rl.PolicyConfig) -> None:
-        self.logits = torch.zeros(10, requires_grad=True)
-        self.optimizer = torch.optim.SGD([self.logits], lr=2.0)
-        self.version = 0
+        self.table, self.version = torch.zeros(10, 10, requires_grad=True), 0
 
     async def encode(self, batch: Batch) -> Batch:
-        digits = np.array([int(str(text)) for text in batch.objects("completion")], np.int32)
-        learned = [True] * len(batch)
-        return batch.assign(tokens=per_row(digits, np.int32, batch), loss_mask=per_row(learned, np.bool_, batch))
+        texts = [f"{row[0]}{row[1]}" for row in zip(batch.objects("prompt"), batch.objects("completion"), strict=True)]
+        tokens = Ragged.of([list(map(int, text)) for text in texts], np.int32)
+        return batch.assign(tokens=tokens, loss_mask=Ragged.of([np.arange(len(row)) > 0 for row in tokens], np.bool_))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         check_predicts(loss, "logprobs")
         check_sources(batch, loss, self.version)
-        n = len(batch)
-        columns = {name: torch.tensor(of_tokens(batch, name)) for name in loss.columns}
-        weights = token_weights(batch.loss_mask, loss.normalise, tokens=n, rows=n, constant=loss.constant)
-        total = (torch.tensor(weights) * loss(self._logprobs(batch), columns).values).sum()
-        self.optimizer.zero_grad()
-        total.backward()
-        self.optimizer.step()
+        mask, learned = batch.loss_mask, np.flatnonzero(batch.loss_mask.values)
+        weights = token_weights(mask, loss.normalise, tokens=len(learned), rows=len(batch), constant=loss.constant)
+        columns = {name: torch.tensor(spread(batch, name, learned)) for name in loss.columns}
+        losses = loss(self._logprobs(batch)[learned], columns).values
+        total = losses @ torch.tensor(weights[learned])
+        self.table.data -= 20 * torch.autograd.grad(total, self.table)[0]
         self.version += 1
-        return Metrics.of(loss=(total.item() * n, n))
+        return Metrics.of(loss=(total.item(), 1))
 
     def _logprobs(self, batch: Batch) -> torch.Tensor:
-        return self.logits.log_softmax(0)[torch.tensor(batch.tokens.values)]
+        tokens = torch.tensor(batch.tokens.values)
+        return self.table.log_softmax(1)[tokens.roll(1), tokens]  # meaningless for prompts, which are not learned
 
     async def logprobs(self, batch: Batch) -> Batch:
-        logprobs, source = self._logprobs(batch).detach().numpy(), Source.trainer(self.version)
-        return batch.assign(logprobs=per_row(logprobs, np.float32, batch, source))
+        values = self._logprobs(batch).detach().numpy()
+        return batch.assign(logprobs=Ragged(values, batch.tokens.offsets, source=Source.trainer(self.version)))
 
     async def weights(self) -> Weights:
-        return Weights(self.version, {"logits": self.logits.detach().numpy()})
+        return Weights(self.version, {"table": self.table.detach().numpy()})
 
     async def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        np.savez(Path(folder, "digits.npz"), logits=self.logits.detach().numpy(), version=self.version)
+        np.savez(Path(folder, "table.npz"), table=self.table.detach().numpy(), version=self.version)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         await self.save(folder)
 
     async def restore(self, folder: str) -> None:
-        with np.load(Path(folder, "digits.npz")) as saved:
-            self.logits.data.copy_(torch.tensor(saved["logits"]))
-            self.version = int(saved["version"])
+        with np.load(Path(folder, "table.npz")) as saved:
+            self.table.data, self.version = torch.tensor(saved["table"]), int(saved["version"])
 
 
-class DigitSampler(rl.Sampler):
-    """Samples digits, one row in each decode step. New weights arrive between two steps."""
+class TableSampler(SteppingSampler):
+    """Draws a row in each decode step, at temperature 1 or 0."""
 
     def __init__(self, config: rl.SamplerConfig) -> None:
-        self.logits, self.version = np.zeros(10, np.float32), 0
-        self.random = np.random.default_rng([config.seed, current_rank().index])
-        self.calls = GenerateCalls()
+        self.logprobs, self.version = np.full((10, 10), np.log(0.1), np.float32), 0
+        self.seeds = (config.seed, current_rank().index)
+
+    async def load(self, weights: Weights) -> Batch:
+        async with self.generate_calls.loading() as places:
+            self.logprobs = torch.tensor(weights.tensors["table"]).log_softmax(1).numpy()
+            self.version = weights.version
+        return places
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         rows = prompts.repeat(sampling.n)
-        if "tokens" in rows:  # aborted rows come back, and those with a digit are done
-            ended = rows.tokens.lengths > 0
-            yield rows.select(ended)
-            rows = rows.select(~ended)
-        async with self.calls.begin(sampling.beside) as call:
+        async with self.generate_calls.begin(sampling.beside) as call:
+            random = np.random.default_rng([*self.seeds, sampling.seed, self.version, abs(call.turn)])
             for number in range(len(rows)):
-                if not await call.step():
-                    yield self._described(rows.select(np.arange(number, len(rows))), [], sampling)
-                    break
-                yield self._described(rows.select([number]), [self._draw(sampling.temperature)], sampling)
+                row, size = rows.select([number]), sampling.max_tokens if await call.step() else 0
+                noise = random.gumbel(size=(size, 10)) * (sampling.temperature > 0)
+                yield completed(row, [self._draw(str(row.objects("prompt")[0]), noise)], self.version, sampling)
 
-    def _draw(self, temperature: float) -> int:
-        noise = self.random.gumbel(size=10) if temperature else 0.0
-        return int(np.argmax(self.logits / (temperature or 1) + noise))
-
-    def _described(self, rows: Batch, digits: list[int], sampling: Sampling) -> Batch:
-        """Return the rows with a digit each, or without digits if they were aborted."""
-        temperature = sampling.temperature or 1.0
-        logprobs = torch.tensor(self.logits / temperature).log_softmax(0).numpy()
-        versions = [self.version] * len(rows)
-        return rows.assign(
-            completion=[str(digit) for digit in digits] or [""] * len(rows),
-            tokens=per_row(digits, np.int32, rows),
-            loss_mask=per_row([True] * len(digits), np.bool_, rows),
-            sampler_logprobs=per_row(logprobs[digits], np.float32, rows, Source("sampler")),
-            versions=per_row(versions[: len(digits)], np.int32, rows),
-            oldest_version=np.array(versions, np.int32),
-            temperature=np.full(len(rows), temperature, np.float32),
-            truncated=np.zeros(len(rows), np.bool_),
-            aborted=np.full(len(rows), not digits),
-        )
-
-    async def load(self, weights: Weights) -> Batch:
-        async with self.calls.loading() as places:
-            self.logits, self.version = np.asarray(weights.tensors["logits"], np.float32), weights.version
-        return places
-
-    async def replay(self, record: Batch) -> None:
-        self.calls.replay(record)
-
-    async def abort(self) -> None:
-        await self.calls.abort()
-
-
-def per_row(values: ArrayLike, dtype: DTypeLike, rows: Batch, source: Source | None = None) -> Ragged:
-    """Make a token column with one value for each row, or with none."""
-    array = np.asarray(values, dtype)
-    return Ragged(array, np.arange(len(rows) + 1) if len(array) else np.zeros(len(rows) + 1), source=source)
-
-
-def of_tokens(batch: Batch, name: str) -> Array:
-    """Return a column for a loss: one value for each token, which is one for each row here."""
-    return batch.ragged(name).values if is_ragged(batch[name]) else batch.row(name)
+    def _draw(self, prompt: str, noise: NDArray[np.float64]) -> Completion:
+        """A digit for each row of Gumbel noise, which makes the largest log-prob a sample."""
+        digits = [int(prompt)]
+        for each in noise:
+            digits.append(int(np.argmax(self.logprobs[digits[-1]] + each)))
+        logprobs = [float(self.logprobs[pair]) for pair in pairwise(digits)]
+        text, ended = "".join(map(str, digits[1:])), len(noise) > 0
+        return Completion(text, digits[:1], digits[1:], logprobs, truncated=ended, aborted=not ended)
 
 
 def judge(prompt: str, completion: str, row: Mapping[str, object]) -> float:
-    """The reward."""
-    return float(completion == row["answer"])
+    """The reward: the share of digits that are one more than the digit before."""
+    return float(np.mean([int(after) - int(before) == 1 for before, after in pairwise(prompt + completion)]))
 
 
 async def main() -> None:
     """GRPO, with rollouts that overlap training."""
-    task = rl.Task.of([{"question": f"{number}?", "answer": "7"} for number in range(16)])
-    async with rl.Run(rl.RunConfig(name="digits")) as run:
-        policy = await (await run.mesh(1)).spawn(DigitPolicy, rl.PolicyConfig(model="none"))
-        sampler = await (await run.mesh(2)).spawn(DigitSampler, rl.SamplerConfig(model="none"))
+    task = rl.Task.of([{"question": str(digit), "answer": ""} for digit in range(6)])
+    async with rl.Run(rl.RunConfig(name="counting")) as run:
+        policy = await (await run.mesh(1)).spawn(TablePolicy, rl.PolicyConfig(model="none"))
+        sampler = await (await run.mesh(2)).spawn(TableSampler, rl.SamplerConfig(model="none"))
         reward = await run.spawn(rl.Reward, rl.RewardConfig(function=judge))
         await rl.publish(policy, sampler)
-        prompts, sampling = task.batches(8, run.seed), rl.Sampling(n=4)
+        prompts, sampling = task.batches(6, run.seed), rl.Sampling(n=16, max_tokens=4)
         async with rl.rollouts(sampler, prompts, sampling, ahead=1, score=reward.score) as stream:
-            async for _ in run.steps(30):
+            async for _ in run.steps(40):
                 batch = await (await anext(stream)).load("rewards", "groups")
                 batch = batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
                 metrics = await policy.update(batch, rl.ClippedLoss(clip=0.2))
                 await rl.publish(policy, stream)
                 await run.record(metrics, batch)
                 print(f"{batch.rewards.mean():.0%} are right")
-        answers = await rl.rollout(sampler, next(prompts), rl.Sampling(temperature=0.0))
-        print(f"greedy answers: {sorted({str(text) for text in answers.objects('completion')})}")
+        counted = await rl.rollout(sampler, next(prompts), rl.Sampling(temperature=0.0, max_tokens=4))
+        print(f"greedy completions: {' '.join(sorted(map(str, counted.objects('completion'))))}")
 
 
 if __name__ == "__main__":

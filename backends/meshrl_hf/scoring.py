@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.data import Batch, Ragged, Source, check_lengths
-from meshrl.mesh import Array
+from meshrl.data import Batch, Ragged, Source
+from meshrl.losses import spread
 from meshrl_hf.devices import moved
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
@@ -54,8 +54,12 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
     routes = followed(batch, micro, model.device) if follows else None
     hidden = model.hidden(there.ids, there.positions, there.attend, routes)[0].index_select(0, there.source)
     tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
-    temperature = moved(spread(batch, "temperature", micro.target), model.device) if "temperature" in batch else None
-    return model.logprobs(hidden, tokens, temperature)
+    return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
+
+
+def temperatures(batch: Batch, target: NDArray[np.int64], device: torch.device) -> Tensor | None:
+    """The temperature of the row of each of these tokens, float32[target]; None where the batch has none."""
+    return moved(torch.from_numpy(spread(batch, "temperature", target)), device) if "temperature" in batch else None
 
 
 def check_readable(model: LanguageModel, batch: Batch) -> None:
@@ -63,28 +67,6 @@ def check_readable(model: LanguageModel, batch: Batch) -> None:
     model.check_rows(batch)
     if "temperature" in batch:
         spread(batch, "temperature", np.empty(0, np.int64))
-
-
-def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
-    """Return a column at these positions of the token column. A row column is repeated over its row's tokens.
-
-    Floating columns become float32. The reserved name `rows` returns the number of each token's row among the rows of
-    these positions, int64. DataError if a token column's lengths differ from those of `tokens`.
-    """
-    offsets = batch.tokens.offsets
-    if name != "rows" and isinstance(column := batch[name], Ragged):
-        if column.offsets is not offsets:
-            check_lengths(name, column.lengths, batch.tokens.lengths)
-        return _tensor(column.values[target])
-    row = np.searchsorted(offsets, target, side="right") - 1
-    if name == "rows":
-        return torch.from_numpy(np.unique(row, return_inverse=True)[1])
-    return _tensor(batch.row(name)[row])
-
-
-def _tensor(values: Array) -> Tensor:
-    exact = values.dtype.kind in "biu"
-    return torch.from_numpy(values if exact else values.astype(np.float32, copy=False))
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError
-from meshrl.losses import Loss, Predicts, token_weights
+from meshrl.losses import Loss, Predicts, spread, token_weights
 from meshrl_hf.devices import moved
 from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
 from meshrl_hf.ranks import RankGroup, Share
 from meshrl_hf.routing import COLUMN
-from meshrl_hf.scoring import Passes, Predict, spread
+from meshrl_hf.scoring import Passes, Predict
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
 """The metrics of the step itself."""
@@ -143,8 +143,8 @@ class Judge:
     def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
         logprobs, entropy = predicted.unbind(1) if predicted.dim() > 1 else (predicted, None)
         device = predicted.device
-        columns = {name: moved(spread(self._batch, name, micro.target), device) for name in self._loss.columns}
-        judged = self._loss(logprobs, columns)
+        columns = {name: torch.from_numpy(spread(self._batch, name, micro.target)) for name in self._loss.columns}
+        judged = self._loss(logprobs, {name: moved(column, device) for name, column in columns.items()})
         _check_names(self._loss, judged.metrics)
         part = judged.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
         own = {} if entropy is None else {"entropy": entropy}

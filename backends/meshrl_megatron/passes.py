@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshrl.data import Batch
 from meshrl_hf.devices import moved
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import Passes, spread
+from meshrl_hf.scoring import Passes, temperatures
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import P2PCommunicator, get_forward_backward_func, quiet
 from meshrl_megatron.model import Model
@@ -91,8 +91,7 @@ class Pipeline:
             return micro, there, None
         target = micro.target[part.target.numpy()]
         chosen = moved(torch.from_numpy(batch.tokens.values[target].astype(np.int64)), world.device)
-        temperature = moved(spread(batch, "temperature", target), world.device) if "temperature" in batch else None
-        return micro, there, Asked(chosen, temperature)
+        return micro, there, Asked(chosen, temperatures(batch, target, world.device))
 
 
 def _forward(judged: Judged | None, data: Iterator[_Step], stage: nn.Module) -> tuple[Tensor, Callable[..., object]]:

@@ -9,7 +9,7 @@ import torch
 from meshrl.data import Batch
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import GenerateCalls, Sampler, SamplerConfig, Sampling
+from meshrl.roles import SamplerConfig, Sampling, SteppingSampler
 from meshrl.weights import Weights
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.loading import load
@@ -26,7 +26,7 @@ from meshrl_torch.draw import Draw
 from meshrl_torch.joint import YIELD_STEPS, Joint
 
 
-class TorchSampler(Sampler):
+class TorchSampler(SteppingSampler):
     """Continuous batching on one rank.
 
     Samples depend on the seeds, the weights' version, the number of calls since they were loaded, and the row's number
@@ -45,7 +45,6 @@ class TorchSampler(Sampler):
         self._version = 0
         self._refused = ""
         """Why the model's samples cannot be trusted. Empty if they can."""
-        self._calls = GenerateCalls()
         self._caches: list[Cache] = []
         self._joints: dict[Sampling, Joint] = {}
         """The newest for each sampling."""
@@ -58,13 +57,13 @@ class TorchSampler(Sampler):
         rollouts = Rollouts(self._model, prompts, sampling, self._routed)
         if len(rollouts.ended.rows):
             yield rollouts.batch(rollouts.ended, self._version)
-        if sampling.joins and len(rollouts.request.limits) and not self._calls.is_replayed:
+        if sampling.joins and len(rollouts.request.limits) and not self.generate_calls.is_replayed:
             async for batch in self._joined(rollouts, sampling):
                 yield batch
             return
         cache = self._caches.pop() if self._caches else Cache()
         try:
-            async with self._calls.begin(sampling.beside) as call:
+            async with self.generate_calls.begin(sampling.beside) as call:
                 version = self._version
                 draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.turn))
                 slots, request = self._config.slots, rollouts.request
@@ -87,7 +86,7 @@ class TorchSampler(Sampler):
     async def _joined(self, rollouts: Rollouts, sampling: Sampling) -> AsyncIterator[Batch]:
         """Decode rows together with those of other calls."""
         request = rollouts.request
-        async with self._calls.begin() as call:
+        async with self.generate_calls.begin() as call:
             version = self._version
             seed = key(self._config.seed, sampling.seed, version, call.turn)
             joint = self._joints.get(sampling)
@@ -122,7 +121,7 @@ class TorchSampler(Sampler):
         model then computes something else than the policy, or only part of weights that are poured in place has
         arrived, it samples no more until others come.
         """
-        async with self._calls.loading() as places:
+        async with self.generate_calls.loading() as places:
             if isinstance(weights, LiveWeights):
                 weights.pour(self._taken, partial(self._refuse, weights))
             else:
@@ -141,11 +140,3 @@ class TorchSampler(Sampler):
     def _refuse(self, weights: Weights) -> None:
         """Sample nothing from tensors of which only some are new."""
         self._refused = f"weights of version {weights.version} did not come whole, and some are in use: publish again"
-
-    async def replay(self, record: Batch) -> None:
-        """Repeat loads and aborts at their places in the record."""
-        self._calls.replay(record)
-
-    async def abort(self) -> None:
-        """Stop all running calls before their next step."""
-        await self._calls.abort()

@@ -7,6 +7,7 @@ core does not import torch: these functions call methods of their tensors.
 
 from meshrl.losses.base import Loss, Normalised, Predicts, TokenLoss, WithKl, check_predicts
 from meshrl.losses.clipped import ClippedLoss, ConstantLoss, clipped_surrogate
+from meshrl.losses.columns import spread
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.distillation import ReverseKl, reverse_kl
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
@@ -58,6 +59,7 @@ __all__ = [
     "kto_utility",
     "reverse_kl",
     "sequence_ratios",
+    "spread",
     "step_cross_entropy",
     "token_weights",
 ]

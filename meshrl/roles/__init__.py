@@ -41,12 +41,14 @@ from meshrl.roles.registry import (
 )
 from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, JoinedSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
+from meshrl.roles.stepping import Completion, SteppingSampler, completed
 from meshrl.roles.tokens import check_teacher, count_tokens
 
 __all__ = [
     "MOST_COMPLETIONS",
     "Address",
     "BackendOptions",
+    "Completion",
     "Critic",
     "CriticConfig",
     "GenerateCall",
@@ -77,6 +79,7 @@ __all__ = [
     "ServerConfig",
     "Shape",
     "Stateful",
+    "SteppingSampler",
     "TeacherConfig",
     "Term",
     "Work",
@@ -87,6 +90,7 @@ __all__ = [
     "check_teacher",
     "chosen_options",
     "class_for",
+    "completed",
     "count_tokens",
     "function_of",
     "implementation",

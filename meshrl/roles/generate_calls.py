@@ -1,15 +1,4 @@
-"""Calls of `generate` on a rank: they take turns, step by step, and loads and aborts come between steps.
-
-Samplers with any kind of decoder use it:
-
-    async with self._calls.begin(sampling.beside) as call:
-        while rows_are_left and await call.step():
-            ...                                     # one decode step, without a pause
-
-    async with self._calls.loading() as places:     # in `load`
-        ...                                         # take the weights, without a pause
-    return places
-"""
+"""Calls of `generate` on a rank: they take turns, step by step, and loads and aborts come between steps."""
 
 import asyncio
 import math

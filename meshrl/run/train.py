@@ -42,7 +42,7 @@ class Trained:
 
 
 async def train(
-    model: str | Path | NewModel,
+    model: str | Path | NewModel | Mapping[str, object],
     rows: str | Path | Iterable[Mapping[str, object]],
     reward: RewardFunction | RewardConfig | str | None = None,
     settings: Mapping[str, object] | None = None,
@@ -51,6 +51,7 @@ async def train(
 
         trained = asyncio.run(meshrl.train("models/mine", rows, judge, {"steps": 50, "task.prompt": "{question}"}))
 
+    - `model`: a folder or a name, as in `policy.model`. Or a new model: a `NewModel`, or a mapping with its keys.
     - `rows`: mappings, such as a list of dicts or a `datasets.Dataset`, which are written next to the run's folder as
       JSON lines. Or the name of a source, as in `task.source`: a .jsonl or .parquet file, or `hf:ORG/NAME`.
     - `reward`: a function, its name as in `reward.function`, or a table with several functions. None for an algorithm
@@ -60,6 +61,11 @@ async def train(
 
     Raises ConfigError with all mistakes in the settings, and the errors of a run.
     """
+    if not isinstance(cast("object", model), str | Path | NewModel | Mapping):
+        raise ConfigError(
+            f"a model is a folder, a name or a NewModel, not {model!r:.80}: save a model that is in memory with its "
+            "tokenizer by `save_pretrained(FOLDER)`, and give the folder"
+        )
     if not (reward is None or isinstance(reward, str | RewardConfig) or callable(reward)):
         raise ConfigError(
             f"a reward is a function, its name or a RewardConfig, not {reward!r:.80}: several are "
@@ -113,12 +119,16 @@ def _flat(settings: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterat
 
 
 def _table(
-    model: str | Path | NewModel, rows: str, reward: object, settings: Mapping[tuple[str, ...], object]
+    model: str | Path | NewModel | Mapping[str, object],
+    rows: str,
+    reward: object,
+    settings: Mapping[tuple[str, ...], object],
 ) -> Table:
     """Return the settings as the tables of a configuration file."""
+    new = model.model_dump() if isinstance(model, NewModel) else model
     arguments: dict[str, object] = {
         "task.source": rows,
-        "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
+        "policy.model": dict(new) if isinstance(new, Mapping) else str(new),
         **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
     }
     taken = {"task.source", "policy.model", *(("reward.function", "reward.functions") if reward else ())}

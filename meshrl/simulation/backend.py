@@ -20,7 +20,7 @@ from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
 from meshrl.objectives import Gae
-from meshrl.roles import Critic, GenerateCalls, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
+from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.pace import Draws, Pace, Tape
 from meshrl.weights import Weights
@@ -283,7 +283,7 @@ class SimReward(SimRole, Reward):
         return scored if "reward_error" in batch else scored.assign(reward_error=[None] * len(batch))
 
 
-class SimSampler(SimRole, Sampler):
+class SimSampler(SimRole, SteppingSampler):
     """A sampler whose calls share its rank's time; the rows of a call finish together, at its end.
 
     An aborted row remembers in `left`, float32, how much of its time it has still to take.
@@ -295,14 +295,13 @@ class SimSampler(SimRole, Sampler):
         super().__init__(config, timing)
         self._version = 0
         self._latency = Draws(self._timing.pace.latency, 0, self._timing.tape)
-        self._calls = GenerateCalls()
         self._jobs: set[Job] = set()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """All rows at once, after the time that they take."""
         rows = (await _light(prompts)).repeat(sampling.n)
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
-        async with self._calls.begin(sampling.beside) as call:
+        async with self.generate_calls.begin(sampling.beside) as call:
             version = self._version
             going_on = await call.step()
             left = await self._run(share * self._seconds("generate", len(rows))) if going_on else 1.0
@@ -313,18 +312,14 @@ class SimSampler(SimRole, Sampler):
     async def load(self, weights: Weights) -> Batch:
         """Take the version."""
         await self._work("load")
-        async with self._calls.loading() as places:
+        async with self.generate_calls.loading() as places:
             self._version = weights.version
         return places
-
-    async def replay(self, record: Batch) -> None:
-        """Let loads and aborts come at their places in the record."""
-        self._calls.replay(record)
 
     async def abort(self) -> None:
         """What runs ends where it is."""
         await self._work("abort")
-        await self._calls.abort()
+        await super().abort()
         for job in list(self._jobs):
             self._processor.stop(job)
 

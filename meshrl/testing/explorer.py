@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,10 +17,11 @@ from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import structlog
 
+from meshrl import log
 from meshrl.errors import ConfigError, described
 from meshrl.simulation import simulate
 from meshrl.user_code import import_file
@@ -28,6 +30,7 @@ Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
 """`async def scenario(seed: int) -> None`: whatever it draws, it draws from the seed; it asserts what must hold."""
 
 _CHUNK = 50
+_TELL_SECONDS: Final = 5.0
 
 
 class ScheduleFailed(AssertionError):
@@ -48,14 +51,15 @@ def explore(
 
     A seed is what the scenario is given, and it also chooses which task goes on next. Raises `ScheduleFailed` for the
     lowest seed that fails: by an assertion, any other exception, a `Deadlock`, `LeftRunning`, or the limit of virtual
-    seconds. `workers`: processes, which import the script that was started: the scenario must be a function of a
-    module, and a script calls this below `if __name__ == "__main__":`. ConfigError if they cannot.
+    seconds. Each five seconds a log line says how many seeds hold. `workers`: processes, which import the script that
+    was started: the scenario must be a function of a module, and a script calls this below
+    `if __name__ == "__main__":`. ConfigError if they cannot.
     """
     tried = range(first, first + seeds)
     seed = (
         _in_processes(_reference(scenario), tried, workers, time_limit)
         if workers > 1
-        else _first_failing(scenario, tried, time_limit)
+        else _first_failing(scenario, tried, time_limit, _Progress(seeds))
     )
     if seed is None:
         return
@@ -77,13 +81,34 @@ def replay(scenario: Scenario, seed: int, *, time_limit: float | None = None) ->
     simulate(lambda: scenario(seed), seed=seed, time_limit=time_limit)
 
 
-def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -> int | None:
-    with _without_logs():
-        for seed in seeds:
-            try:
+class _Progress:
+    """Says how many seeds hold so far, now and then."""
+
+    def __init__(self, seeds: int) -> None:
+        self._seeds, self._held = seeds, 0
+        self._began = self._told = time.perf_counter()
+
+    def held(self, seeds: int) -> None:
+        """Under so many seeds more the scenario holds."""
+        self._held += seeds
+        now = time.perf_counter()
+        if now - self._told >= _TELL_SECONDS:
+            self._told = now
+            left = (now - self._began) / self._held * (self._seeds - self._held)
+            log.info(f"{self._held:,} of {self._seeds:,} seeds hold", left=f"{left:.0f}s")
+
+
+def _first_failing(
+    scenario: Scenario, seeds: range, time_limit: float | None, progress: _Progress | None = None
+) -> int | None:
+    for seed in seeds:
+        try:
+            with _without_logs():
                 replay(scenario, seed, time_limit=time_limit)
-            except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- whatever it is, it is the finding
-                return seed
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- whatever it is, it is the finding
+            return seed
+        if progress:
+            progress.held(1)
     return None
 
 
@@ -106,7 +131,12 @@ def _in_processes(reference: str, seeds: range, workers: int, time_limit: float 
     with ProcessPoolExecutor(workers, get_context("spawn"), sys.path.extend, (sys.path,)) as pool:
         try:  # where a process ends early, `submit` may raise too
             pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
-            return next((seed for future in pending if (seed := future.result()) is not None), None)
+            progress = _Progress(len(seeds))
+            for chunk, future in zip(chunks, pending, strict=True):
+                if (seed := future.result()) is not None:
+                    return seed
+                progress.held(len(chunk))
+            return None
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"a process that explores {reference} ended before it was done. Each imports the script that was "

@@ -20,7 +20,6 @@ from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
-    GenerateCalls,
     ModelConfig,
     Policy,
     PolicyConfig,
@@ -28,9 +27,9 @@ from meshrl.roles import (
     ReferenceConfig,
     Reward,
     RewardModelConfig,
-    Sampler,
     SamplerConfig,
     Sampling,
+    SteppingSampler,
 )
 from meshrl.simulation import State, read_state
 from meshrl.testing.scripted import END, reply, said
@@ -139,7 +138,7 @@ class FakeReference(Reference):
         self.weights = weights
 
 
-class FakeSampler(Sampler):
+class FakeSampler(SteppingSampler):
     """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
 
     It writes a token for each character and one for the end, unless a stop text or `max_tokens` comes before. A row is
@@ -150,7 +149,6 @@ class FakeSampler(Sampler):
     def __init__(self, config: SamplerConfig) -> None:
         self.seed: int = config.seed
         self.weights: Weights = Weights(0, {_SKILL: np.array([0.0])})
-        self._calls = GenerateCalls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """A few rows at a time, shortest answer first: as from a real sampler, rows finish out of order.
@@ -165,7 +163,7 @@ class FakeSampler(Sampler):
         lengths = [-len(str(answer)) for answer in rows.objects("answer")] if len(rows) else []
         waiting = sorted(np.flatnonzero(~ended).tolist(), key=lengths.__getitem__)
         lot = 1 if len(waiting) <= _ONE_BY_ONE else -(-len(waiting) // _LOTS)
-        async with self._calls.begin(sampling.beside) as call:
+        async with self.generate_calls.begin(sampling.beside) as call:
             version = self.weights.version
             while waiting and await call.step():
                 version = self.weights.version
@@ -181,17 +179,9 @@ class FakeSampler(Sampler):
 
     async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
-        async with self._calls.loading() as places:
+        async with self.generate_calls.loading() as places:
             self.weights = weights
         return places
-
-    async def replay(self, record: Batch) -> None:
-        """Let loads and aborts come at their places in the record."""
-        self._calls.replay(record)
-
-    async def abort(self) -> None:
-        """No running call makes another step."""
-        await self._calls.abort()
 
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
         limits = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)

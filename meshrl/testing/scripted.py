@@ -4,11 +4,9 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from meshrl.agents import Message, Tool
-from meshrl.data import Batch, Ragged, Source
-from meshrl.roles import GenerateCalls, ModelConfig, Sampler, Sampling
+from meshrl.data import Batch
+from meshrl.roles import Completion, ModelConfig, Sampling, SteppingSampler, completed
 from meshrl.weights import Weights
 
 END: Final = "\0"
@@ -82,7 +80,7 @@ def read_chat(_config: ModelConfig) -> ScriptedChat:
     return ScriptedChat()
 
 
-class ScriptedSampler(Sampler):
+class ScriptedSampler(SteppingSampler):
     """Says what a script says: a function of the prompt's text, or texts, one after the other; then IndexError.
 
     Each text is a turn, ended by a token of its own where there is room for it. Log-probs are -0.5.
@@ -91,54 +89,31 @@ class ScriptedSampler(Sampler):
     def __init__(self, script: Callable[[str], str] | Iterable[str]) -> None:
         self._script = script if callable(script) else _next_of(script)
         self._version = 0
-        self._calls = GenerateCalls()
         self.asked: list[str] = []
         """The text of each prompt that it was asked to go on from."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Row by row."""
         rows = prompts.repeat(sampling.n)
-        async with self._calls.begin(sampling.beside) as call:
+        async with self.generate_calls.begin(sampling.beside) as call:
             for index in range(len(rows)):
                 aborted = not await call.step()
                 yield self._row(rows.select([index]), sampling, aborted)
 
     async def load(self, weights: Weights) -> Batch:
         """Later texts are of this version."""
-        async with self._calls.loading() as places:
+        async with self.generate_calls.loading() as places:
             self._version = weights.version
         return places
 
-    async def replay(self, record: Batch) -> None:
-        """Let loads and aborts come at their places in the record."""
-        self._calls.replay(record)
-
-    async def abort(self) -> None:
-        """No running call says another text."""
-        await self._calls.abort()
-
     def _row(self, row: Batch, sampling: Sampling, aborted: bool) -> Batch:
-        had = "tokens" in row
-        given = row.tokens[0].tolist() if had else list(map(ord, str(row.objects("prompt")[0])))
+        given = row.tokens[0].tolist() if "tokens" in row else list(map(ord, str(row.objects("prompt")[0])))
         most = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
         answer = Said("", "", False) if aborted else said(self._say("".join(map(chr, given))), sampling.stop, most)
         tokens = list(map(ord, answer.drawn))
-        size = len(given)
-        columns = {
-            "tokens": Ragged.of([[*given, *tokens]], np.int32),
-            "loss_mask": Ragged.of([[False] * size + [True] * len(tokens)], np.bool_),
-            "sampler_logprobs": Ragged.of([[0.0] * size + [-0.5] * len(tokens)], np.float32, source=Source("sampler")),
-            "versions": Ragged.of([[-1] * size + [self._version] * len(tokens)], np.int32),
-        }
-        kept = row.drop(*(name for name in columns if name in row))
-        return kept.assign(
-            **columns,
-            oldest_version=np.full(1, self._version, np.int32),
-            completion=[answer.completion],
-            temperature=np.ones(1, np.float32),
-            truncated=np.array([answer.truncated]),
-            aborted=np.array([aborted]),
-        )
+        logprobs = [-0.5] * len(tokens)
+        drawn = Completion(answer.completion, given, tokens, logprobs, truncated=answer.truncated, aborted=aborted)
+        return completed(row, [drawn], self._version, sampling)
 
     def _say(self, prompt: str) -> str:
         self.asked.append(prompt)

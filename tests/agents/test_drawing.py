@@ -150,7 +150,7 @@ def test_an_aborted_answer_goes_on_while_the_call_that_it_was_of_still_ends() ->
     class Slow(ScriptedSampler):
         async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
             rows = prompts.repeat(1)
-            async with self._calls.begin() as call:
+            async with self.generate_calls.begin() as call:
                 await asyncio.sleep(1)
                 aborted = not await call.step()
                 for index in range(len(rows)):

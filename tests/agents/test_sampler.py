@@ -209,7 +209,7 @@ class Typist(ScriptedSampler):
         tokens, mask = [row.tolist() for row in prompts.tokens], [row.tolist() for row in prompts.loss_mask]
         self.asked += ["".join(map(chr, row)) for row in tokens]
         versions = [row.tolist() for row in prompts.versions]
-        async with self._calls.begin(sampling.beside) as call:
+        async with self.generate_calls.begin(sampling.beside) as call:
             going_on = True
             while going_on and (rows := [index for index, row in enumerate(mask) if sum(row) < 8]):
                 await asyncio.sleep(1)

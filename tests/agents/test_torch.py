@@ -88,7 +88,7 @@ async def test_an_answer_that_is_aborted_is_drawn_by_both_versions(tmp_path: Pat
 
     await policies[1].update(await played(), CrossEntropy())
     playing = asyncio.create_task(played())
-    running = sampler._calls._running
+    running = sampler.generate_calls._running
     while not (playing.done() or any(call.steps > 8 for call in running.values())):  # noqa: ASYNC110 -- a step is a turn
         await asyncio.sleep(0)
     assert not playing.done(), playing.result()

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.data import Source
 from meshrl.errors import DataError
-from meshrl.losses import Correction, effective_sample_size
+from meshrl.losses import Correction, effective_sample_size, spread
 from meshrl.mesh import Array
-from meshrl_hf.scoring import spread
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 

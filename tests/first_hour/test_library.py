@@ -105,6 +105,27 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
     assert 'algorithm = "rloo"' in (again.folder / "config.toml").read_text("utf-8")
 
 
+async def test_a_new_model_is_a_table_as_in_a_file(tmp_path: Path) -> None:
+    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
+    trained = await rl.train({"characters": "0123456789 +", "layers": 2}, ROWS, judge, settings)
+    written = tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
+    assert (written["policy"]["model"]["characters"], written["policy"]["model"]["layers"]) == ("0123456789 +", 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"characters": "01", "layer": 2}, "policy.model.layer: no such key; did you mean policy.model.layers"),
+        ({"new": {"characters": "01"}}, "settings: policy.model.new: no such key; policy.model has characters"),
+        (None, "a model is a folder, a name or a NewModel, not None"),
+    ],
+)
+async def test_a_model_that_is_none(tmp_path: Path, model: Mapping[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        await rl.train(model, ROWS, judge, {**FAKES, "run.folder": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
+
+
 async def test_rows_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), "utf-8")

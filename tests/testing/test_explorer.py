@@ -27,6 +27,7 @@ from meshrl.testing import (
     crashing,
     delayed,
     explore,
+    explorer,
     per_row,
     per_token,
     simulate,
@@ -161,6 +162,21 @@ def test_the_lowest_seed_that_fails_is_found_and_one_command_replays_it() -> Non
     assert replayed.returncode == 1
     assert "an update was lost" in replayed.stderr
     explore(lost_update, seeds=alone.value.seed)
+
+
+async def holds(_: int) -> None:
+    await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize(("workers", "told"), [(1, "59 of 60"), (2, "50 of 60")])
+def test_an_exploration_says_how_many_seeds_hold(
+    workers: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explorer, "_TELL_SECONDS", 0.0)
+    explore(holds, seeds=60, workers=workers)
+    err = capsys.readouterr().err
+    assert f"{told} seeds hold left=" in err
+    assert "60 of 60 seeds hold left=0s" in err
 
 
 def test_what_is_logged_after_schedules_were_tried_is_seen_as_before(capsys: pytest.CaptureFixture[str]) -> None:
