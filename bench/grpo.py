@@ -273,7 +273,7 @@ async def contest(model: str, job: Job) -> None:
                 answer["tokens"] = float(sum(map(np.count_nonzero, masks)))
                 answer["reward"] = float(np.mean([batch.rewards.mean() for batch in done]))
                 # A running rollout would take the other contestant's time.
-                while stream.ledger.running:  # noqa: ASYNC110 -- a stream tells the trainer alone of its changes
+                while stream.ledger.running:  # noqa: ASYNC110 -- a stream reports changes only to the trainer
                     await asyncio.sleep(0.01)
                 print(json.dumps(answer), flush=True)
 

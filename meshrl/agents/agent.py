@@ -222,7 +222,7 @@ async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, Bas
     """Return the result and the exception. Nothing is raised: SystemExit would end the loop."""
     try:
         return await call, None
-    except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is waited for
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is awaited
         return None, raised
 
 

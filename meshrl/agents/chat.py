@@ -1,7 +1,7 @@
 """How a model reads and writes a conversation: its tokenizer, its chat template, and the rendered messages.
 
-A backend reads both from the model's folder: `read_chat(config.sampler)`. A message is kept as clients of OpenAI's
-protocol send it, without what a template does not show.
+A backend reads both from the model's folder: `read_chat(config.sampler)`. Messages have the form of OpenAI's protocol,
+without fields that templates do not show.
 """
 
 import hashlib

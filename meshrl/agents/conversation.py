@@ -1,8 +1,8 @@
 """A conversation, token for token: sampled tokens are what later prompts hold and what is trained on.
 
-    prompt = conversation.ask(messages, tools)            # the ids that the model is to go on from
+    prompt = conversation.ask(messages, tools)            # the ids that the model continues
     ...                                                   # draw after prompt.tokens
-    conversation.answer(prompt, drawn, message)           # what was drawn, and the message that the client was told
+    conversation.answer(prompt, drawn, message)           # what was drawn, and the client's message
     conversation.rows()                                   # a Batch
 
 A client sends its whole history as text with each request. If the history begins with a recorded turn and repeats its

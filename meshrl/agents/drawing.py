@@ -150,7 +150,7 @@ class Drawing:
                     self._take(sampling, rows[number], drawn, index)
             if untold:
                 raise DataError(f"the sampler ended a call without {len(untold)} of its {len(rows)} rows")
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- told to each who asked
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- each caller gets it
             unless_cancelled(error)
             for asked in untold:
                 if not asked.done.done():

@@ -41,7 +41,7 @@ def reward(prompt: str, completion: str, row: dict[str, object]) -> float:
 def copy_script(algorithm: str, folder: Path) -> list[Path]:
     """Copy a shipped algorithm and its inputs into a folder as a starting point, and return the files.
 
-    These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` where the
+    These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` if the
     algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
     folder. Nothing is overwritten.
     """

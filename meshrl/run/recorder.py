@@ -119,7 +119,7 @@ class Recorder:
         self._end_progress()
         if not self.shows_progress:
             return
-        from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
+        from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks do not need
 
         self._progress = Progress(count, done)
 

@@ -252,7 +252,7 @@ def _wakes_a_task(callback: object) -> bool:
 
 def _future(handle: asyncio.Handle) -> asyncio.Future[object] | None:
     """The future whose callback this is, if any."""
-    arguments = handle._args  # noqa: SLF001 -- asyncio does not say it otherwise
+    arguments = handle._args  # noqa: SLF001 -- asyncio has no other access
     return arguments[0] if arguments and len(arguments) == 1 and isinstance(arguments[0], asyncio.Future) else None
 
 

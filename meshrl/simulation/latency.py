@@ -123,8 +123,8 @@ def crashing(role: C, /, *, seed: int = 0, **crashes: Collection[int] | float) -
     """Return a failing role: `crashing(FakeReward, score=[3])` raises `Crash` in place of the third value, from 1.
 
     The values of a stream count one by one, so it fails before its first value or between two. A number instead of a
-    list is the probability of a failure: `generate=0.05`. Values are counted over all actors of the returned class. An
-    actor that is respawned does not crash at the same place again.
+    list is the probability of a failure: `generate=0.05`. Values are counted over all actors of the returned class. So
+    a respawned actor does not crash at the same place again.
     """
 
     def failing(name: str, when: Collection[int] | float) -> Before:

@@ -82,7 +82,7 @@ def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -
         for seed in seeds:
             try:
                 replay(scenario, seed, time_limit=time_limit)
-            except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- whatever it is, it is the finding
+            except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- any error is the finding
                 return seed
     return None
 

@@ -143,7 +143,7 @@ def _report(folder: Path) -> Path | None:
     file = folder / "report.html"
     try:
         file.write_text(render(read_run(folder)), "utf-8")
-    except Exception as error:  # noqa: BLE001 -- the run has ended well, and does not fail by a page about it
+    except Exception as error:  # noqa: BLE001 -- a failing report does not fail a finished run
         log.warning(f"{folder}: no report could be made for the trackers: {described(error)}")
         return None
     return file

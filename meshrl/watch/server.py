@@ -135,7 +135,7 @@ class Watcher:
                 look = asyncio.to_thread(_look, self._live, self._shown, anyway=failed or not self._shown)
                 self._shown, message = await look
                 failed = False
-            except Exception as error:  # noqa: BLE001 -- whatever the files hold: the page must not stand still unseen
+            except Exception as error:  # noqa: BLE001 -- the page must show any failure
                 if not failed:
                     self._shown, message = _failed(self._live.folder, self._shown, error)
                 failed = True
