@@ -1,8 +1,8 @@
 """Audit a run: check its guarantees by the files of its folder.
 
-Four promises: each prompt is delivered to one step or dropped, versions never fall, no delivered row is older than the
-bound, and steps follow each other. The files do not show what a script does with a batch. `groups.jsonl` records what
-happened to the prompts. `metrics.jsonl` and `config.toml` are compared with it.
+Four guarantees: each prompt is delivered to one step or dropped, versions never fall, no delivered row is older than
+the bound, and steps follow each other. The files do not show what a script does with a batch. `groups.jsonl` records
+what happened to the prompts. `metrics.jsonl` and `config.toml` are compared with it.
 """
 
 import tomllib
