@@ -53,8 +53,9 @@ class Saved(msgspec.Struct, frozen=True):
 class Checkpoints:
     """Checkpoints of one run, in `checkpoints/` of its folder. `step-000050` is the state after 50 steps.
 
-    run.json a `Saved`, and in a second line its fingerprint 0-policy the first actor that has a state: a folder for
-    each, in the order of spawning memory an object that the script keeps under this name
+    run.json    a `Saved`, and in a second line its fingerprint
+    0-policy    the state of the first actor that has one: a folder for each, in the order of spawning
+    memory      an object that the script keeps under this name
     """
 
     def __init__(self, run: Path, kept: int, resume: bool, check: Callable[[], None] = lambda: None) -> None:

@@ -41,16 +41,17 @@ class Recorder:
     """Writes `folder`. The folder of an earlier run with that name is renamed, never deleted.
 
     `settle` renames it when this run has made a step or ends well. Until then the run writes into another folder, which
-    stays if the run fails before its first step. A resumed run keeps the folder. It cuts off what was appended to files
-    after the checkpoint, and its numbers count from the run's first start. Events of earlier parts are kept as
-    events-1.jsonl and so on.
+    stays if the run fails before its first step.
+    A resumed run keeps the folder. It cuts off what was appended to files after the checkpoint, and its numbers count
+    from the run's first start. Events of earlier parts are kept as events-1.jsonl and so on.
 
-    config.toml the resolved configuration metrics.jsonl one object per step: `step`, `seconds` since the start, and the
-    step's numbers evaluations.jsonl one object per evaluation: `step`, the number of steps done when it began, and its
-    numbers groups.jsonl one `StepAccount` per step: what happened to which prompts, for `meshrl audit` samples.jsonl
-    some rows at intervals: prompt, completion, reward, answer, reward_error logs/ output of each rank's process,
-    MESH-RANK.log: see `engines.hosting.rank_log` summary.json at the end of every run: status, steps, wall_s, tokens,
-    first and last reward
+    config.toml     the resolved configuration
+    metrics.jsonl   one object per step: `step`, `seconds` since the start, and the step's numbers
+    evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
+    groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
+    samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
+    logs/           output of each rank's process, MESH-RANK.log: see `engines.hosting.rank_log`
+    summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
 
     def __init__(
