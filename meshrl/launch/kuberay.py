@@ -76,7 +76,7 @@ def ray_job(
                 "workerGroupSpecs": [
                     {
                         "groupName": "workers",
-                        # Start all at once: Ray refuses a mesh that the present nodes could never hold.
+                        # Start all at once, because a mesh that the present nodes could never hold is refused.
                         "replicas": workers,
                         "minReplicas": workers,
                         "maxReplicas": workers,

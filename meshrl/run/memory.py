@@ -43,7 +43,7 @@ class Asked:
     gpus: int | None = None
     """Number of ranks of the mesh, with one GPU each."""
     gib: float | None = None
-    """Memory of each rank."""
+    """GiB of memory of each rank."""
     prompt: int | None = None
     """Tokens of the longest prompt."""
     completion: int | None = None
