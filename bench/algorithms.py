@@ -1,22 +1,23 @@
-"""What each page of algorithms/ makes of the quickstart's model with one budget: exact match before and after, seconds.
+"""Each algorithm on the quickstart's model with the same budget: exact match before and after, and seconds.
 
     python bench/algorithms.py --json F [--svg F] [--algorithms a,b] [--steps N] [--seeds N] [--keep D]
 
-`meshrl run NAME/quickstart` in a process of its own for each page that trains a policy, one after the other, with one
-thread; what it did is read from its summary.json and events.jsonl. Equal for all: the model to begin with, which
-sft/quickstart makes once; the task, its words held out and the judge, exact match; the steps (64); AdamW's rate of the
-page's own quickstart, which rises for a tenth of the steps and falls linearly to 0; and ROWS completions a step:
+Runs `meshrl run NAME/quickstart` for each page of algorithms/ that trains a policy, in a separate process with one
+thread, one after the other. Results come from summary.json and events.jsonl. The same for all: the initial model, which
+sft/quickstart makes once; the task, its held-out words and exact match as the judge; 64 steps; AdamW with the learning
+rate of the page's quickstart, which rises for a tenth of the steps and falls linearly to 0; and ROWS completions per
+step:
 
-drawn      by those that draw for a reward, and by `distill`. `remax` draws half of them greedily; `online_dpo` and
-           `expert_iteration` train on some of them; `multiturn` has so many where each episode takes both turns.
-trained    by those that are given answers, `sft` and `kto`, and by those of pairs, `dpo` and `spin`, two a prompt.
-           `dapo` draws on until it has so many to train on.
+drawn      by algorithms that draw for a reward, and by `distill`. `remax` draws half of them greedily. `online_dpo` and
+           `expert_iteration` train on some of them. `multiturn` has this number if each episode takes both turns.
+trained    by algorithms that get answers, `sft` and `kto`, and by those of pairs, `dpo` and `spin`, two per prompt.
+           `dapo` keeps drawing until it has this number to train on.
 
-How many they were is counted and told, and so are the optimizer's updates a step, which are the page's own: four of
-`dapo`, `gspo` and `cispo`, two of `ppo`. The pages that are given answers see what the others have to find, and
-`distill` has what `grpo` made for a teacher. Seconds are those of the whole command, with its start and its two
-evaluations. The summary of `kto` is of half of the words, as the others' answers count as bad ones, and that of
-`multiturn` is of two tries: both are judged by `meshrl eval`. About 15 minutes of one core a seed.
+The actual numbers are counted and reported. So are the optimizer's updates per step, which depend on the page: four for
+`dapo`, `gspo` and `cispo`, two for `ppo`. Pages that get answers see what the others have to find. The teacher of
+`distill` is the result of `grpo`. Seconds are those of the whole command, including its start and both evaluations.
+`meshrl eval` judges `kto` and `multiturn`: the summary of `kto` covers half of the words, as the other answers count as
+bad, and that of `multiturn` covers two tries. About 15 minutes of one core per seed.
 """
 
 import argparse
@@ -42,36 +43,36 @@ from meshrl.run import find_config, load_job
 from meshrl.run.jobs import shipped_scripts
 
 ROWS: Final = 512
-"""Completions a step."""
+"""Completions per step."""
 PER_PROMPT: Final = {"dpo": 2, "kto": 1, "multiturn": 16, "remax": 2, "sft": 1, "spin": 2}
-"""Completions of a prompt, where they are not `sampling.n`."""
+"""Completions per prompt, if not `sampling.n`."""
 JUDGED: Final = ("kto", "multiturn")
-"""Pages whose summary tells the exact match of other words or tries."""
+"""Pages whose summary reports the exact match of other words or tries."""
 TEACHER: Final = "grpo"
-"""What `distill` learns from."""
+"""The algorithm whose result teaches `distill`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run told."""
+    """The result of one run."""
 
     page: str
     given: bool
-    """It learns from answers or a teacher, not from a reward."""
+    """True if it learns from answers or a teacher, not from a reward."""
     greedy: tuple[float, float]
-    """Exact match on the words held out, before and after."""
+    """Exact match on held-out words before and after, decoded greedily."""
     sampled: tuple[float, float]
     """The same at temperature 1."""
     drawn: float
-    """Completions a step."""
+    """Completions drawn per step."""
     trained: float
-    """The same."""
+    """Completions trained per step."""
     updates: float
-    """Of the policy, a step."""
+    """Updates of the policy per step."""
     wall: float
     """Seconds of the process."""
     cpu: float
-    """The same."""
+    """CPU seconds of the process."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Row:
     greedy: tuple[float, float]
     sampled: tuple[float, float]
     lowest: float
-    """Of the seeds' greedy exact match after."""
+    """Lowest greedy exact match after training among the seeds."""
     highest: float
     drawn: float
     trained: float
@@ -114,9 +115,9 @@ def main() -> None:
 
 
 def pages(asked: Sequence[str] | None) -> list[str]:
-    """The pages asked for, or all that train a policy which a sampler draws from; the teacher first, where needed.
+    """The requested pages, or all that train a policy from a sampler. A needed teacher comes first.
 
-    Not `agent`, whose model converses.
+    `agent` is left out, because its model converses.
     """
     tables = {name: vars(config(name)).keys() for name in sorted(shipped_scripts())}
     found = (name for name, keys in tables.items() if {"policy", "sampler"} <= keys and "agent" not in keys)
@@ -132,7 +133,7 @@ def config(name: str) -> AlgorithmConfig:
 
 
 def measure(folder: Path, start: Path, steps: int, name: str, seed: int) -> Result:
-    """Run a page's quickstart with the budget, and read what it did."""
+    """Run a page's quickstart with the budget, and read its results."""
     settings: Any = config(name)
     words = [f"policy.model={start / 'model'}", *budget(name, settings, steps), *seeds(seed)]
     if name == "distill":
@@ -142,7 +143,7 @@ def measure(folder: Path, start: Path, steps: int, name: str, seed: int) -> Resu
     notes: list[str] = []
     events = read_events(run / "events.jsonl", notes)
     assert not notes, notes
-    # Of episodes each turn is a call with a row for each of them.
+    # In episodes, each turn is a call with one row per episode.
     counts = completions(events, 1 if hasattr(settings, "environment") else settings.sampling.n)
     drawn, trained, updates = (count / steps for count in counts)
     given = not (hasattr(settings, "reward") or hasattr(settings, "environment"))
@@ -152,7 +153,7 @@ def measure(folder: Path, start: Path, steps: int, name: str, seed: int) -> Resu
 
 
 def budget(name: str, settings: Any, steps: int) -> Iterator[str]:
-    """The same steps, completions and schedule of the learning rate, as overrides of a quickstart."""
+    """The same steps, completions and learning-rate schedule, as overrides of a quickstart."""
     updates = steps * getattr(settings, "epochs", 1) * getattr(settings, "minibatches", 1)
     asked = ROWS // int(PER_PROMPT.get(name) or settings.sampling.n)
     yield f"steps={steps}"
@@ -162,19 +163,19 @@ def budget(name: str, settings: Any, steps: int) -> Iterator[str]:
     yield f"policy.optimizer.warmup_steps={updates // 10}"
     if hasattr(settings, "critic"):
         yield f"critic.optimizer.warmup_steps={updates // 10}"
-    if getattr(settings, "evaluation", None):  # one word, once: nothing that the other pages do not do
+    if getattr(settings, "evaluation", None):  # one word, once: no more than other pages do
         yield "evaluation={every=1000000, rows=1, n=1}"
     if hasattr(settings, "iteration"):  # four opponents, as in the quickstart
         yield f"iteration={max(1, steps // 4)}"
 
 
 def seeds(seed: int) -> list[str]:
-    """The order of the words, and what is drawn."""
+    """Seeds for the order of the words and for sampling."""
     return [f"run.seed={seed}", f"policy.seed={seed}", f"sampler.seed={seed}"]
 
 
 def command(folder: Path, name: str, *words: str) -> tuple[Path, float, float]:
-    """`meshrl run`: the run's folder, and the process's seconds, wall and CPU."""
+    """Run `meshrl run`. Returns the run's folder, and the process's wall and CPU seconds."""
     settings = [f"run.folder={folder}", f"run.name={name}", "run.meshes.main.cpus=1"]
     wall, cpu = time.perf_counter(), children()
     meshrl("run", words[0], *settings, *words[1:])
@@ -182,7 +183,7 @@ def command(folder: Path, name: str, *words: str) -> tuple[Path, float, float]:
 
 
 def meshrl(*words: str) -> None:
-    """The command line, on one thread."""
+    """Run the command line on one thread."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     path = Path(sys.executable).parent / "meshrl"
     done = subprocess.run(
@@ -193,19 +194,19 @@ def meshrl(*words: str) -> None:
 
 
 def children() -> float:
-    """CPU seconds of the processes that were started here and have ended."""
+    """CPU seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def exact_match(run: Path, when: str) -> tuple[float, float]:
-    """Greedy and sampled, from a run's summary."""
+    """Greedy and sampled exact match from a run's summary."""
     summary = json.loads((run / "summary.json").read_text("utf-8"))
     return summary[f"exact_match_{when}"], summary[f"exact_match_sampled_{when}"]
 
 
 def judged(run: Path) -> tuple[float, float]:
-    """Greedy and sampled, by `meshrl eval`."""
+    """Greedy and sampled exact match by `meshrl eval`."""
     file = run / "eval.json"
     meshrl("eval", str(run), "--reward", "exact_match", "--n", "1", "--out", str(file))
     found = json.loads(file.read_text("utf-8"))
@@ -213,7 +214,7 @@ def judged(run: Path) -> tuple[float, float]:
 
 
 def completions(events: Sequence[Event], n: int) -> tuple[int, int, int]:
-    """How many were drawn in the steps, n of each row asked for, how many were trained on, and in how many updates."""
+    """Numbers of completions drawn, `n` per requested row, of completions trained, and of updates."""
     spans = [(event.began, event.ended) for event in events if isinstance(event, Step)]
     within = [
         event
@@ -226,7 +227,7 @@ def completions(events: Sequence[Event], n: int) -> tuple[int, int, int]:
 
 
 def ranked(results: Sequence[Result]) -> list[Row]:
-    """A row a page, the best first: means over seeds."""
+    """One row per page with means over seeds, the best first."""
 
     def mean(values: Iterator[float]) -> float:
         listed = list(values)
@@ -255,7 +256,7 @@ def ranked(results: Sequence[Result]) -> list[Row]:
 
 
 def figures(rows: Sequence[Row]) -> Iterator[Figure]:
-    """The peer of an exact match is that of the model to begin with."""
+    """The peer of an exact match is that of the initial model."""
     for row in rows:
         yield figure(f"exact match, greedy, {row.page}", row.greedy[1], "of 1", row.greedy[0])
         yield figure(f"exact match, sampled, {row.page}", row.sampled[1], "of 1", row.sampled[0])
@@ -295,7 +296,7 @@ TOP: Final = 62
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Bars as SVG, two a page: greedy exact match before and after. It has its own background, light or dark."""
+    """Draw bars as SVG, two per page: greedy exact match before and after, on a light or dark background."""
     width, height = LEFT + WIDE + 150, TOP + HIGH * len(rows) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
@@ -327,7 +328,7 @@ def kind(given: bool) -> str:
 
 
 def legend() -> Iterator[str]:
-    """What the colours are."""
+    """Label the colours."""
     told = {"before": "before", "drawn": "after, from a reward", "given": "after, from answers or a teacher"}
     for x, (name, text) in zip((16, 110, 290), told.items(), strict=True):
         yield f'<rect class="{name}" x="{x}" y="12" width="12" height="12"/><text x="{x + 18}" y="23">{text}</text>'

@@ -2,10 +2,10 @@
 
     python bench/broadcast.py --json F [--mib 512] [--rounds N] [--engine processes|ray]
 
-As one array, and as the weights of a model in tensors of 2 MiB. Each rank reads one byte of every page, and the bytes
-are checked; the ranks have no core of their own. The copy is of one thread into warm memory. Beside it bare Ray: one
-`ray.put` of the array, and actors that do the same. All from one process, in turns; the first two turns warm up. About
-a minute.
+Sends the bytes as one array, and as a model's weights in tensors of 2 MiB. Each rank reads one byte of every page, and
+the bytes are checked. The ranks reserve no core. The reference copy is made by one thread into warm memory. Bare Ray is
+measured too: one `ray.put` of the array, and actors that do the same. All contestants are called from one process in
+turns. The first two turns warm up. About a minute.
 """
 
 import asyncio
@@ -38,23 +38,23 @@ from meshrl.mesh import Engine
 
 RANKS: Final = (2, 4)
 MOST: Final = {2: 1.1, 4: 1.5}
-"""Copies of the bytes that it may take."""
+"""Allowed time, in copies of the bytes."""
 PAGE: Final = 4096
 TENSOR: Final = 2**21
-"""Bytes of one of the weights."""
+"""Bytes per weight tensor."""
 
 
 class Receiver(Actor):
-    """Reads a byte of every page of what it is given."""
+    """Reads a byte of every page that it receives."""
 
     @endpoint
     async def array(self, values: NDArray[np.uint8]) -> Sum[int]:
-        """One array."""
+        """Receive one array."""
         return touched(values)
 
     @endpoint
     async def weights(self, weights: Weights) -> Sum[int]:
-        """Many arrays."""
+        """Receive many arrays."""
         return sum(touched(values) for values in weights.tensors.values())
 
 
@@ -62,7 +62,7 @@ class BareReceiver:
     """The same as a Ray actor."""
 
     def array(self, values: NDArray[np.uint8]) -> int:
-        """One array."""
+        """Receive one array."""
         return touched(values)
 
 
@@ -126,7 +126,7 @@ def measure(runner: asyncio.Runner, engine: Engine, nbytes: int, rounds: int) ->
 
 
 async def spawn(engine: Engine, ranks: int) -> Receiver:
-    """An actor on so many ranks."""
+    """Spawn an actor on this number of ranks."""
     mesh = await Mesh.reserve(engine, ranks, Resources(cpus=0))
     return await mesh.spawn(Receiver)
 
@@ -145,7 +145,7 @@ def timed(runner: asyncio.Runner, call: Callable[[], Awaitable[int]], truth: int
 
 
 def bare_timed(actors: list[BareHandle], array: NDArray[np.uint8], truth: int) -> float:
-    """Seconds of one put and a call of each actor."""
+    """Seconds of one put and one call of each actor."""
     began = time.perf_counter()
     put = ray.put(array)
     total = sum(ray.get([actor.array.remote(put) for actor in actors]))

@@ -2,30 +2,30 @@
 
     python bench/calls.py --json F [--rounds N] [--engine processes|ray]
 
-One caller, one call after the other, each awaited; the median of all calls of all rounds. `each`: a result of every
-rank; `Gather`: an array of one number a rank, joined; `Shard + Gather`: a batch of 8 rows of 4 tokens, split over the
-ranks and joined again. The caller's loop is meshrl's, as under `meshrl run`; once it is asyncio's own.
+One caller awaits one call after the other. The median of all calls of all rounds counts. `each`: a result of every
+rank. `Gather`: an array with one number per rank, joined. `Shard + Gather`: a batch of 8 rows of 4 tokens, split over
+the ranks and joined again. The caller's loop is meshrl's, as under `meshrl run`; one figure uses asyncio's own.
 
-On the local engine, beside it the limit of asyncio: a coroutine that does nothing, run in the loop of one other thread
-by `run_coroutine_threadsafe` and awaited. Ranks without a core (`cpus=0`) run in the caller's own loop. A few seconds.
+The limit for the local engine is asyncio: a coroutine that does nothing, run in the loop of another thread by
+`run_coroutine_threadsafe` and awaited. Ranks without a core (`cpus=0`) run in the caller's own loop. A few seconds.
 
-`noted`: with the events of a call and its ranks, which are written to their file at once, not once a second as in a
-run: what events cost at most.
+`noted`: with the events of a call and its ranks, written to their file at once instead of once per second. This is the
+highest cost of events.
 
-On the engines `processes` and `ray`, beside it, in turns:
+The engines `processes` and `ray` are compared in turns with:
 
-bare Ray      async actors, as many as ranks, awaited with `asyncio.gather`, called from the same process; ranks and
+bare Ray      as many async actors as ranks, awaited with `asyncio.gather`, called from the same process. Ranks and
               actors reserve no core
-bare sockets  the limit: processes, as many as ranks, that send a few bytes back over Unix sockets, to a caller that
-              sends to all and waits for all (bench/peers/socket_pong.py); "in loops": the same with asyncio's
-              add_reader at both ends, the limit of what runs other tasks meanwhile
+bare sockets  the limit: as many processes as ranks, which send a few bytes back over Unix sockets, to a caller that
+              sends to all and waits for all (bench/peers/socket_pong.py). "in loops": the same with asyncio's
+              add_reader at both ends, the limit if other tasks run too
 
-Then, in turns too:
+Then, also in turns:
 
-RankDied             from `os.kill` of one of two ranks, which wait in a call, to the exception in the awaiting task;
-                     bare Ray's own error for an actor beside it
-start, first answer  from the start of a new process, imports and all, to the answer of 2 ranks: meshrl_start.py and
-                     ray_start.py in bench/peers, the latter with the same options of `ray.init` as the engine's
+RankDied             from `os.kill` of one of two ranks, which wait in a call, to the exception in the awaiting task.
+                     The peer is bare Ray's own error for an actor
+start, first answer  from the start of a new process, including imports, to the answer of 2 ranks: meshrl_start.py and
+                     ray_start.py in bench/peers, the latter with the engine's options of `ray.init`
 
 About 3 minutes.
 """
@@ -69,19 +69,19 @@ from meshrl.events import EventLog, sink
 from meshrl.mesh import Engine
 
 CALLS: Final = 200
-"""Calls in one turn on the local engine."""
+"""Calls per turn on the local engine."""
 HOSTED_CALLS: Final = 50
-"""The same in processes, where bare Ray has its turns as well."""
+"""Calls per turn in processes, where bare Ray has turns too."""
 RANKS: Final = (2, 4)
-"""In processes."""
+"""Numbers of ranks in processes."""
 MOST: Final = {2: 250, 4: 400}
-"""Microseconds that an empty call of the engine `processes` may take, by its ranks."""
+"""Allowed microseconds of an empty call on the engine `processes`, by number of ranks."""
 LIMIT: Final = "one thread's loop"
 BARE: Final = "bare Ray"
 SOCKETS: Final = "bare sockets"
 LOOPED: Final = "bare sockets in loops"
 LOOPS: Final = {"": RankLoop, ", asyncio's own loop": asyncio.new_event_loop}
-"""How to make the caller's loop, by what a figure's name ends with."""
+"""Factories of the caller's loop, by the suffix of the figure's name."""
 Call = Callable[[], Awaitable[object]]
 
 
@@ -94,22 +94,22 @@ class Idle(Actor):
 
     @endpoint
     async def numbers(self) -> Gather[NDArray[np.int64]]:
-        """One number a rank."""
+        """Return one number per rank."""
         return np.ones(1, np.int64)
 
     @endpoint
     async def rows(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """The rank's own rows."""
+        """Return the rank's rows."""
         return batch
 
     @endpoint
     async def pids(self) -> Gather[NDArray[np.int64]]:
-        """The process of each rank."""
+        """Return the process of each rank."""
         return np.array([os.getpid()])
 
     @endpoint
     async def wait(self) -> None:
-        """For ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
 
 
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def on_threads(rounds: int) -> list[Figure]:
-    """The local engine's calls."""
+    """Measure the local engine's calls."""
     figures: list[Figure] = []
     for suffix, make_loop in LOOPS.items():
         with asyncio.Runner(loop_factory=make_loop) as runner:
@@ -162,7 +162,7 @@ async def measure_threads(rounds: int) -> dict[str, float]:
 
 
 def in_processes(name: str, rounds: int) -> list[Figure]:
-    """Calls, deaths and starts of an engine whose ranks are processes."""
+    """Measure calls, deaths and starts of an engine whose ranks are processes."""
     import ray  # noqa: PLC0415 -- an extra, and slow to import
 
     few = max(3, rounds // 3)
@@ -192,7 +192,7 @@ def in_processes(name: str, rounds: int) -> list[Figure]:
 def compare(
     engine: str, ranks: int, suffix: str, ours: Mapping[str, float], bare: float, sockets: float
 ) -> list[Figure]:
-    """Set the calls of so many ranks beside their peer and their limit; microseconds."""
+    """Compare the calls of a number of ranks with their peer and their limit, in microseconds."""
     name, sharded = (f"{kind}, {ranks} ranks" for kind in ("nothing", "Shard + Gather"))
     call = ours[name]
     limit = f"{name}{suffix}, against {SOCKETS}", call, "us", sockets
@@ -235,7 +235,7 @@ async def measure_processes(name: str, rounds: int, *, empty_only: bool) -> dict
 
 
 async def pinged(pongs: Pongs) -> None:
-    """The limit. Blocking: nothing else is to be done in this loop."""
+    """The limit. Blocking, because this loop has nothing else to do."""
     pongs.ping()
 
 
@@ -262,8 +262,8 @@ async def bare_death() -> float:
 
 
 async def until(error: type[Exception], waiting: Awaitable[object], pid: int) -> float:
-    """Milliseconds from the kill of a process to the error in what waits for it."""
-    await asyncio.sleep(0.3)  # so that the call has begun
+    """Milliseconds from the kill of a process to the error in the task that waits for it."""
+    await asyncio.sleep(0.3)  # let the call begin
     began = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(error):
@@ -273,7 +273,7 @@ async def until(error: type[Exception], waiting: Awaitable[object], pid: int) ->
 
 
 def starts(name: str, rounds: int) -> Figure:
-    """Seconds from nothing to the first answer, here and with bare Ray."""
+    """Seconds from the start to the first answer, here and with bare Ray."""
     peers = ROOT / "bench/peers"
     contestants = {
         "meshrl": partial(start, [sys.executable, peers / "meshrl_start.py", name]),
@@ -285,7 +285,7 @@ def starts(name: str, rounds: int) -> Figure:
 
 
 def start(command: Sequence[str | Path]) -> float:
-    """Seconds until a process writes that it was answered. What it imports is compiled, as `pip install` leaves it."""
+    """Seconds until a process reports its first answer. Imports are precompiled, as after `pip install`."""
     compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=compiled) as process:
@@ -298,7 +298,7 @@ def start(command: Sequence[str | Path]) -> float:
 
 
 def variants(idle: Idle, label: str) -> dict[str, Call]:
-    """What is called of an actor."""
+    """The calls to measure on an actor."""
     rows = Batch.of(tokens=Ragged.of([[1, 2, 3, 4]] * 8, np.int32))
     return {
         f"nothing, {label}": idle.nothing,
@@ -309,7 +309,7 @@ def variants(idle: Idle, label: str) -> dict[str, Call]:
 
 
 async def timed(calls: Mapping[str, Call], rounds: int, count: int) -> dict[str, float]:
-    """Microseconds of each call, the median of all turns but the first."""
+    """Microseconds of each call: the median of all turns except the first."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 == 0 else reversed(list(calls)):
@@ -319,7 +319,7 @@ async def timed(calls: Mapping[str, Call], rounds: int, count: int) -> dict[str,
 
 
 async def turn(call: Call, count: int) -> list[float]:
-    """Microseconds of each of so many calls."""
+    """Microseconds of each of `count` calls."""
     times: list[float] = []
     for _ in range(count):
         began = time.perf_counter_ns()
@@ -330,7 +330,7 @@ async def turn(call: Call, count: int) -> list[float]:
 
 @contextlib.contextmanager
 def event_log() -> Generator[EventLog]:
-    """A log in a file that is thrown away."""
+    """A log in a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         log = EventLog(Path(folder) / "events.jsonl")
         yield log
@@ -338,7 +338,7 @@ def event_log() -> Generator[EventLog]:
 
 
 async def noted(call: Call, log: EventLog) -> None:
-    """The call, with its events written."""
+    """Make the call and write its events."""
     outer = sink.set(log)
     await call()
     log.flush()

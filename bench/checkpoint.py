@@ -2,17 +2,17 @@
 
     python bench/checkpoint.py --json F [--rounds N] [--mib 1024]
 
-A policy that has made one step: float32 weights and both of AdamW's moments. Checkpoints are waited for, and a rank has
-one thread. A run writes its checkpoints from a copy of the state (`wait = False`, then `written`). The raw contestant
-has as many files of the same sizes, one thread each, memory that it has touched before, and Python's own `write` and
-`readinto`. The backend fsdp calls fsync on each file, the backend torch does not, and the raw contestant does as each
-of them. Files are written anew each time; what is read lies in the page cache, as it was written just before. They take
-turns; two rounds before the others are not counted. Both are to have half the speed of the raw write; beside it stands
-the raw read.
+A policy after one step: float32 weights and both of AdamW's moments. Checkpoints are awaited, and a rank has one
+thread. A run writes its checkpoints from a copy of the state (`wait = False`, then `written`). The raw contestant has
+as many files of the same sizes, one thread for each, warm memory, and Python's `write` and `readinto`. The backend fsdp
+calls fsync on each file, the backend torch does not, and the raw contestant does the same as the backend it is compared
+with. Files are written anew each time. Reads come from the page cache, because the files have just been written.
+Contestants take turns, after two rounds of warm-up. Both directions should reach half the speed of the raw write. The
+raw read is shown too.
 
 torch, 1 rank       a thread of this process
 fsdp, 1 rank        the same
-fsdp, 2 ranks       processes on Ray; each writes and reads its own file
+fsdp, 2 ranks       processes on Ray, each with its own file
 
 About 5 minutes.
 """
@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name for tables."""
         return f"{self.backend}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
 
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 async def compare(subject: Subject, mib: int, rounds: int) -> list[Figure]:
-    """Let both take turns, and set their medians side by side."""
+    """Let both take turns, and compare their medians."""
     seconds: dict[str, list[tuple[float, ...]]] = {"meshrl": [], "raw": []}
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"train": MeshConfig(ranks=subject.ranks, cpus=1)}
@@ -100,8 +100,8 @@ async def compare(subject: Subject, mib: int, rounds: int) -> list[Figure]:
 
 
 def model(mib: int) -> NewModel:
-    """A model whose state has about so many MiB, in a few layers as wide as those of real models."""
-    width = round((mib * 2**20 / (3 * 4 * LAYERS * 12)) ** 0.5 / 64) * 64  # 4 w^2 + 3 w (8/3 w) weights a layer
+    """A model whose state has about `mib` MiB, in a few layers as wide as those of real models."""
+    width = round((mib * 2**20 / (3 * 4 * LAYERS * 12)) ** 0.5 / 64) * 64  # 4 w^2 + 3 w (8/3 w) weights per layer
     return NewModel(
         characters="abcdefgh>",
         hidden_size=width,
@@ -113,12 +113,12 @@ def model(mib: int) -> NewModel:
 
 
 def sizes(folder: str) -> list[int]:
-    """The bytes of each file."""
+    """Size of each file in bytes."""
     return [file.stat().st_size for file in sorted(Path(folder).iterdir())]
 
 
 async def turn_of(policy: Policy, folder: str) -> tuple[float, ...]:
-    """Seconds to write a checkpoint, to take it again, and to write it from a copy."""
+    """Seconds to write a checkpoint, to restore it, and to write it from a copy."""
     shutil.rmtree(folder)
     began = time.perf_counter()
     await policy.checkpoint(folder)
@@ -156,7 +156,7 @@ class Raw:
     def _write(self, path: Path, buffer: NDArray[np.uint8]) -> None:
         with path.open("wb", buffering=0) as file:
             written = 0
-            while written < len(buffer):  # Linux writes 2 GiB at once, no more
+            while written < len(buffer):  # Linux writes at most 2 GiB at once
                 written += file.write(buffer.data[written:])
             if self._syncs:
                 os.fsync(file.fileno())

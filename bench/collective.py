@@ -1,4 +1,4 @@
-"""`bench/weights.py --parts collective`: from two ranks of FSDP to two samplers, compared with gloo's own broadcast."""
+"""`bench/weights.py --parts collective`: from two ranks of FSDP to two samplers, against gloo's own broadcast."""
 
 import asyncio
 import ctypes
@@ -20,25 +20,25 @@ from meshrl_hf.live_weights import LiveWeights, offered
 from meshrl_torch.sampler import TorchSampler
 
 RANKS: Final = 2
-"""That send, and as many that read."""
+"""Number of sending ranks, and of reading ranks."""
 BUCKET: Final = 16
-"""MiB."""
+"""In MiB."""
 WARM: Final = 2
 MIB: Final = 2**20
 
 
 class Meter:
-    """How much memory a process has, beyond what it had, at its highest: looked at every five milliseconds."""
+    """The peak of a process's additional memory, sampled every five milliseconds."""
 
     def __init__(self) -> None:
-        log.info("memory is watched")  # so that what writes log lines is loaded
-        ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would be had again unseen
+        log.info("memory is watched")  # loads the modules that write log lines
+        ctypes.CDLL(None).malloc_trim(0)  # else earlier freed memory would be reused unnoticed
         self._had = self._most = _own()
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def extra(self) -> float:
-        """MiB."""
+        """Additional memory in MiB."""
         return (self._most - self._had) / MIB
 
     def _watch(self) -> None:
@@ -48,17 +48,17 @@ class Meter:
 
 
 def _own() -> int:
-    """Bytes of a process's memory, also of what it shares, but for files on a disk."""
+    """Bytes of a process's memory, including shared memory, except mapped files on a disk."""
     status = Path("/proc/self/status").read_text("ascii")
     return sum(int(status.partition(f"{kind}:")[2].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
 
 
 class Source(FsdpPolicy):
-    """Sends its weights, also without saying what it computes with them."""
+    """Sends its weights, optionally without a probe."""
 
     @endpoint
     async def begin(self) -> Sum[int]:
-        """From now on its memory is watched."""
+        """Start measuring memory."""
         self._meter = Meter()
         return 1
 
@@ -70,7 +70,7 @@ class Source(FsdpPolicy):
 
     @endpoint
     async def extra(self) -> Gather[np.ndarray]:
-        """MiB more than before, at most."""
+        """Peak of additional memory in MiB."""
         return np.array([self._meter.extra])
 
 
@@ -79,15 +79,15 @@ class Taker(TorchSampler):
 
     @endpoint
     async def begin(self) -> Sum[int]:
-        """From now on its memory is watched."""
+        """Start measuring memory."""
         for tensor in self._taken.values():
-            tensor.add_(0)  # else the model's file is mapped, and becomes memory of its own with the first weights
+            tensor.add_(0)  # else the model's file is mapped, and becomes private memory with the first weights
         self._meter = Meter()
         return 1
 
     @endpoint
     async def extra(self) -> Gather[np.ndarray]:
-        """MiB more than before, at most."""
+        """Peak of additional memory in MiB."""
         return np.array([self._meter.extra])
 
 
@@ -100,13 +100,13 @@ class Caster(Actor):
 
     @endpoint
     async def cast(self) -> Sum[int]:
-        """All have what the first has."""
+        """Give all ranks what the first one has."""
         await asyncio.to_thread(dist.broadcast, self._tensor, 0)
         return 1
 
 
 async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
-    """The time of both, and the memory that ours takes."""
+    """Time of both, and the memory that ours needs."""
     ranks = make_engine(engine)
     config = PolicyConfig(backend="fsdp", model=model, dtype="bfloat16", broadcast_sync=True, bucket_mib=BUCKET)
     source = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Source, config)

@@ -1,12 +1,12 @@
 """A run on several hosts that suffers fault after fault, for `bench/soak.py --hosts 3`.
 
-GRPO of a tiny model, `ahead` = 2: a policy on the first host and a sampler on each of the others, of which one is
-enough. Faults come one after the other, in an order and after pauses that a seed decides: a sampler's process is
-killed; the policy's is; a host dies for ever, and a new one joins; a host is cut off for less than `run.patience`, and
-for more; the controller is killed, and begun again. A fault is repaired when the run has got further than it was, and
-has all its samplers. In the end `audit_run` says whether any prompt was lost or trained twice.
+GRPO of a tiny model with `ahead` = 2: a policy on the first host and a sampler on each of the others, of which one is
+enough. Faults follow one another, in an order and after pauses that a seed determines. The process of a sampler or of
+the policy is killed. A host dies forever, and a new one joins. A host is cut off for less than `run.patience`, and for
+more. The controller is killed and restarted. A fault counts as repaired when the run has progressed and has all its
+samplers. At the end `audit_run` says whether any prompt was lost or trained twice.
 
-Whenever a fault is repaired, all hosts are looked at together: memory, descriptors, processes, threads, shared memory.
+After each repair, the resources of all hosts are summed: memory, descriptors, processes, threads, shared memory.
 """
 
 import json
@@ -32,21 +32,22 @@ from meshrl.run import audit_run
 from meshrl.testing.cluster import Cluster, Host, Inside, missing
 
 PATIENCE: Final = 10.0
-"""The run's."""
+"""`run.patience`."""
 RANK: Final = "^ray::RankProces"
-"""A rank's process, by the 15 letters of its name. Ray writes the command line anew with each call, not at once."""
+"""Pattern of a rank's process, by the 15 letters of its name. Ray rewrites the command line at each call, with
+delay."""
 BRIEF, LONG = 5.0, 30.0
-"""Seconds of a cut that the run waits for, and of one that it does not."""
+"""Seconds of a cut that the run survives, and of one that it does not."""
 AHEAD: Final = 2
-"""Steps that a run which has stopped may still take, of rows that were there."""
+"""Steps that a stopped run may still take with rows that it already has."""
 PAUSE: Final = 5.0, 20.0
-"""Seconds between a repair and the next fault."""
+"""Range of seconds between a repair and the next fault."""
 LATEST: Final = 240.0
-"""Seconds within which a fault is repaired."""
+"""Time limit of a repair in seconds."""
 LOOKS: Final = 8
-"""At the shared memory, of which the least counts."""
+"""Samples of the shared memory, of which the lowest counts."""
 GROWTH: Final = 1.1
-"""How much more there may be in the last third of the time than in the first."""
+"""Allowed ratio of use in the last third of the time to the first third."""
 CONFIG: Final = """
 algorithm = "grpo"
 steps = 1_000_000
@@ -96,14 +97,14 @@ def right_letters(prompt, completion, row):
 
 
 class Broken:
-    """The run, its hosts, and what is done to them."""
+    """The run, its hosts, and the faults done to them."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
         self._log = folder / "controller.log"
         self._changing = Lock()
-        """Held while the controller is killed and begun again."""
+        """Held while the controller is killed and restarted."""
         self._controller = self._begun()
 
     def _begun(self) -> Inside:
@@ -112,14 +113,14 @@ class Broken:
             return self.cluster.hosts[0].start(["env", "-C", str(self.folder), *command], stdout=log, stderr=STDOUT)
 
     def step(self) -> int:
-        """The last one that the run has told of; -1 before the first."""
+        """The last recorded step, -1 before the first."""
         with suppress(OSError, IndexError, ValueError), (self.folder / "runs/soak/metrics.jsonl").open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - 10_000))
             return int(json.loads(lines.read().rpartition(b"\n")[0].splitlines()[-1])["step"])
         return -1
 
     def wait_until(self, so: Callable[[], bool], what: str, seconds: float = LATEST) -> None:
-        """SystemExit, with the controller's last words, where it has ended, or nothing comes of it."""
+        """Wait for a condition. SystemExit, with the controller's last output, if it has ended or the time is over."""
         until = time.monotonic() + seconds
         while not so():
             with self._changing:
@@ -135,11 +136,11 @@ class Broken:
         return "\n".join(self._log.read_text("utf-8").splitlines()[-100:])
 
     def goes_on_after(self, fault: "Fault") -> tuple[float, float]:
-        """Seconds from a fault until the run has got further, and until all its samplers are there as well."""
+        """Seconds from a fault until the run has progressed, and until all its samplers are back too."""
         told, began = self._log.stat().st_size, time.monotonic()
         mend = fault.break_it(self)
-        step = self.step()  # steps are fast: some were made while it was being broken
-        with ThreadPoolExecutor(1) as other:  # the run may go on before it is mended
+        step = self.step()  # steps are fast: some were made during the fault
+        with ThreadPoolExecutor(1) as other:  # the run may continue before the fault is mended
             mended = other.submit(mend) if mend else None
             self.wait_until(lambda: self.step() > step + AHEAD, "the run goes on")
             further = time.monotonic() - began
@@ -152,7 +153,7 @@ class Broken:
         return further, time.monotonic() - began
 
     def sampling(self, luck: random.Random) -> Host:
-        """A host with a sampler: a run that has just begun has none for a while, and then perhaps one."""
+        """A host with a sampler. A run that has just begun has none for a while, and then perhaps one."""
         found: list[Host] = []
 
         def some() -> bool:
@@ -164,25 +165,25 @@ class Broken:
         return luck.choice(found)
 
     def end(self) -> None:
-        """As by Ctrl-C. SystemExit, with where each of its threads is, where it does not end."""
+        """End the run as by Ctrl-C. SystemExit, with the stacks of its threads, if it does not end."""
         self._controller.send_signal(signal.SIGINT)
         until = time.monotonic() + LATEST
         while self._controller.poll() is None:
             if time.monotonic() > until:
-                self._controller.send_signal(signal.SIGABRT)  # which Python's own handler answers with the stacks
+                self._controller.send_signal(signal.SIGABRT)  # Python's handler prints the stacks
                 self._controller.wait()
                 raise SystemExit(f"it does not end within {LATEST:g} s of Ctrl-C:\n{self._last_words()}")
             time.sleep(0.1)
 
     def kill_controller(self) -> None:
-        """And begin it again."""
+        """Kill the controller and restart it."""
         with self._changing:
             self._controller.kill()
             self._controller.wait()
             self._controller = self._begun()
 
     def used(self) -> dict[str, float]:
-        """What all hosts use together, and the run's folder without the lines that it adds each step."""
+        """Resources of all hosts together, and the run's folder without files that grow each step."""
         totals: defaultdict[str, float] = defaultdict(float)
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
@@ -196,22 +197,22 @@ class Broken:
         return totals
 
     def _shared_memory(self) -> float:
-        """MiB in that of all hosts at this moment: some segments are of calls under way."""
+        """MiB of shared memory on all hosts now. Some segments belong to calls in progress."""
         there = [host.run(["du", "-sk", "/dev/shm"]) for host in self.cluster.hosts if host.is_on]  # noqa: S108
         return sum(int(said.split()[0]) for said in there) / 1024
 
 
 class Fault(NamedTuple):
-    """What may happen to a run."""
+    """A possible fault."""
 
     name: str
     loses_a_sampler: bool
     break_it: Callable[[Broken], Callable[[], None] | None]
-    """Gives what mends it, where it does not stay as it is."""
+    """Causes the fault. Returns the function that mends it, if it needs mending."""
 
 
 def faults(luck: random.Random) -> Iterator[Fault]:
-    """One after the other; each kind comes once before any comes again."""
+    """Yield faults. Each kind comes once before any is repeated."""
 
     def sampler_killed(run: Broken) -> None:
         killed = f"pkill -KILL {RANK} && echo killed; true"
@@ -244,7 +245,7 @@ def faults(luck: random.Random) -> Iterator[Fault]:
 
         def mend() -> None:
             time.sleep(LONG)
-            host.kill()  # as Ray's node there ends itself, when it hears that it was given up
+            host.kill()  # like Ray's node there, which ends itself when it learns that it was given up
             host.boot()
 
         return mend
@@ -263,7 +264,7 @@ def faults(luck: random.Random) -> Iterator[Fault]:
 
 
 def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
-    """Break the run for so long, and look what became of it."""
+    """Break the run for `minutes`, and check the outcome."""
     if reason := missing():
         raise SystemExit(reason)
     luck = random.Random(seed)
@@ -286,7 +287,7 @@ def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
 def _broken(
     run: Broken, luck: random.Random, seconds: float
 ) -> tuple[dict[str, list[tuple[float, float]]], list[dict[str, float]]]:
-    """Seconds of each repair, and what was used after each."""
+    """Seconds of each repair, and the resources in use after each."""
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     used: list[dict[str, float]] = []
     until = time.monotonic() + seconds

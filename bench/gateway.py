@@ -2,19 +2,19 @@
 
     python bench/gateway.py --json F [--rounds N]
 
-256 sessions at once, of 4 turns each. Their client is the package openai, in a process of its own on the first core. A
-turn sends the whole history.
+The load is 256 concurrent sessions of 4 turns each. Their client is the package openai, in a separate process on the
+first core. Each turn sends the whole history.
 
-fakes    A sampler and a chat template that only copy text, in the server's process; messages and answers of 128
-         characters. Counted is all CPU time of that process, user and system, from before the sessions are opened to
-         when their rows are made, over the 1,024 requests. What the fake sampler alone takes for the same rows is told
-         beside it, and is in it
-torch    The quickstart's model, a tokenizer and a chat template of Hugging Face's; the sampler is a rank of one thread
-         by the engine `processes`. Messages of 32 tokens, answers log-uniform from 8 to 256. Tokens a second of the
-         answers, against the same 1,024 rows, of the same prompts and lengths, drawn by one call of `generate` that
-         decodes as many rows at once as there are sessions
+fakes    A sampler and a chat template that only copy text, in the server's process, with messages and answers of 128
+         characters. The CPU time of that process, user and system, counts from before the sessions are opened to when
+         their rows are made, divided by the 1,024 requests. It includes the fake sampler's own time for the same rows,
+         which is reported too
+torch    The quickstart's model, with a tokenizer and a chat template of Hugging Face. The sampler is a rank of one
+         thread on the engine `processes`. Messages have 32 tokens, answers log-uniform 8 to 256. Tokens per second of
+         the answers, against the same 1,024 rows with the same prompts and lengths, drawn by one call of `generate`
+         that decodes as many rows at once as there are sessions
 
-Turns change places from round to round, and the first is not counted. A few minutes.
+The order of turns changes from round to round, and the first round does not count. A few minutes.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ SESSIONS: Final = 256
 TURNS: Final = 4
 REQUESTS: Final = SESSIONS * TURNS
 MOST_CPU: Final = 2.0
-"""Milliseconds of a request."""
+"""Milliseconds per request."""
 LEAST_SPEED: Final = 0.9
-"""Of `generate` alone."""
+"""Share of the speed of `generate` alone."""
 MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY: \n", max_tokens=2048)
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 async def on_fakes(client: Worker, rounds: int) -> list[Figure]:
-    """CPU of a request, and of the fake sampler's part in it."""
+    """CPU time per request, and the fake sampler's part of it."""
     sampler = ScriptedSampler(lambda prompt: prompt[-128:])
     limits = np.full((SESSIONS, TURNS), 128)
     whole, fakes = list[float](), list[float]()
@@ -89,7 +89,7 @@ async def on_fakes(client: Worker, rounds: int) -> list[Figure]:
 
 
 async def on_torch(client: Worker, rounds: int) -> list[Figure]:
-    """Tokens a second through the gateway, and by `generate`."""
+    """Tokens per second through the gateway, and by `generate`."""
     limits = np.exp(np.random.default_rng(0).uniform(np.log(8), np.log(257), (SESSIONS, TURNS))).astype(np.int64)
     tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
     tokenizer.chat_template = TEMPLATE
@@ -115,7 +115,7 @@ async def on_torch(client: Worker, rounds: int) -> list[Figure]:
 
 
 async def episodes(gateway: Gateway, client: Worker, limits: NDArray[np.int64], characters: int) -> Batch:
-    """Rows of sessions that the client has held: one each. `limits`: tokens of each answer, int[sessions, turns]."""
+    """Rows of the client's sessions, one each. `limits`: tokens of each answer, int[sessions, turns]."""
     sessions = [gateway.open(Sampling(max_tokens=512, ignore_eos=True)) for _ in limits]
     told = [(session.url, session.token, each) for session, each in zip(sessions, limits.tolist(), strict=True)]
     await asyncio.to_thread(client.ask, sessions=told, characters=characters)
@@ -125,7 +125,7 @@ async def episodes(gateway: Gateway, client: Worker, limits: NDArray[np.int64], 
 
 
 def turns_of(rows: Batch) -> Batch:
-    """What was asked for: a row for each turn, with its prompt as tokens and the number that were drawn after it."""
+    """The requests: one row per turn, with its prompt as tokens and the number of drawn tokens."""
     prompts, limits = list[NDArray[np.int32]](), list[int]()
     for tokens, learnt in zip(rows.tokens, rows.loss_mask, strict=True):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], learnt, [False]]).astype(np.int8)))
@@ -151,7 +151,7 @@ async def talk_all(sessions: Sequence[tuple[str, str, Sequence[int]]], character
 
 
 async def talk(http: httpx2.AsyncClient, url: str, token: str, limits: Sequence[int], characters: int) -> None:
-    """One session: messages, each after the answer to the one before it."""
+    """One session. Each message follows the answer to the previous one."""
     client = openai.AsyncOpenAI(base_url=url, api_key=token, http_client=http)
     messages = list[Any]()
     for turn, most in enumerate(limits):

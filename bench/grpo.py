@@ -3,18 +3,18 @@
     python bench/grpo.py --json F [--threads 1,2] [--cases short,long] [--rounds N]
     python bench/grpo.py --json F --threads 2 --ahead 1 [--engine processes|ray] [--cases short,long] [--rounds N]
 
-Both start from one model (the quickstart's, warmed up by its 200 supervised steps), and read the same prompts, shapes
-and hyper-parameters from one file. Each runs in a process of its own on the first `threads` cores, under the same
-allocator settings, and they take turns; steps before the first turn are not counted. Two cases of 64 prompts x 8
-completions, a step an update:
+Both start from one model, the quickstart's after its 200 supervised steps, and read the same prompts, shapes and
+hyperparameters from one file. Each runs in a separate process on the first `threads` cores, with the same allocator
+settings. They take turns, and steps before the first turn do not count. Two cases of 64 prompts x 8 completions, one
+update per step:
 
-short  the quickstart's: at most 10 new tokens, rewarded when exactly right
+short  the quickstart's: at most 10 new tokens, rewarded if exactly right
 long   completion lengths forced, log-uniform from 8 to 256: with Sampling(ignore_eos=True) and a `max_tokens` column
-       here, with a logits processor in TRL (bench/peers/trl_grpo.py); rewarded by the share of right characters
+       here, with a logits processor in TRL (bench/peers/trl_grpo.py). The reward is the share of right characters
 
-With --ahead above 0 our rollouts and training overlap, on two meshes of half of the threads each, against TRL on all of
-them. Then the first steps of a turn do not count, so that a rollout that was made while the other had its turn is no
-gain; and a turn ends when no rollout runs.
+With --ahead above 0 our rollouts and training overlap, on two meshes with half of the threads each, against TRL on all
+of them. The first steps of a turn then do not count, so rollouts made during the other's turn bring no advantage. A
+turn ends when no rollout runs.
 
 TRL needs `make peers`; `--without trl` leaves it out, and the targets with it. About 6 minutes.
 """
@@ -71,16 +71,16 @@ FILLING: Final = 2
 
 
 class Case(Config):
-    """One comparison: what is generated, how often it is measured, and what is wanted."""
+    """One comparison: what is generated, how often it is measured, and the target."""
 
     name: str
     long: bool
     steps: int
-    """Steps a turn."""
+    """Steps per turn."""
     warm_up: int
     rounds: int
     target: float
-    """Samples per second over TRL's."""
+    """Target of samples per second over TRL's."""
 
 
 CASES: Final = {
@@ -90,7 +90,7 @@ CASES: Final = {
 
 
 class Job(Config):
-    """What both contestants are told."""
+    """The settings of both contestants."""
 
     prompts: tuple[str, ...]
     answers: tuple[str, ...]
@@ -98,9 +98,9 @@ class Job(Config):
     completions: int
     max_tokens: int
     lengths: tuple[tuple[int, ...], ...]
-    """The forced lengths of a step's rows, a step after the other, round and round; nothing: the model decides."""
+    """Forced lengths of the rows of consecutive steps, repeated in a cycle. Empty: the model decides."""
     reward: Literal["exact", "share"]
-    """A function in bench/peers/score.py."""
+    """Name of a function in bench/peers/score.py."""
     clip: float
     lr: float
     betas: tuple[float, float]
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def warmed_up_model(folder: Path) -> Path:
-    """The model that sft/quickstart makes, but for longer texts."""
+    """The model that sft/quickstart makes, for longer texts."""
     settings = [f"run.folder={folder}", "run.name=warm", f"policy.model.max_tokens={LONGEST + 64}"]
     meshrl = Path(sys.executable).parent / "meshrl"
     subprocess.run([meshrl, "run", "sft/quickstart", *settings], check=True, cwd=ROOT, capture_output=True)
@@ -156,7 +156,7 @@ def warmed_up_model(folder: Path) -> Path:
 
 
 def overlapped(case: Case, job: Job) -> Case:
-    """More is wanted, and a turn has all the lengths, whichever of them a step has."""
+    """A higher target, and turns that contain all the lengths, however they are spread over steps."""
     where = "" if job.engine == "local" else f", {job.engine}"
     return case.model_copy(
         update={
@@ -168,13 +168,13 @@ def overlapped(case: Case, job: Job) -> Case:
 
 
 def quickstart(model: str, *settings: str) -> Any:
-    """The settings of grpo/quickstart, starting from this model."""
+    """The settings of grpo/quickstart with this initial model."""
     overrides = [f"policy.model={model}", "policy.optimizer.schedule=constant", *settings]
     return load_job(find_config("grpo/quickstart"), overrides, RunConfig).config
 
 
 def make_job(case: Case, ahead: int, engine: EngineName) -> Job:
-    """The quickstart's prompts and numbers; in the long case also a length for each row of a step."""
+    """The quickstart's prompts and numbers. In the long case also a length for each row of a step."""
     config = quickstart("")
     train = Task.load(config.task).train.select(np.arange(64 * 64))
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def make_job(case: Case, ahead: int, engine: EngineName) -> Job:
 
 
 def compare(case: Case, rounds: int, threads: int, model: Path, job: Path, peers: Sequence[str]) -> list[Figure]:
-    """Let both take turns and set their medians side by side."""
+    """Let both take turns and compare their medians."""
     commands: dict[str, Sequence[str | Path]] = {
         "meshrl": [sys.executable, __file__, "--worker", model, job],
         "trl": [TRL, ROOT / "bench/peers/trl_grpo.py", model, job],
@@ -236,9 +236,9 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path, peers
 
 
 async def contest(model: str, job: Job) -> None:
-    """The contestant meshrl: GRPO as in algorithms/grpo.py, some steps for each question on standard input."""
+    """The contestant meshrl: GRPO as in algorithms/grpo.py. Each question on standard input asks for some steps."""
     config = quickstart(model, *(["sampler.mesh=rollout", "reward.mesh=reward"] if job.ahead else []))
-    # A row has a length of its own in the long case, so it is drawn on its own.
+    # In the long case each row has its own length, so it is drawn separately.
     forced = {"ignore_eos": True, "n": 1} if job.lengths else {}
     sampling = config.sampling.model_copy(update={"max_tokens": job.max_tokens, "seed": job.seed, **forced})
     share = f"{ROOT}/bench/peers/score.py:share"
@@ -267,19 +267,19 @@ async def contest(model: str, job: Job) -> None:
                 wall, cpu = time.perf_counter(), time.process_time()
                 done = [await step(stream) for _ in range(json.loads(question)["steps"])]
                 answer = {"wall": time.perf_counter() - wall, "rows": float(sum(map(len, done)))}
-                if job.engine == "local":  # else the ranks are not in this process
+                if job.engine == "local":  # else the ranks are in other processes
                     answer["cpu"] = time.process_time() - cpu
                 masks = [(await batch.load("loss_mask")).loss_mask.values for batch in done]
                 answer["tokens"] = float(sum(map(np.count_nonzero, masks)))
                 answer["reward"] = float(np.mean([batch.rewards.mean() for batch in done]))
-                # What runs on would take the other's time.
-                while stream.ledger.running:  # noqa: ASYNC110 -- a stream tells the trainer alone of its changes
+                # A running rollout would take the other contestant's time.
+                while stream.ledger.running:  # noqa: ASYNC110 -- a stream reports changes only to the trainer
                     await asyncio.sleep(0.01)
                 print(json.dumps(answer), flush=True)
 
 
 def step_prompts(job: Job) -> Iterator[Batch]:
-    """The prompts of each step, numbered in `asked`; where lengths are forced, a row for each completion."""
+    """The prompts of each step, numbered in `asked`. With forced lengths, one row per completion."""
     step = 0
     while True:
         here = np.arange(job.prompts_per_step) + step * job.prompts_per_step

@@ -2,24 +2,23 @@
 
     python bench/handoff.py --mib 1,16,128,512 --json F [--rounds N] [--engine processes|ray] [--without verl]
 
-Two ranks make it, two other ranks read every byte of it, their rows divided anew by tokens: into runs, where these
+Two ranks make the batch. Two other ranks read every byte of it. Its rows are divided anew by tokens, into runs if these
 are as even as here. The makers' halves differ by some rows, which their reader joins to those of the other maker. The
-columns are those of training (13 bytes a token), the rows ragged, log-uniform from 256 to 4,096 tokens; the peers get
-as many rows of one length and about equal bytes, which favours them: they pad, and nothing is padded. The makers hold
-their rows ready, and returning them puts them into shared memory each time.
+columns are those of training (13 bytes per token), with ragged rows, log-uniform from 256 to 4,096 tokens. The peers
+get as many rows of equal length and about equal bytes. This favours them: they pad, but have nothing to pad. The makers
+keep their rows ready, and each return puts them into shared memory.
 
 by reference            `await readers.read(await makers.make())`
 through the controller  the same, but it loads all columns and makes a new batch of them
 bare Ray                bench/peers/ray_rows.py
-verl                    bench/peers/verl_dispatch.py: its default, and its other ways, of which one is its best
+verl                    bench/peers/verl_dispatch.py: its default, and its other ways, the best of which counts
 
-Each project runs in a process of its own, under the same allocator settings, and each but meshrl on `processes` with a
-Ray of its own, whose store has 3 GiB. Up to 128 MiB they take turns; larger, they run one after another, as they do
-not fit into 24 GiB together. The first turns (2 to 12) are not counted: a process is slow where it touches a page of
-shared memory for the first time, and is measured when it has been everywhere. The controller's memory is measured
-apart: a new process for each contestant, warmed up on 1 MiB; its own memory at its peak, without the shared pages that
-it maps. How often each byte is copied on its way is counted by the code that copies it. verl needs `make peers`;
-`--without verl` leaves it out, and the targets against it. About 10 minutes.
+Each project runs in a separate process with the same allocator settings. All except meshrl on `processes` have their
+own Ray with a store of 3 GiB. Up to 128 MiB they take turns. Larger batches run one project after another, because they
+do not fit into 24 GiB together. The first 2 to 12 turns do not count, because the first access to each page of shared
+memory is slow. The controller's memory is measured separately, in a new process per contestant, warmed up on 1 MiB: the
+peak of its own memory, without mapped shared pages. The copying code counts how often each byte is copied. verl needs
+`make peers`; `--without verl` leaves it out, and the targets against it. About 10 minutes.
 """
 
 import asyncio
@@ -76,11 +75,11 @@ WAYS: Final = {
     "verl, futures": ("verl", "future"),
     "verl, futures of TensorDict": ("verl", "future_tensordict"),
 }
-"""Who, and how."""
+"""Projects and their ways."""
 JUDGED: Final = 128
-"""MiB at which there are targets."""
+"""MiB for which there are targets."""
 TOGETHER: Final = 128
-"""MiB up to which all projects fit into the memory together and can take turns."""
+"""MiB up to which all projects fit into memory together and take turns."""
 
 
 def main() -> None:
@@ -113,7 +112,7 @@ def main() -> None:
 
 
 def project(name: str, engine: str) -> Worker:
-    """A project's process. `engine`: where meshrl's ranks run."""
+    """Start a project's process. `engine`: where meshrl's ranks run."""
     if name == "verl" and not VERL.exists():
         raise SystemExit(
             f"{VERL.relative_to(ROOT)} is not there: run `make peers` first, or leave it out: --without verl"
@@ -122,7 +121,7 @@ def project(name: str, engine: str) -> Worker:
 
 
 def measure(mib: int, workers: Mapping[str, Worker], rounds: int) -> dict[str, float]:
-    """Hand a batch of one size on in every way of these projects, in turns; seconds."""
+    """Hand over a batch of one size in every way of these projects, in turns. Returns seconds."""
     prepare(mib, workers)
     turns = {name: partial(handoff, workers[who], how) for name, (who, how) in WAYS.items() if who in workers}
     take_turns(turns, warming(mib))
@@ -130,12 +129,12 @@ def measure(mib: int, workers: Mapping[str, Worker], rounds: int) -> dict[str, f
 
 
 def warming(mib: int) -> int:
-    """The turns until every page of the store was touched, about."""
+    """Approximate number of turns until every page of the store was used."""
     return max(2, min(12, STORE_BYTES // 2**21 // mib))
 
 
 def compare(mib: int, times: Mapping[str, float]) -> list[Figure]:
-    """Set the ways side by side."""
+    """Compare the ways."""
     ours, verl = times[OURS], {name: wall for name, wall in times.items() if WAYS[name][0] == "verl"}
     figures: list[Figure] = []
     if verl:
@@ -151,7 +150,7 @@ def compare(mib: int, times: Mapping[str, float]) -> list[Figure]:
 
 
 def prepare(mib: int, workers: Mapping[str, Worker]) -> float:
-    """Have every project make its rows, of about the same bytes; MiB."""
+    """Let every project make its rows, with about the same bytes. Returns MiB."""
     lengths = row_lengths(mib, 2)
     rows = len(lengths[0])
     tokens = round(sum(int(part.sum()) for part in lengths) / (2 * rows))
@@ -167,12 +166,12 @@ def prepare(mib: int, workers: Mapping[str, Worker]) -> float:
 
 
 def handoff(worker: Worker, how: str) -> float:
-    """Seconds."""
+    """Seconds of a handoff."""
     return worker.ask(do="handoff", how=how)["value"]
 
 
 def copies(begin: Callable[[], Worker]) -> list[Figure]:
-    """How often each byte of a batch is copied on its way, as the code itself counts it."""
+    """How often each byte of a batch is copied on its way, counted by the code itself."""
     with begin() as worker:
         prepare(JUDGED, {"meshrl": worker})
         made = {side: worker.ask(do="copied", side=side)["value"] for side in ("makers", "readers", "controller")}
@@ -184,7 +183,7 @@ def copies(begin: Callable[[], Worker]) -> list[Figure]:
 
 
 def memory(name: str, begin: Callable[[], Worker]) -> Figure:
-    """What the controller's own memory grows by when it hands on its first large batches."""
+    """Growth of the controller's own memory during its first large batches."""
     who, how = WAYS[name]
     with begin() as worker:
         prepare(1, {who: worker})
@@ -204,7 +203,7 @@ class Rows(Actor):
 
     @endpoint
     async def prepare(self, mib: int) -> Sum[NDArray[np.int64]]:
-        """Make this rank's share of so many MiB; a checksum of each column."""
+        """Make this rank's share of `mib` MiB. Returns a checksum of each column."""
         rank = current_rank()
         lengths = row_lengths(mib, rank.size)[rank.index]
         columns = token_columns(int(lengths.sum()), rank.index)
@@ -213,22 +212,22 @@ class Rows(Actor):
 
     @endpoint
     async def make(self) -> Gather[Batch]:
-        """This rank's rows."""
+        """Return this rank's rows."""
         return self._rows
 
     @endpoint
     async def copied(self) -> Sum[NDArray[np.int64]]:
-        """Bytes that this rank has copied so far on the way of values."""
+        """Bytes that this rank has copied so far in transfers."""
         return np.array([copied_here()])
 
     @endpoint
     async def read(self, batch: Shard[Batch]) -> Sum[NDArray[np.int64]]:
-        """Read every byte; a checksum of each column."""
+        """Read every byte. Returns a checksum of each column."""
         return sums_of(batch)
 
 
 def copied_here() -> int:
-    """Bytes that this process has copied into shared memory, to be handed on, and out of it."""
+    """Bytes that this process has copied into and out of shared memory in transfers."""
     return pool.copied + pool.gathered
 
 
@@ -243,7 +242,7 @@ def sums_of(batch: Batch) -> NDArray[np.int64]:
 
 
 class Contest:
-    """The meshes, and what is measured of them."""
+    """The meshes, and their measurements."""
 
     def __init__(self, makers: Rows, readers: Rows) -> None:
         self._makers, self._readers = makers, readers
@@ -252,7 +251,7 @@ class Contest:
         self._nbytes = 0
 
     async def prepare(self, mib: int) -> float:
-        """Make the rows; tokens."""
+        """Make the rows. Returns tokens."""
         self._truth = await self._makers.prepare(mib)
         parts = row_lengths(mib, 2)
         lengths = np.concatenate(parts)
@@ -262,7 +261,7 @@ class Contest:
         return float(lengths.sum())
 
     async def handoff(self, how: str) -> float:
-        """Seconds, in one of two ways."""
+        """Seconds of one of the two ways."""
         began = time.perf_counter()
         batch = await self._makers.make()
         if how == "controller":
@@ -273,7 +272,7 @@ class Contest:
         return wall
 
     async def roundtrip(self, replaced: Sequence[str]) -> float:
-        """Seconds of making rows, reading them here, replacing columns, and reading them on the same ranks again."""
+        """Seconds to make rows, read them here, replace columns, and read them again on the same ranks."""
         began = time.perf_counter()
         batch = await (await self._makers.make()).load()
         seen = sums_of(batch)
@@ -286,7 +285,7 @@ class Contest:
         return wall
 
     async def copied(self, side: str) -> float:
-        """How often one side copies each byte of a batch, values and where rows begin, that is handed on."""
+        """How often one side copies each byte of a transferred batch, including row offsets."""
         before = await self._copied(side)
         await self.handoff("reference")
         return (await self._copied(side) - before) / self._nbytes
@@ -298,7 +297,7 @@ class Contest:
         return int((await ranks.copied())[0])
 
     async def reading(self) -> float:
-        """Seconds of what a round trip spends on reading alone."""
+        """Seconds of a round trip spent only on reading."""
         batch = await (await self._makers.make()).load()
         sums_of(batch)
         began = time.perf_counter()
@@ -307,7 +306,7 @@ class Contest:
 
 
 def contest(name: str) -> None:
-    """Be the contestant meshrl, on an engine."""
+    """Run as the contestant meshrl on an engine."""
     if name == "ray":
         start_ray(STORE_BYTES)
     with asyncio.Runner(loop_factory=RankLoop) as runner:

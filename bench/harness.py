@@ -36,13 +36,13 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(10**10),
     "MALLOC_TRIM_THRESHOLD_": str(10**10),
 }
-"""Freed memory stays with the process, in large pages. Else fresh pages cost torch on CPU a tenth of its time or
-more; TRL is fastest with all of these, and everybody gets them."""
+"""Keep freed memory in the process, in large pages. Otherwise fresh pages cost torch on CPUs a tenth of its time or
+more. TRL is fastest with all of these settings, and every contestant gets them."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, beside the peer or limit measured in the same run."""
+    """One measured number, with the peer or limit measured in the same run."""
 
     name: str
     value: float
@@ -59,30 +59,31 @@ def figure(name: str, value: float, unit: str, peer: float | None = None) -> Fig
 
 
 def at_least(name: str, value: float, unit: str, peer: float, target: float) -> Figure:
-    """A number that is to be at least `target` times the peer's."""
+    """A number that should be at least `target` times the peer's."""
     return Figure(name, value, unit, peer, value / peer, target, value / peer >= target)
 
 
 def at_most(name: str, value: float, unit: str, target: float, peer: float | None = None) -> Figure:
-    """A number that is to be no more than `target`, in its own unit."""
+    """A number that should be at most `target`, in its own unit."""
     return Figure(name, value, unit, peer, None if peer is None else value / peer, target, value <= target)
 
 
 def within(name: str, value: float, unit: str, peer: float, target: float) -> Figure:
-    """A number that is to be no more than `target` times the peer's."""
+    """A number that should be at most `target` times the peer's."""
     return Figure(name, value, unit, peer, value / peer, target, value / peer <= target)
 
 
 def with_allocator() -> None:
-    """Begin the script again under ALLOCATOR, for a benchmark that measures in its own process."""
+    """Restart the script under ALLOCATOR, for a benchmark that measures in its own process."""
     if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})  # noqa: S606 -- ourselves
 
 
 def copier(nbytes: int) -> Callable[[], float]:
-    """What copies so many bytes, in one thread and into warm memory, and tells the seconds.
+    """A function that copies `nbytes` in one thread into warm memory, and returns the seconds.
 
-    In blocks of a MiB: the C library takes twice as long for one of 512, because it goes past the caches.
+    It copies in blocks of a MiB. For one block of 512 MiB the C library takes twice as long, because it bypasses the
+    caches.
     """
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     blocks = [slice(start, start + 2**20) for start in range(0, nbytes, 2**20)]
@@ -98,12 +99,12 @@ def copier(nbytes: int) -> Callable[[], float]:
 
 
 def machine_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def start_ray(store: int | None = None) -> None:
-    """A Ray of this process's own, for all contestants in it. `store`: the bytes of its object store."""
+    """Start a private Ray for all contestants in this process. `store`: bytes of its object store."""
     import ray  # noqa: PLC0415 -- an extra, and slow to import
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -118,9 +119,9 @@ def start_ray(store: int | None = None) -> None:
 
 
 def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Each contestant's results. In a round each has one turn; the order reverses from round to round.
+    """Each contestant's results. Each has one turn per round, and the order reverses from round to round.
 
-    What else the machine does, and how warm it is, then falls on all contestants alike.
+    Other load and the temperature of the machine then affect all contestants alike.
     """
     results: dict[str, list[T]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -136,10 +137,10 @@ def median(values: Sequence[float]) -> float:
 
 
 class Worker:
-    """A contestant in a process of its own: one JSON line in, one JSON line out, on a given number of cores.
+    """A contestant in a separate process with a number of cores: one JSON line in, one JSON line out.
 
-    It works only between its question and its answer, so those that wait do not disturb the one whose turn
-    it is. It writes {"ready": true} first.
+    It works only between a question and its answer, so waiting contestants do not disturb the active one. It writes
+    {"ready": true} first.
     """
 
     def __init__(self, command: Sequence[str | Path], threads: int) -> None:
@@ -161,7 +162,7 @@ class Worker:
         return self._answer()
 
     def cpu_seconds(self) -> float:
-        """CPU time so far, of the worker and of the processes that it has started and that live."""
+        """CPU time so far of the worker and its living child processes."""
         worker = psutil.Process(self._process.pid)
         times = [process.cpu_times() for process in (worker, *worker.children(recursive=True))]
         return float(sum(each.user + each.system for each in times))
@@ -190,7 +191,7 @@ class Worker:
 
 
 def alone(command: Sequence[str | Path], threads: int) -> None:
-    """Run a contestant to its end on a given number of cores; SystemExit with its last words where it fails."""
+    """Run a contestant to its end on a number of cores. SystemExit with its last output if it fails."""
     words = [str(word) for word in command]
     with _cores(threads):
         done = subprocess.run(
@@ -201,14 +202,14 @@ def alone(command: Sequence[str | Path], threads: int) -> None:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """A contestant's: what it may compute with, how it is given memory, and that it asks and says little."""
+    """A contestant's environment: its threads, its allocator settings, and less output."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
-        "PYTHONWARNINGS": "ignore::FutureWarning",  # of TRL about transformers
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # raised by TRL about transformers
         "TOKENIZERS_PARALLELISM": "false",
         **ALLOCATOR,
     }
@@ -216,7 +217,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _cores(count: int) -> Generator[None]:
-    """Processes started inside may use only the first `count` of our cores."""
+    """Restrict processes started inside to the first `count` of our cores."""
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(ours)[:count])
     try:
@@ -226,7 +227,7 @@ def _cores(count: int) -> Generator[None]:
 
 
 def arguments(doc: str | None, rounds: int | None) -> argparse.ArgumentParser:
-    """A parser with `--json` and `--rounds`, `rounds` if not given; the script adds its own."""
+    """A parser with `--json` and `--rounds` (default `rounds`). The script adds further options."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=rounds, help="turns of each contestant; the median counts")
@@ -234,7 +235,7 @@ def arguments(doc: str | None, rounds: int | None) -> argparse.ArgumentParser:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """`--engine`, for a script whose ranks are always processes."""
+    """Add `--engine`, for a script whose ranks are always processes."""
     parser.add_argument(
         "--engine", choices=("processes", "ray"), default="processes", help="where the ranks run (default: processes)"
     )
@@ -249,7 +250,7 @@ def report(bench: str, figures: Sequence[Figure], json_path: Path | None) -> Non
         numbers = [_short(number) for number in (each.peer, each.ratio, each.target)]
         verdict = {None: "", True: "[green]met", False: "[red]missed"}[each.ok]
         table.add_row(each.name, _short(each.value), each.unit, *numbers, verdict)
-    # A file or a pipe has no width of its own: there, no line is cut.
+    # A file or a pipe has no width: do not cut lines there.
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     if json_path is not None:
         content = {
@@ -262,7 +263,7 @@ def report(bench: str, figures: Sequence[Figure], json_path: Path | None) -> Non
 
 
 def machine() -> dict[str, str | int | float]:
-    """CPU model, cores that this process may use, memory in GiB, and the Python version."""
+    """CPU model, available cores, memory in GiB, and the Python version."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -277,7 +278,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def _commit() -> str:
-    """The commit that was measured; `+` when the working tree differs from it."""
+    """The measured commit, with `+` if the working tree differs from it."""
 
     def git(*words: str) -> str:
         command = [shutil.which("git") or "git", *words]

@@ -2,16 +2,16 @@
 
     sudo python bench/hosts.py --json F [--mib 128] [--rate 1e9] [--rounds N]
 
-Five hosts made of namespaces (docs/hosts.md), each with a node of Ray and a cable of so many bits a second.
+Five hosts made of namespaces (docs/hosts.md), each with a Ray node and a cable of `--rate` bits per second.
 
-weights  A trainer on the first host makes a new version, and 8 samplers on the 4 others have taken it and proved every
-         fingerprint. Beside it 8 direct copies: a socket for each sampler, all from the trainer's host at once. And
-         what nobody can undercut here: bare sockets from host to host, each of which hands on what comes, and keeps
-         and proves nothing.
-batch    Rows made on the second host are read on the third: the bytes a second, against those of the socket.
+weights  A trainer on the first host makes a new version, until 8 samplers on the 4 others have loaded it and verified
+         every fingerprint. The peers are 8 direct copies, one socket per sampler, all from the trainer's host at once.
+         The lower limit is a chain of bare sockets from host to host, which forward everything without keeping or
+         verifying it.
+batch    Rows made on the second host are read on the third: bytes per second, against those of the socket.
 
-The processors of all hosts are this machine's: where they are busy all the while, it is not the links that bound. So it
-is told how busy they were. About two minutes; it needs root.
+All hosts share this machine's processors. If these are busy all the time, the links are not the bottleneck, so their
+load is reported. About two minutes. Needs root.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from meshrl.testing.cluster import Cluster, Host, missing
 from meshrl.weights import WeightSource
 
 HOSTS: Final = 4
-"""With samplers."""
+"""Number of hosts with samplers."""
 EACH: Final = 2
-"""Samplers of a host."""
+"""Samplers per host."""
 TENSOR: Final = 2**21
-"""Bytes of a tensor."""
+"""Bytes per tensor."""
 WARM: Final = 1
 MIB: Final = 2**20
 
 
 class Trainer(Actor):
-    """Has the weights of a model, and trains nothing."""
+    """Holds a model's weights, and trains nothing."""
 
     def __init__(self, nbytes: int) -> None:
         values = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
@@ -54,7 +54,7 @@ class Trainer(Actor):
 
     @endpoint
     async def weights(self) -> Gather[Weights, EVERY]:
-        """A new version."""
+        """Return a new version."""
         self._version += 1
         return self._source.weights(self._version, self._tensors.items(), None)
 
@@ -64,7 +64,7 @@ class Sampler(Actor):
 
     @endpoint
     async def take(self, weights: Weights) -> Sum[int]:
-        """How many tensors are not what was sent."""
+        """The number of tensors that differ from what was sent."""
         return sum(len(bucket.damaged()) for bucket in weights.buckets)
 
 
@@ -76,13 +76,13 @@ class Rows(Actor):
 
     @endpoint
     async def make(self) -> Gather[Batch]:
-        """Sixteen of them."""
+        """Return sixteen rows."""
         offsets = np.linspace(0, len(self._tokens), 17, dtype=np.int64)
         return Batch.of(tokens=Ragged(self._tokens, offsets))
 
     @endpoint
     async def read(self, batch: Shard[Batch]) -> Sum[int]:
-        """How many tokens there are, when all are here."""
+        """The number of tokens, once all have arrived."""
         return len(batch.tokens.values)
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--mib", type=int, default=128, help="how much (default: 128)")
     parser.add_argument("--rate", type=float, default=1e9, help="bits a second of each cable (default: 1e9)")
-    parser.add_argument("--on", help=argparse.SUPPRESS)  # the address of the cluster on whose first host this runs
+    parser.add_argument("--on", help=argparse.SUPPRESS)  # address of the cluster on whose first host this runs
     options = parser.parse_args()
     if options.on:
         print(json.dumps(asyncio.run(timed_on(options.on, options.mib * MIB, options.rounds))))
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def measure(cluster: Cluster, mib: int, rounds: int) -> list[Figure]:
-    """All of it: the sockets before and after the rest."""
+    """Measure everything, the sockets before and after the rest."""
     first, *others = cluster.hosts
     turns = {
         "one": lambda: copied(first, others[:1], mib),
@@ -131,7 +131,7 @@ def measure(cluster: Cluster, mib: int, rounds: int) -> list[Figure]:
 
 
 def asked(cluster: Cluster, mib: int, rounds: int) -> dict[str, float]:
-    """What a controller on the first host measures, and what its cable carried for a version of the weights."""
+    """The measurements of a controller on the first host, and the bytes on its cable for one version of the weights."""
     command = [sys.executable, __file__, "--on", cluster.address, "--mib", str(mib), "--rounds", str(rounds)]
     process = cluster.hosts[0].start(command, stdout=PIPE)
     before = cluster.hosts[0].traffic()[0]
@@ -173,7 +173,7 @@ async def timed_on(address: str, nbytes: int, rounds: int) -> dict[str, float]:
 
 
 def on(number: int) -> Resources:
-    """A place on the host with this number, from 1."""
+    """Resources on the host with this number, from 1."""
     return Resources(cpus=0, custom={f"node{number}": 1})
 
 
@@ -201,7 +201,7 @@ while True:
         break
     came.close()
 """
-"""Takes what comes, and sends it to the host that the sender names first, which is to send it to the others."""
+"""Receives bytes, and forwards them along the hosts that the sender names."""
 CLIENT: Final = """
 import socket, sys
 block = bytes(1 << 20)
@@ -219,7 +219,7 @@ with socket.create_connection((sys.argv[1], 1234)) as server:
 
 @contextmanager
 def served(hosts: Sequence[Host]) -> Generator[None]:
-    """Have each of these take what clients send."""
+    """Run the receiving server on each of these hosts."""
     servers = [host.start([sys.executable, "-c", SERVER], stdout=PIPE) for host in hosts]
     for server in servers:
         assert server.stdout
@@ -231,9 +231,9 @@ def served(hosts: Sequence[Host]) -> Generator[None]:
 
 
 def copied(sender: Host, to: Sequence[Host], mib: int, then: Sequence[Host] = ()) -> float:
-    """Seconds until so many MiB have come to each of these hosts, by a bare socket each, at once.
+    """Seconds until `mib` MiB have arrived at each of these hosts, by concurrent bare sockets.
 
-    `then`: these get them too, each from the one before.
+    `then`: hosts that get them too, each from the previous one.
     """
     command, others = [sys.executable, "-c", CLIENT], [host.name for host in then]
     clients = [sender.start([*command, host.name, str(mib), *others], stdin=PIPE, stdout=PIPE) for host in to]

@@ -2,13 +2,13 @@
 
     python bench/kills.py --kills 200 --seed 0 --json F [--engines local processes ray] [--backend fake|torch]
 
-`meshrl run` of `grpo` with a policy and a sampler on meshes of their own, columns in shared memory, and a checkpoint
-every third step. The controller gets SIGKILL, SIGTERM and SIGINT in turn, at a moment that the seed draws: half of them
-anywhere from the first import to the last file, half between two steps of training. Then the same command goes on,
-and may be killed again. When a run has ended, `meshrl.run.audit_run` says by its files whether each prompt was trained
-once or dropped, versions rose and the bound held; with `ahead` = 0 all that it computed must be what a run computes
-that nobody killed. Processes that outlive a kill are waited for; those that do not go are counted, with the folders of
-sockets and the shared memory that are left when a run has ended. (Ray leaves its session's folder.)
+`meshrl run` of `grpo` with a policy and a sampler on separate meshes, columns in shared memory, and a checkpoint every
+third step. The controller gets SIGKILL, SIGTERM and SIGINT in turn, at a moment drawn by the seed. Half of the moments
+are anywhere from the first import to the last file, and half are between two steps of training. Then the same command
+resumes the run, and may be killed again. When a run has ended, `meshrl.run.audit_run` checks by its files whether each
+prompt was trained once or dropped, versions rose and the bound held. With `ahead` = 0, all results must equal those of
+a run that was never killed. Processes that survive a kill get time to end. Those that do not end are counted, and so
+are sockets' folders and shared memory that are left at a run's end. (Ray leaves its session's folder.)
 """
 
 import json
@@ -38,19 +38,19 @@ STEPS: Final = 24
 SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ENGINES: Final = ("local", "processes", "ray")
 MOST: Final = 6
-"""Kills of one run; then it is left alone."""
+"""Kills of one run at most."""
 PATIENCE: Final = 60.0
-"""Seconds in which all that a killed run had started must be gone."""
+"""Seconds within which all processes of a killed run must end."""
 LIMIT: Final = 600.0
-"""Seconds of one life at most: a run that takes longer hangs."""
+"""Time limit of one life in seconds, after which a run counts as hanging."""
 MARK: Final = "MESHRL_BENCH_KILLS"
-"""In the environment of all that a run starts, whoever starts it."""
+"""Environment variable of all processes that a run starts, directly or not."""
 NEW: Final = {"characters": "0123456789+= ", "hidden_size": 32, "layers": 1, "heads": 2, "max_tokens": 32}
 
 
 @dataclass
 class Story:
-    """A run, from its first beginning to its end."""
+    """A run, from its first start to its end."""
 
     folder: Path
     engine: str
@@ -58,10 +58,10 @@ class Story:
     ahead: int
     kills: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Of its last life."""
+    """Seconds of its last life."""
 
     def write(self) -> None:
-        """Its configuration and its rows."""
+        """Write its configuration and its rows."""
         self.folder.mkdir(parents=True)
         rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(40 + 4 * STEPS)]
         Path(self.folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,7 +90,7 @@ class Story:
         Path(self.folder, "run.toml").write_text(tomli_w.dumps(table))
 
     def begin(self, mark: str) -> subprocess.Popen[bytes]:
-        """Begin it, or go on."""
+        """Start the run, or resume it."""
         scratch = self.folder / "tmp"
         scratch.mkdir(exist_ok=True)
         with Path(self.folder, "log").open("ab") as log:
@@ -104,12 +104,12 @@ class Story:
 
     @property
     def made(self) -> int:
-        """Bytes of the numbers of its steps."""
+        """Size of its metrics in bytes."""
         metrics = self.folder / "run/metrics.jsonl"
         return metrics.stat().st_size if metrics.exists() else 0
 
     def outcome(self) -> dict[str, object]:
-        """All that it computed."""
+        """All its results."""
         run, times = self.folder / "run", ("seconds", "step_s")
         told: dict[str, object] = {}
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -122,37 +122,37 @@ class Story:
 
     @property
     def has_finished(self) -> bool:
-        """Whether it has come to its end."""
+        """True if the run has finished."""
         summary = self.folder / "run/summary.json"
         return summary.exists() and json.loads(summary.read_text())["status"] == "finished"
 
     def last_words(self) -> str:
-        """What it said last."""
+        """The end of its log."""
         return Path(self.folder, "log").read_text(errors="replace")[-1500:]
 
 
 @dataclass
 class Count:
-    """What was found."""
+    """The findings."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By engine and signal."""
+    """Number of kills by engine and signal."""
     runs: Counter[str] = field(default_factory=Counter)
-    """That ended, by engine."""
+    """Number of ended runs by engine."""
     trained: int = 0
     broken: list[str] = field(default_factory=list)
-    """Promises that an audit finds broken."""
+    """Guarantees that an audit finds broken."""
     other_bits: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Lives that nobody killed, and that did not end well."""
+    """Lives that failed without a kill."""
     left: list[str] = field(default_factory=list)
-    """What is there after a run's end, or a while after a kill."""
+    """What is left after a run's end, or some time after a kill."""
     gone: list[float] = field(default_factory=list)
-    """Seconds from a kill until all of its processes were gone."""
+    """Seconds from a kill until all its processes had ended."""
 
 
 def processes(mark: str) -> list[psutil.Process]:
-    """Those that a run has started, and that still are."""
+    """Living processes that a run has started."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
@@ -164,7 +164,7 @@ def processes(mark: str) -> list[psutil.Process]:
 
 
 def wait_until_gone(mark: str, count: Count, where: str) -> None:
-    """Wait for the end of all that a life has started; what outlives it is counted, and ended."""
+    """Wait until all processes of a life have ended. Count and kill those that do not end."""
     began = time.monotonic()
     while left := processes(mark):
         if time.monotonic() - began > PATIENCE:
@@ -177,9 +177,9 @@ def wait_until_gone(mark: str, count: Count, where: str) -> None:
 
 
 def live(story: Story, how: signal.Signals | None, moment: tuple[bool, float], mark: str) -> bool:
-    """One life, killed at a moment or not at all; whether it was.
+    """Run one life, and kill it at a moment, if any. True if it was killed.
 
-    `moment`: whether it counts from a step that is made, and seconds.
+    `moment`: whether it counts from a finished step, and seconds.
     """
     began, made, counts_from = time.monotonic(), story.made, None
     from_step, after = moment
@@ -189,7 +189,7 @@ def live(story: Story, how: signal.Signals | None, moment: tuple[bool, float], m
             counts_from = now
         if how is not None and counts_from is not None and now - counts_from >= after:
             process.send_signal(how)
-            with suppress(subprocess.TimeoutExpired):  # it is counted as left behind
+            with suppress(subprocess.TimeoutExpired):  # counted as left behind
                 process.wait(PATIENCE)
             return True
         time.sleep(0.002)
@@ -201,7 +201,7 @@ def live(story: Story, how: signal.Signals | None, moment: tuple[bool, float], m
 
 
 def tell(story: Story, whole: dict[str, object], count: Count, where: str) -> None:
-    """Hold a run that has ended against what it promises."""
+    """Check the guarantees of a run that has ended."""
     count.left += [f"{where}: {path}" for path in (story.folder / "tmp").glob("meshrl-*")]
     if not story.has_finished:
         count.refused.append(f"{where}: {story.last_words()}")
@@ -219,11 +219,11 @@ def tell(story: Story, whole: dict[str, object], count: Count, where: str) -> No
 
 
 def kill_runs(kills: int, seed: int, engines: Sequence[str], backend: str, place: Path) -> Count:
-    """Begin runs on the engines in turn, and kill them until there were so many kills."""
+    """Start runs on the engines in turn, and kill them until the number of kills is reached."""
     random, count = Random(seed), Count()
     whole: dict[str, dict[str, object]] = {}
     lasts: dict[str, float] = {}
-    for engine in engines:  # nobody kills these
+    for engine in engines:  # runs without kills
         story = Story(place / f"{engine}-whole", engine, backend, 0)
         story.write()
         live(story, None, (False, 0.0), mark := f"{place.name}-{engine}")
@@ -253,7 +253,7 @@ def kill_runs(kills: int, seed: int, engines: Sequence[str], backend: str, place
 
 
 def main() -> None:
-    """Kill, then look what is left."""
+    """Kill runs, then check what is left."""
     parser = arguments(__doc__, rounds=None)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -270,7 +270,7 @@ def main() -> None:
 
 
 def figures(count: Count, engines: Sequence[str]) -> list[Figure]:
-    """The numbers, those first that must be 0."""
+    """The numbers, first those that must be 0."""
     by_engine = [(engine, sum(count.kills[engine, how.name] for how in SIGNALS)) for engine in engines]
     return [
         at_most("promises broken, by the audit", len(count.broken), "breaches", 0),

@@ -2,18 +2,18 @@
 
     python bench/learning.py --json F [--svg F] [--algorithms grpo,rloo,dpo] [--seeds 3,3,1] [--steps N] [--folder F]
 
-On our side runs the shipped script by `meshrl run NAME/quickstart`, on the other TRL's trainer (bench/peers/
-trl_learning.py): from one model (the quickstart's, warmed up by its 200 supervised steps), on the same prompts in the
-same order, with the same batches, rates, optimizer, clip and sampling, float32, each run in a process of its own on one
-core. A seed decides the order of the prompts and what is drawn. Each run's saved model is judged by one judge, our
-sampler: exact match on 512 held-out prompts, greedy and drawn at temperature 1.
+Our side runs the shipped script by `meshrl run NAME/quickstart`, the other side TRL's trainer
+(bench/peers/trl_learning.py). Both start from one model, the quickstart's after its 200 supervised steps. They use the
+same prompts in the same order, and the same batches, rates, optimizer, clip and sampling, in float32. Each run is a
+separate process on one core. The seed determines the order of the prompts and the draws. One judge, our sampler,
+evaluates each run's saved model: exact match on 512 held-out prompts, greedy and at temperature 1.
 
-GRPO and RLOO draw other completions, so their means over the seeds are compared: ours may be less than TRL's by two
-standard errors of the difference. DPO draws nothing: on the same pairs the margins and losses of every step are
-compared, and one seed says all. The one known difference: GRPO divides by a group's standard deviation plus 1e-6, TRL
-by it plus 1e-4.
+GRPO and RLOO draw different completions, so their means over the seeds are compared. Ours may be below TRL's by two
+standard errors of the difference. DPO draws nothing: the margins and losses of every step on the same pairs are
+compared, and one seed is enough. There is one known difference: GRPO divides by a group's standard deviation plus 1e-6,
+TRL by it plus 1e-4.
 
-TRL needs `make peers`; --svg needs matplotlib, which reasoning_gym brings along. About 15 minutes.
+TRL needs `make peers`. --svg needs matplotlib, which reasoning_gym installs. About 15 minutes.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ from meshrl_hf.optimizer import learning_rate
 TRL: Final = ROOT / ".peers/trl/bin/python"
 SIDES: Final = ("meshrl", "trl")
 CLOSE: Final = 1e-4
-"""Nats by which the margins of DPO, and losses, may differ: what float32 rounding may become in a run."""
+"""Allowed difference of DPO's margins and losses in nats: what float32 rounding can grow to in a run."""
 MATCH: Final = "exact_match.json"
 SMOOTH: Final = 5
-"""Steps that a point of a drawn curve is the mean of."""
+"""Steps averaged in each point of a drawn curve."""
 COLOURS: Final = {"meshrl": "#2f7fe0", "trl": "#e0701a"}
 GREY: Final = "#808080"
 
@@ -54,11 +54,11 @@ Curves = NDArray[np.float64]
 
 
 class Job(Config):
-    """One run, as TRL is told it."""
+    """One run, as TRL gets it."""
 
     algorithm: str
     prompts: tuple[str, ...]
-    """Of all steps, in their order."""
+    """Prompts of all steps in order."""
     answers: tuple[str, ...]
     rejected: tuple[str, ...]
     """DPO's worse completions."""
@@ -69,7 +69,7 @@ class Job(Config):
     clip: float
     beta: float
     rates: tuple[float, ...]
-    """The learning rate of each step."""
+    """Learning rate of each step."""
     betas: tuple[float, float]
     eps: float
     max_grad_norm: float
@@ -78,7 +78,7 @@ class Job(Config):
 
 @dataclass(frozen=True)
 class Result:
-    """One run: what it recorded of each step, and what its model does."""
+    """One run: its recorded steps, and the results of its model."""
 
     steps: Sequence[Mapping[str, float]]
     exact_match: Mapping[str, float]
@@ -89,7 +89,7 @@ class Result:
 
 
 Results = Mapping[str, Sequence[Result]]
-"""The runs of each side, a seed after the other."""
+"""The runs of each side, one per seed."""
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def meshrl_run(config: str, *settings: str) -> None:
 
 
 def train(name: str, model: Path, folder: Path, seeds: int, steps: int) -> Results:
-    """Both sides with each seed, in turns."""
+    """Run both sides with each seed, in turns."""
     folders = {side: [folder / f"{name}-{seed}-{side}" for seed in range(seeds)] for side in SIDES}
     for seed, (ours, theirs) in enumerate(zip(*folders.values(), strict=True)):
         settings = [
@@ -172,7 +172,7 @@ def task(name: str) -> Task:
 
 
 def make_job(name: str, settings: Sequence[str], seed: int, steps: int) -> Job:
-    """What `meshrl run` does with these settings, for TRL: the prompts as it deals them, the rates as it makes them."""
+    """What `meshrl run` does with these settings, for TRL: the prompts in its order, and its learning rates."""
     config = quickstart(name, *settings)
     rows = config.rows if name == "dpo" else config.prompts
     batches = list(islice(task(name).batches(rows, seed), steps))
@@ -199,7 +199,7 @@ def make_job(name: str, settings: Sequence[str], seed: int, steps: int) -> Job:
 
 
 def read(run: Path, steps: int) -> Result:
-    """What a run left, and how good its model is."""
+    """Read a run's numbers, and the results of its model."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     if len(lines) != steps:
         raise SystemExit(f"{run} tells of {len(lines)} steps, and {steps} are asked for: name another --folder")
@@ -207,13 +207,13 @@ def read(run: Path, steps: int) -> Result:
 
 
 def read_match(run: Path) -> dict[str, float]:
-    """What the judge said of its model."""
+    """The judge's results for its model."""
     found: dict[str, float] = json.loads((run / MATCH).read_text("utf-8"))
     return found
 
 
 def judged(runs: Sequence[Path]) -> None:
-    """Let the judge look at those that it has not seen."""
+    """Judge the runs that have no results yet."""
     if unseen := [run for run in runs if not (run / MATCH).exists()]:
         alone([sys.executable, __file__, "--judge", *unseen], threads=1)
 
@@ -247,7 +247,7 @@ def match_figures(name: str, results: Results) -> list[Figure]:
 
 
 def compared(name: str, results: Results, measure: Callable[[Result], float]) -> list[Figure]:
-    """The means of both sides over their seeds, and the standard errors of these."""
+    """The means of both sides over their seeds, and their standard errors."""
     both = [np.array([measure(run) for run in results[side]], np.float64) for side in SIDES]
     ours, theirs = (float(each.mean()) for each in both)
     if len(both[0]) < 2:
@@ -261,7 +261,7 @@ def compared(name: str, results: Results, measure: Callable[[Result], float]) ->
 
 
 def dpo_figures(results: Results) -> list[Figure]:
-    """How far the pairs' mean margins and losses of any step are apart, over all seeds."""
+    """Largest difference of the pairs' mean margins and losses in any step, over all seeds."""
     ours, theirs = (margins(results[side], side) for side in SIDES)
     losses = [np.array([run.curve("loss") for run in results[side]]) for side in SIDES]
     return [
@@ -279,7 +279,7 @@ def margins(runs: Sequence[Result], side: str) -> Curves:
 
 
 def draw(results: Mapping[str, Results], path: Path) -> None:
-    """The curves of both sides, the mean of the seeds and its standard error, on no background of their own."""
+    """Draw the curves of both sides, mean over seeds with standard error, on a transparent background."""
     mpl.rcParams.update({"svg.hashsalt": "meshrl", "font.size": 9})
     for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"):
         mpl.rcParams[key] = GREY

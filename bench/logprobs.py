@@ -2,13 +2,12 @@
 
     python bench/logprobs.py --json F [--tokens 8192]
 
-The head of Qwen2.5-0.5B's shape, 896 dims, and 8,192 tokens, each at a temperature. The naive way makes all logits in
-float32, divides them, takes `log_softmax` and gathers. Each works in a fresh process and must give the same log-probs
-and gradients. Counted is what memory grows by, from the hidden states to the last gradient: on a CPU the pages of the
-process at its peak (VmHWM; float32), on a GPU what torch's allocator held at its peak (bfloat16).
+The head has the shape of Qwen2.5-0.5B's, 896 dims, with 8,192 tokens, each at a temperature. The naive way makes all
+logits in float32, divides them, takes `log_softmax` and gathers. Each way runs in a new process and must give the same
+log-probs and gradients. The growth of memory from the hidden states to the last gradient counts. On a CPU this is the
+process's peak of pages (VmHWM; float32), on a GPU the peak of torch's allocator (bfloat16).
 
-The naive way needs 16 GiB. Where so much is not free, fewer tokens are taken, and the figures say how many. About 4
-minutes.
+The naive way needs 16 GiB. If less is free, fewer tokens are used, and the figures say how many. About 4 minutes.
 """
 
 import json
@@ -64,12 +63,12 @@ def compare(tokens: int = TOKENS) -> list[Figure]:
 
 
 def naive_bytes(tokens: int) -> int:
-    """What the naive way needs: three tensors in float32, and room for the rest."""
+    """Memory of the naive way: three tensors in float32, and some reserve."""
     return 3 * 4 * tokens * VOCABULARY + 2 * 2**30
 
 
 def free_bytes() -> int:
-    """What new processes may use, with a little left for others."""
+    """Memory available for new processes, minus a reserve for others."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -77,7 +76,7 @@ def free_bytes() -> int:
 
 
 def measure(way: str, tokens: int) -> dict[str, float]:
-    """The most bytes that were added at a time, and what was computed."""
+    """The peak of added bytes, and the results."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = make_model(device)
@@ -94,7 +93,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
 
 
 def make_model(device: torch.device) -> LanguageModel:
-    """One layer, which is not used, and the head."""
+    """The head, and one layer that is not used."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=DIMS,
@@ -113,13 +112,13 @@ def make_model(device: torch.device) -> LanguageModel:
 
 
 def naive(model: LanguageModel, hidden: Tensor, chosen: Tensor, temperature: Tensor) -> Tensor:
-    """All logits at once."""
+    """Compute all logits at once."""
     logits = model.logits(hidden) / temperature[:, None]
     return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 
 def reset(device: torch.device) -> int:
-    """Count peaks from now on; the bytes that are held."""
+    """Reset the peak, and return the bytes in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -128,7 +127,7 @@ def reset(device: torch.device) -> int:
 
 
 def pages(name: str) -> int:
-    """A line of the process's status, in bytes."""
+    """A line of the process's status in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 

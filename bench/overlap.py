@@ -2,14 +2,14 @@
 
     python bench/overlap.py --json F [--rounds N] [--parts even,lengths,model] [--engine processes|local|ray]
 
-even     Fakes that sleep, R = T = 1 s a step of 64 prompts x 4, on the local engine (two threads), in two processes of
-         this machine and in two of Ray: what the pipeline itself costs.
-lengths  Rows of lognormal length (sigma 1) on 64 slots, as a sampler with continuous batching has: rollouts a second of
-         each way to take new weights, against slots / mean seconds of a row. Training takes no time.
-model    40 steps of grpo/quickstart from the model that sft/quickstart makes, by `meshrl run` with `run.engine` as in
+even     Fakes that sleep, R = T = 1 s per step of 64 prompts x 4, on the local engine (two threads), in two processes
+         of this machine and in two of Ray. This shows the cost of the pipeline itself.
+lengths  Rows of lognormal length (sigma 1) on 64 slots, as in a sampler with continuous batching. Rollouts per second
+         of each way to take new weights, against slots / mean seconds of a row. Training takes no time.
+model    40 steps of grpo/quickstart from the model of sft/quickstart, by `meshrl run` with `run.engine` as in
          `--engine`, R and T from its events: one mesh on both cores, and two meshes of one core each, ahead = 0, 1, 2.
 
-All in real time and in turns; the first steps of a turn fill the pipeline and do not count. About 6 minutes.
+All in real time and in turns. The first steps of a turn fill the pipeline and do not count. About 6 minutes.
 """
 
 import asyncio
@@ -63,32 +63,32 @@ PROMPTS: Final = 64
 COMPLETIONS: Final = 4
 ROWS: Final = PROMPTS * COMPLETIONS
 TOKENS: Final = 8
-"""Of a prompt, and of a completion."""
+"""Tokens of a prompt, and of a completion."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the fakes do with their time."""
+    """The durations of the fakes."""
 
     slots: int
     mean: float
-    """Seconds of a row."""
+    """Mean seconds of a row."""
     sigma: float
     """Standard deviation of their logarithm."""
     grain: float
-    """Seconds in which finished rows are collected before they are yielded together."""
+    """Seconds during which finished rows are collected before they are yielded together."""
     train: float
     """Seconds of an update."""
 
     @property
     def rollout(self) -> float:
-        """R: seconds of a step's rows where no slot is ever empty."""
+        """R: seconds of a step's rows if no slot is ever empty."""
         return ROWS * self.mean / self.slots
 
 
 EVEN: Final = Load(slots=64, mean=64 / ROWS, sigma=0.0, grain=0.0, train=1.0)
 LENGTHS: Final = Load(slots=64, mean=0.08, sigma=1.0, grain=0.02, train=0.0)
-# The longest of a step's rows takes about 10 times the mean, 2.5 steps here: with a smaller bound it holds up the rest.
+# The longest row of a step takes about 10 times the mean, 2.5 steps here. A smaller bound would let it block the rest.
 WAYS: Final[Sequence[tuple[int, SwapMode]]] = (
     (0, "in_flight"),
     (1, "drain"),
@@ -107,14 +107,14 @@ RUNS: Final = {
     "ahead=2, two meshes of 1 thread": ("ahead=2", *APART),
 }
 JUDGED: Final = "ahead=1, two meshes of 1 thread"
-"""For which there are targets, where the meshes are processes."""
+"""The setting with targets, if the meshes are processes."""
 STEPS: Final = 40
 FILLING: Final = 6
 """Steps of a run that do not count."""
 
 
 class SlowPolicy(FakePolicy):
-    """A policy whose updates take their time."""
+    """A policy whose updates take time."""
 
     def __init__(self, config: PolicyConfig, load: Load) -> None:
         super().__init__(config)
@@ -127,19 +127,19 @@ class SlowPolicy(FakePolicy):
 
 
 class SlotSampler(FakeSampler):
-    """Continuous batching: the rows of all calls share the slots in the order in which they came."""
+    """Continuous batching: rows of all calls share the slots, first come first served."""
 
     def __init__(self, config: SamplerConfig, load: Load) -> None:
         super().__init__(config)
         self._load = load
         self._free = [0.0] * load.slots
-        """When each slot will be free, a heap."""
+        """When each slot becomes free, as a heap."""
         self._random = np.random.default_rng(config.seed)
         self._loads: list[tuple[float, int]] = [(-math.inf, 0)]
-        """When weights came, and their versions."""
+        """Times and versions of new weights."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Rows as they end, those of `grain` seconds together."""
+        """Yield rows as they end, those within `grain` seconds together."""
         rows = prompts.repeat(sampling.n)
         loop = asyncio.get_running_loop()
         begins, ends = self._places(len(rows), loop.time())
@@ -154,12 +154,12 @@ class SlotSampler(FakeSampler):
                 done = ended
 
     async def load(self, weights: Weights) -> Batch:
-        """Rows that begin from now on have this version."""
+        """Give this version to rows that begin from now on."""
         self._loads.append((asyncio.get_running_loop().time(), weights.version))
         return await super().load(weights)
 
     def _places(self, rows: int, now: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """When each row begins and ends."""
+        """The begin and the end of each row."""
         normal = self._random.standard_normal(rows)
         seconds = self._load.mean * np.exp(self._load.sigma * normal - self._load.sigma**2 / 2)
         begins = np.empty(rows)
@@ -189,7 +189,7 @@ class SlotSampler(FakeSampler):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The script, on meshes that stand already."""
+    """The script, on existing meshes."""
 
     main: Mesh
     rollout: Mesh
@@ -199,7 +199,7 @@ class Pipeline:
     swap: SwapMode = "in_flight"
 
     async def run(self) -> list[float]:
-        """Seconds of each step, without those that fill the pipeline."""
+        """Seconds of each step, except those that fill the pipeline."""
         policy = await self.main.spawn(SlowPolicy, PolicyConfig(model=""), self.load)
         reward = await self.main.spawn(FakeReward, RewardConfig(function="exact_match"))
         sampler = await self.rollout.spawn(SlotSampler, SamplerConfig(model=""), self.load)
@@ -221,7 +221,7 @@ class Pipeline:
 
 
 def prompts() -> Iterator[Batch]:
-    """Batches of prompts without end."""
+    """Yield batches of prompts endlessly."""
     for step in count():
         groups = np.arange(PROMPTS) + step * PROMPTS
         yield Batch.of(prompt=["asked"] * PROMPTS, answer=["right"] * PROMPTS, groups=groups)
@@ -254,7 +254,7 @@ def main() -> None:
 
 
 def even(runner: asyncio.Runner, name: str, engine: Engine, cpus: int, rounds: int) -> list[Figure]:
-    """R = T."""
+    """Measure R = T."""
     main, rollout = (runner.run(Mesh.reserve(engine, 1, Resources(cpus=cpus))) for _ in range(2))
     one_by_one = Pipeline(main, rollout, EVEN, ahead=0, steps=4)
     overlapped = Pipeline(main, rollout, EVEN, ahead=1, steps=8)
@@ -270,7 +270,7 @@ def even(runner: asyncio.Runner, name: str, engine: Engine, cpus: int, rounds: i
 
 
 def lengths(runner: asyncio.Runner, rounds: int) -> list[Figure]:
-    """Rows of different lengths."""
+    """Measure rows of different lengths."""
     engine = LocalEngine()
     main, rollout = (runner.run(Mesh.reserve(engine, 1, Resources(cpus=1))) for _ in range(2))
     turns = {
@@ -292,7 +292,7 @@ def turn(runner: asyncio.Runner, pipeline: Pipeline) -> list[float]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a step of a run, as `report.analysis.Share` has them."""
+    """Seconds per step of a run, as in `report.analysis.Share`."""
 
     step: float
     rollout: float
@@ -314,12 +314,12 @@ class Spent:
 
     @classmethod
     def middle(cls, turns: Sequence[Self]) -> Self:
-        """The median of each."""
+        """The median of each number."""
         return cls(*(median(values) for values in zip(*(vars(each).values() for each in turns), strict=True)))
 
 
 def model_runs(folder: Path, engine: str, rounds: int) -> list[Figure]:
-    """The real model."""
+    """Measure the real model."""
     model = warmed_up_model(folder)
     turns = {name: partial(run, folder, model, [f"run.engine={engine}", *each]) for name, each in RUNS.items()}
     spent = {name: Spent.middle(values) for name, values in take_turns(turns, rounds).items()}
@@ -349,7 +349,7 @@ def model_runs(folder: Path, engine: str, rounds: int) -> list[Figure]:
 
 
 def run(folder: Path, model: Path, settings: Sequence[str]) -> Spent:
-    """One run of the real script."""
+    """Run the real script once."""
     name = f"run-{time.monotonic_ns()}"
     common = [f"run.folder={folder}", f"run.name={name}", f"policy.model={model}", f"steps={STEPS}"]
     words = ["run", "grpo/quickstart", *common, "policy.optimizer.schedule=constant", *settings]

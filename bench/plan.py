@@ -2,13 +2,12 @@
 
     python bench/plan.py --json F [--rounds N] [--steps N] [--parts steps,time] [--keep FOLDER]
 
-In each round two runs are recorded, one mesh of both cores, and two meshes of one core each, one step ahead; and
-each setting below is run, and what `meshrl plan` proposes for two cores from the first record of the first round.
-From a round's records the steps of each setting are predicted, by the code of `meshrl simulate`. The median step of
-a run counts, after those that fill the pipeline, and the median of the rounds. "Noise" is how far the rounds of one
-setting are apart. With --keep rounds that were run before count too: on a machine that is seldom quiet, one at a
-time; --rounds 0 reads them.
-Part `time`: the time in which a plan for 64 GPUs is made.
+Each round records two runs: one mesh of both cores, and two meshes of one core each, one step ahead. It also runs each
+setting below, and the proposal of `meshrl plan` for two cores from the first record of the first round. The code of
+`meshrl simulate` predicts the steps of each setting from a round's records. The median step of a run counts, after
+those that fill the pipeline, and then the median of the rounds. "Noise" is the difference between rounds of one
+setting. With --keep, earlier rounds count too. On a busy machine, run one round at a time; --rounds 0 only reads them.
+Part `time` measures how long a plan for 64 GPUs takes.
 """
 
 import math
@@ -78,7 +77,7 @@ SAME_ROWS: Final = (
     AHEAD,
     "two meshes, ahead=2",
 )
-"""The settings that a plan of the configuration chooses from: the rows of a step are its own."""
+"""The settings that a plan for the configuration chooses from. They do not change the rows of a step."""
 FILLING: Final = 4
 RECORDED: Final = 24
 """Steps of a recorded run."""
@@ -101,7 +100,7 @@ def main() -> None:
 
 
 def compare(folder: Path, rounds: int, steps: int) -> list[Figure]:
-    """Run so many rounds more, and tell of all."""
+    """Run `rounds` more rounds, and report all rounds."""
     folder.mkdir(exist_ok=True)
     if not (folder / "warm/model").is_dir():
         warmed_up_model(folder)
@@ -129,7 +128,7 @@ def compare(folder: Path, rounds: int, steps: int) -> list[Figure]:
 
 
 def run_round(folder: Path, number: int, common: Sequence[str], steps: int) -> None:
-    """Each run once; the order reverses from round to round, but for the first record, from which the plan is."""
+    """Run each setting once. The order reverses from round to round, except that records come first."""
     for name in (TOGETHER, AHEAD):
         run(folder, f"{number}-record-{slug(name)}", [*common, *SETTINGS[name], f"steps={RECORDED}"])
     names = [*SETTINGS, PROPOSED]
@@ -139,7 +138,7 @@ def run_round(folder: Path, number: int, common: Sequence[str], steps: int) -> N
 
 
 def proposal(folder: Path, common: Sequence[str]) -> Proposal:
-    """The best that a plan finds, from the first record of the first round."""
+    """The best proposal from the first record of the first round."""
     record = folder / f"0-record-{slug(TOGETHER)}"
     return make_plan(CONFIG, common, Wanted(Devices(CORES, "cpus"), [record])).proposals[0]
 
@@ -153,7 +152,7 @@ class Round:
     common: Sequence[str]
 
     def took(self, name: str) -> float:
-        """The median step of a setting, in seconds."""
+        """The median step of a setting in seconds."""
         notes: list[str] = []
         windows = step_windows(
             read_events(self.folder / f"{self.number}-{slug(name)}" / "events.jsonl", notes), FILLING
@@ -162,14 +161,14 @@ class Round:
         return float(np.median(windows[:, 1] - windows[:, 0]))
 
     def predicted(self, count: int) -> dict[str, float]:
-        """The median step of each setting, in seconds, by so many records."""
+        """The median step of each setting in seconds, predicted from `count` records."""
         folders = [self.folder / f"{self.number}-record-{slug(name)}" for name in (TOGETHER, AHEAD)]
         records = [Record.read(each) for each in folders[:count]]
         return {name: predict(records, [*self.common, *settings]) for name, settings in SETTINGS.items()}
 
 
 def judged(told: str, predicted: Mapping[str, float], took: Mapping[str, float]) -> list[Figure]:
-    """Each setting as predicted from both records, and how good these are; of those from one, how good they are."""
+    """Each setting as predicted from both records, and the accuracy. From one record, only the accuracy."""
     errors = [abs(predicted[name] / took[name] - 1) for name in SETTINGS]
     order = kendall([predicted[name] for name in SETTINGS], [took[name] for name in SETTINGS])
     middle = f"median error, {told}", median(errors), "of a step"
@@ -185,19 +184,19 @@ def judged(told: str, predicted: Mapping[str, float], took: Mapping[str, float])
 
 
 def predict(records: Sequence[Record], overrides: Sequence[str]) -> float:
-    """The median step, in seconds."""
+    """The median step in seconds."""
     job = load_job(find_config(CONFIG), [*overrides, "steps=60"], RunConfig)
     return forecast_of(job, fit(records, job.resolved, CORES).pace, quiet=True).step_seconds_median
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of all pairs, those in the same order less those in another, over both (Kendall 1938, tau a)."""
+    """Concordant minus discordant pairs, over all pairs (Kendall 1938, tau a)."""
     pairs = list(combinations(zip(one, other, strict=True), 2))
     return sum(float(np.sign((a - c) * (b - d))) for (a, b), (c, d) in pairs) / len(pairs)
 
 
 def planning() -> list[Figure]:
-    """The time of a plan for many GPUs, by what an FSDP2 policy and vLLM's engines would take."""
+    """The time of a plan for many GPUs, with an FSDP2 policy and vLLM engines."""
     began = time.perf_counter()
     backends = ["policy.backend=fsdp", "sampler.backend=vllm"]
     made: Plan = make_plan(CONFIG, backends, Wanted(Devices(GPUS, "gpus"), rollout=3000, train=4000))
@@ -211,12 +210,12 @@ def planning() -> list[Figure]:
 
 
 def slug(name: str) -> str:
-    """A name as a folder has it."""
+    """A name in the form of a folder's name."""
     return "-".join(name.replace("=", " ").replace(",", "").split())
 
 
 def run(folder: Path, name: str, overrides: Sequence[str]) -> Path:
-    """One run of the real script; its folder."""
+    """Run the real script once, and return its folder."""
     words = ["run", CONFIG, f"run.folder={folder}", f"run.name={name}", *overrides]
     environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     meshrl = Path(sys.executable).parent / "meshrl"

@@ -2,19 +2,19 @@
 
     python bench/rollout.py --json F [--completions 1,8] [--rounds N] [--engines vllm,sglang]
 
-A model of the quickstart's size with heads of 32 dims, which vLLM's kernels for CPUs need, 64 prompts x 1 or 8
-completions, whose lengths are forced to be log-uniform from 8 to 256. Each contestant is a process of its own with one
-thread on the first core, under the same allocator settings, and they take turns, of which the first is not counted:
+A model of the quickstart's size with heads of 32 dims, which vLLM's CPU kernels need. 64 prompts x 1 or 8 completions,
+whose lengths are forced to be log-uniform from 8 to 256. Each contestant is a separate process with one thread on the
+first core, under the same allocator settings. They take turns, and the first turn does not count:
 
 torch          the sampler torch, called through its handle as a script calls it
-vllm           the sampler vllm, likewise; its engine's process has the same core, so that all its work counts
+vllm           the sampler vllm, likewise. Its engine's process is on the same core, so that all its work counts
 sglang         the sampler sglang, likewise
-vLLM alone     vLLM's engine in a loop of ten lines (bench/peers/vllm_rollout.py); the same arguments and seeds
-SGLang alone   SGLang's own Engine, asked once for all rows (bench/peers/sglang_rollout.py); it reads no seeds
+vLLM alone     vLLM's engine in a loop of ten lines (bench/peers/vllm_rollout.py), with the same arguments and seeds
+SGLang alone   SGLang's own Engine, called once for all rows (bench/peers/sglang_rollout.py). It reads no seeds
 transformers   `generate` on one padded batch, and its continuous batching (bench/peers/hf_rollout.py)
 
-Ours return log-probs, versions and texts; engines alone return tokens and log-probs, transformers tokens. CPU is of all
-processes of a contestant. The engines need `make test-vllm` and `make test-sglang`. A few minutes.
+Ours return log-probs, versions and texts. The engines alone return tokens and log-probs, transformers only tokens. CPU
+time is that of all processes of a contestant. The engines need `make test-vllm` and `make test-sglang`. A few minutes.
 """
 
 import asyncio
@@ -47,31 +47,31 @@ CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
 MODEL: Final = NewModel(characters=CHARACTERS, heads=2, max_tokens=288)
 PROMPTS: Final = 64
 TARGET: Final = 0.9
-"""Of the speed of an engine alone."""
+"""Share of the speed of an engine alone."""
 SEEDS: Final = (1 << 63) - 1
 
 
 class Engine(NamedTuple):
-    """An engine, and how it is started alone."""
+    """An engine, and how to start it alone."""
 
     alone: str
-    """What it is called then."""
+    """Its name when alone."""
     options: type[EngineOptions]
     path: str
-    """Modules that it needs besides."""
+    """Additional module path."""
 
     @property
     def name(self) -> str:
-        """Of its backend."""
+        """Name of its backend."""
         return self.alone.split()[0].lower()
 
     @property
     def python(self) -> Path:
-        """The interpreter that has it."""
+        """The interpreter of its environment."""
         return ROOT / f".venv-{self.name}/bin/python"
 
     def command(self, model: Path, job: Path) -> Sequence[str | Path]:
-        """Starts it alone."""
+        """The command that starts it alone."""
         peer = ROOT / f"bench/peers/{self.name}_rollout.py"
         return ["env", f"PYTHONPATH={self.path}", self.python, peer, model, job]
 
@@ -86,15 +86,15 @@ ENGINES: Final = {
 
 
 class Job(Config):
-    """What all contestants are told."""
+    """The settings of all contestants."""
 
     prompts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
-    """Their tokens."""
+    """Token ids of the prompts."""
     rows: tuple[int, ...]
-    """The prompt of each row."""
+    """Index of each row's prompt."""
     limits: tuple[int, ...]
-    """New tokens of each row."""
+    """Number of new tokens of each row."""
     max_tokens: int
     slots: int
     kv_cache_mib: int = 512
@@ -145,7 +145,7 @@ def make_job(encode: Callable[[Sequence[str]], list[list[int]]], completions: in
 
 
 def compare(engines: Sequence[Engine], job: Job, label: str, files: tuple[Path, Path], rounds: int) -> list[Figure]:
-    """Let all take turns; ours against each of the others. `files`: the model and the job."""
+    """Let all take turns, and compare ours with each of the others. `files`: the model and the job."""
     ours = [*(engine.name for engine in engines), "torch"]
     hf: list[str | Path] = [sys.executable, ROOT / "bench/peers/hf_rollout.py"]
     commands: dict[str, Sequence[str | Path]] = {
@@ -195,19 +195,19 @@ def turn(worker: Worker, **question: object) -> dict[str, float]:
 
 
 def seeded_turn(worker: Worker, turns: Iterator[int], rows: int) -> dict[str, float]:
-    """One turn of an engine alone, by the seeds that ours has."""
+    """One turn of an engine alone, with the same seeds as ours."""
     return turn(worker, seeds=seeds(next(turns), rows))
 
 
 def seeds(turn: int, rows: int) -> list[int]:
-    """What a sampler gives its engine in a call, of weights of version 0."""
+    """The seeds that a sampler gives its engine in a call with weights of version 0."""
     call = int(key(SamplerConfig(model="").seed, Sampling().seed, 0, turn))
     sent = Batch.of(row=np.arange(rows)).part(np.arange(rows)).repeat(1)
     return [int(key(call, number)) & SEEDS for number in sent.origins[0].tolist()]
 
 
 async def contest(backend: str, model: str, job: Job) -> None:
-    """One of our contestants: a batch of rollouts for each line on standard input."""
+    """Run as one of our contestants: one batch of rollouts per line on standard input."""
     config = SamplerConfig(backend=backend, model=model, slots=job.slots)
     if engine := ENGINES.get(backend):
         config = with_options(config, engine.options(python=str(engine.python), kv_cache_mib=job.kv_cache_mib))

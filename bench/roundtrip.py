@@ -2,10 +2,11 @@
 
     python bench/roundtrip.py --mib 128 --json F [--rounds N] [--engine processes|ray] [--without verl]
 
-Two ranks make a batch; the controller loads all columns, reads every byte (what that alone costs is the last figure),
-replaces one column, or all of them, by arrays that lie ready, and shards the batch over the same ranks, which read
-every byte. Rows, checks, processes and turns as in bench/handoff.py. The copies are of one thread into warm memory,
-two of all bytes, measured in the same run. verl needs `make peers`; `--without verl` leaves it out. About 3 minutes.
+Two ranks make a batch. The controller loads all columns, reads every byte (the last figure is the cost of this alone),
+and replaces one column or all of them by prepared arrays. It shards the batch over the same ranks, which read every
+byte. Rows, checks, processes and turns are as in bench/handoff.py. The reference is two copies of all bytes by one
+thread into warm memory, measured in the same run. verl needs `make peers`; `--without verl` leaves it out. About 3
+minutes.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ from bench.peers.payload import COLUMNS
 VERL_WAYS = ("default", "numpy", "nd", "tensordict")
 REPLACED = {"one column replaced": ("versions",), "all columns replaced": tuple(COLUMNS)}
 FASTER = {"one column replaced": 2.5, "all columns replaced": 2.0}
-"""Than verl's best."""
+"""Targets of the speed-up over verl's best."""
 MOST = {"one column replaced": 1.5}
-"""Times two copies."""
+"""Allowed time in units of two copies."""
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def compare(mib: int, workers: Mapping[str, Worker], rounds: int) -> list[Figure]:
-    """Let rows of one size come and go, in turns."""
+    """Send rows of one size there and back, in turns."""
     mebibytes = prepare(mib, workers)
     ours, ways = workers["meshrl"], VERL_WAYS if "verl" in workers else ()
     copy = copier(round(mebibytes * 2**20))
@@ -83,7 +84,7 @@ def compare(mib: int, workers: Mapping[str, Worker], rounds: int) -> list[Figure
 
 
 def seconds(worker: Worker, **question: object) -> float:
-    """Of one round trip."""
+    """Seconds of one round trip."""
     return worker.ask(do="roundtrip", **question)["value"]
 
 

@@ -2,10 +2,10 @@
 
     python bench/sampling.py --json F [--rounds N]
 
-The quickstart's model, 512 rows of 64 prompts, completion lengths log-uniform from 8 to 256 (what a mixed task gives)
-or all 72 (their mean, where nothing can be gained). With fewer slots than rows, a free slot is filled at once, or with
-others (an eighth of the slots, the sampler's choice), or only when all slots are free, which is waiting; rows that
-ended leave the forward pass in each case. A minute or two.
+The quickstart's model, 512 rows of 64 prompts, and completion lengths log-uniform from 8 to 256 (as in a mixed task) or
+all 72 (their mean, without anything to gain). With fewer slots than rows, a free slot is filled at once, together with
+others (an eighth of the slots, the sampler's choice), or only when all slots are free, which is waiting. Ended rows
+leave the forward pass in each case. A minute or two.
 """
 
 import time
@@ -30,7 +30,7 @@ from meshrl_torch.draw import Draw
 ROWS: Final = 512
 MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY", max_tokens=288)
 POLICIES: Final = {"refill at once": 0, "refill by eighths": 8, "wait for all": 1}
-"""The share of the slots that must be free."""
+"""Divisor of the slots that gives the number of free slots to wait for. 0: a single one."""
 
 
 def main() -> None:

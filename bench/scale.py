@@ -2,13 +2,13 @@
 
     python bench/scale.py --json F [--rounds N] [--parts fakes,processes]
 
-An empty call, and one that shards a batch (4 rows a rank, of 4 tokens, and their rewards) and gathers it again. Each
-turn is several calls, one awaited after the other; the median turn counts.
+Measures an empty call, and one that shards a batch (4 rows per rank, of 4 tokens, and their rewards) and gathers it
+again. Each turn is several calls, awaited one after the other. The median turn counts.
 
-fakes      The ranks have no core of their own (`Resources(cpus=0)`), so they run in the caller's loop and all of the
-           time is the controller's. The time a rank is not to grow from 64 to 4,096 ranks.
-processes  The ranks are processes without a core of their own, so what they do counts as well. Beside them the limit:
-           as many processes that send a few bytes back over Unix sockets (bench/peers/socket_pong.py).
+fakes      The ranks reserve no core (`Resources(cpus=0)`), so they run in the caller's loop and all of the time is the
+           controller's. The time per rank should not grow from 64 to 4,096 ranks.
+processes  The ranks are processes that reserve no core, so their work counts as well. The limit is as many processes
+           that send a few bytes back over Unix sockets (bench/peers/socket_pong.py).
 
 About a minute and a half.
 """
@@ -31,7 +31,7 @@ from meshrl.mesh import Engine
 RANKS: Final = (8, 64, 512, 4096)
 PROCESSES: Final = 64
 CALLED: Final = 8192
-"""Ranks that are called in one turn, in one call or several."""
+"""Ranks called per turn, in one call or several."""
 SHARDED: Final = "Shard + Gather"
 LIMIT: Final = f"bare sockets, {PROCESSES} processes"
 Call = Callable[[], Awaitable[object]]
@@ -46,7 +46,7 @@ class Idle(Actor):
 
     @endpoint
     async def rows(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """The rank's own rows."""
+        """Return the rank's rows."""
         return batch
 
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def fakes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
-    """The controller's time alone."""
+    """Measure the controller's time alone."""
     times = measure(runner, make_engine("local"), dict.fromkeys(RANKS, "ranks"), {}, rounds)
     figures: list[Figure] = []
     for name, value in times.items():
@@ -79,7 +79,7 @@ def fakes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
 
 
 def processes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
-    """Real ranks."""
+    """Measure real ranks."""
     with Pongs(PROCESSES) as pongs:
         limit = {LIMIT: partial(pinged, pongs)}
         times = measure(runner, make_engine("processes"), {PROCESSES: "processes"}, limit, rounds)
@@ -94,7 +94,7 @@ def measure(
     limits: Mapping[str, Callable[[], float]],
     rounds: int,
 ) -> dict[str, float]:
-    """Microseconds a rank of each call on each number of ranks, and those of limits, in turns."""
+    """Microseconds per rank of each call on each number of ranks, and those of the limits, in turns."""
     kinds = {"empty call": empty, SHARDED: sharded}
     idle = {ranks: runner.run(spawn(engine, ranks)) for ranks in sizes}
     turns = {
@@ -110,7 +110,7 @@ def measure(
 
 
 async def spawn(engine: Engine, ranks: int) -> Idle:
-    """An actor on so many ranks."""
+    """Spawn an actor on this number of ranks."""
     mesh = await Mesh.reserve(engine, ranks, Resources(cpus=0))
     return await mesh.spawn(Idle)
 
@@ -129,7 +129,7 @@ def sharded(idle: Idle, ranks: int) -> Call:
 
 
 def turn(runner: asyncio.Runner, call: Call, calls: int) -> float:
-    """Microseconds a rank."""
+    """Microseconds per rank."""
 
     async def several() -> None:
         for _ in range(calls):
@@ -141,7 +141,7 @@ def turn(runner: asyncio.Runner, call: Call, calls: int) -> float:
 
 
 def pinged(pongs: Pongs) -> float:
-    """The limit, in microseconds a process."""
+    """The limit, in microseconds per process."""
     began = time.perf_counter()
     for _ in range(CALLED // PROCESSES):
         pongs.ping()

@@ -3,13 +3,13 @@
     python bench/soak.py --json F [--minutes M] [--engine ray|local]
     sudo python bench/soak.py --hosts 3 --json F [--minutes M] [--seed N]
 
-On one machine: each process of an overlapped run at its end, against the end of its first minute.
+On one machine: compares each process of an overlapped run at its end with itself after its first minute.
 
-A policy and a sampler of a tiny model, a reward, `ahead` = 2, weights published each step through shared memory: as
-many steps as there are in M minutes (5). Counted is what a process has alone (USS), the median of the last ten seconds.
-Afterwards nothing of the run is in /dev/shm.
+The run has a policy and a sampler of a tiny model, a reward, `ahead` = 2, and weights published each step through
+shared memory. It takes as many steps as fit into M minutes (5). The private memory of a process (USS) counts, as the
+median of the last ten seconds. Afterwards nothing of the run must be left in /dev/shm.
 
-On several hosts, made of namespaces (docs/hosts.md), bench/faults.py breaks the run again and again; see there.
+On several hosts made of namespaces (docs/hosts.md), bench/faults.py breaks the run repeatedly. See there.
 """
 
 import asyncio
@@ -52,17 +52,17 @@ TASK: Final = Task(
     held_out=Batch.of(prompt=[]),
 )
 GROWTH: Final = 1.02
-"""How much more a process may have at the end."""
+"""Allowed ratio of a process's memory at the end."""
 
 
 class Watch:
-    """The private memory of this process and of those that it started, each second."""
+    """Samples the private memory of this process and its child processes each second."""
 
     def __init__(self) -> None:
         self.seen: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
     async def look(self) -> None:
-        """Look, until this is cancelled."""
+        """Sample until this is cancelled."""
         while True:
             own = psutil.Process()
             for process in (own, *own.children(recursive=True)):
@@ -81,7 +81,7 @@ class Watch:
 
 
 async def soak(folder: str, engine: str, minutes: float) -> list[Figure]:
-    """Train for so long."""
+    """Train for `minutes`."""
     meshes = {"main": MeshConfig(cpus=1), "rollout": MeshConfig(cpus=1)}
     config = RunConfig(name="soak", folder=folder, engine=engine, meshes=meshes)
     table = {"model": MODEL.model_dump(), "backend": "torch"}
@@ -116,7 +116,7 @@ async def soak(folder: str, engine: str, minutes: float) -> list[Figure]:
 
 
 def main() -> None:
-    """Soak, then look what is left."""
+    """Soak, then check what is left."""
     parser = arguments(__doc__, rounds=None)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--engine", choices=("ray", "local"), default="ray")

@@ -2,21 +2,21 @@
 
     python bench/train.py --json F [--backend fsdp|megatron] [--threads 1,2] [--rounds N]
 
-64 rows, lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt; the GRPO loss. The padded
-contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa, one forward
-and backward pass, then the same clipping and AdamW. Tokens are those of the rows, padding is not counted. Both start
-from one model folder, each in a process of its own on the first `threads` cores, take turns, and must report the same
-loss for the first step. The target is 0.8 of what dropping the padding can give: padded over real tokens.
+A step has 64 rows with lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt, and the GRPO
+loss. The padded contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa,
+one forward and backward pass, then the same clipping and AdamW. Only the rows' tokens count, not the padding. Both
+start from one model folder, each in a separate process on the first `threads` cores. They take turns, and must report
+the same loss for the first step. The target is 0.8 of the possible gain without padding: padded over real tokens.
 
 tiny    the quickstart's size: hidden 64, ffn 192, 3 layers, 4 heads
 larger  hidden 192, ffn 576, 4 layers, 6 heads
 
-With `--backend fsdp` on one rank it is FSDP2 that trains packed, the backend torch takes its turns too, and a step may
-take 1.15 times its time. Then come the memory of log-probs (bench/logprobs.py) and, where there is a GPU, the use of it
+With `--backend fsdp`, FSDP2 trains packed on one rank. The backend torch takes turns too, and a step may take 1.15
+times its time. Then come the memory of log-probs (bench/logprobs.py) and, with a GPU, its utilisation
 (bench/utilisation.py).
 
-With `--backend megatron` it is Megatron-Core, in the same way. Then come two ranks of one thread each: FSDP2 and the
-layouts of Megatron-Core, all in the same two processes of Ray, and torch in a process of its own with two threads.
+With `--backend megatron`, Megatron-Core does the same. Then come two ranks of one thread each: FSDP2 and the layouts of
+Megatron-Core, all in the same two processes of Ray, and torch in a separate process with two threads.
 
 About 4 minutes, 10 with fsdp and 14 with megatron.
 """
@@ -60,10 +60,10 @@ LAYOUTS: Final = {
     "megatron, tp=2": PolicyConfig(backend="megatron", model="", optimizer=OPTIMIZER, axes={"dp": 1, "tp": 2}),
     "megatron, pp=2": PolicyConfig(backend="megatron", model="", optimizer=OPTIMIZER, axes={"dp": 1, "pp": 2}),
 }
-"""On two ranks; each is given the model."""
+"""Layouts on two ranks. Each gets the model."""
 
 Step = Callable[[], Awaitable[float]]
-"""One update; its loss."""
+"""One update, which returns its loss."""
 
 
 def main() -> None:
@@ -95,14 +95,14 @@ def main() -> None:
 
 
 async def make_model(spec: NewModel, folder: str, model: str) -> None:
-    """Write the model that both start from."""
+    """Write the common initial model."""
     async with Run(RunConfig(folder=folder, name="new")) as run:
         policy = await run.spawn(Policy, PolicyConfig(model=spec))
         await policy.save(model)
 
 
 def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> list[Figure]:
-    """Let all take turns and set their medians side by side."""
+    """Let all take turns, and compare their medians."""
     with contextlib.ExitStack() as stack:
         workers = {
             contestant: stack.enter_context(Worker([sys.executable, __file__, "--worker", contestant, model], threads))
@@ -129,7 +129,7 @@ def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> l
 
 
 def compare_layouts(name: str, model: str, rounds: int) -> list[Figure]:
-    """Two ranks in each layout that divides the model, which take turns with one rank of torch."""
+    """Two ranks in each layout that divides the model, in turns with one rank of torch."""
     command = [sys.executable, __file__, "--worker"]
     with Worker([*command, SPREAD, model], 2) as ranks, Worker([*command, "torch", model], 2) as alone:
         contestants = {each: partial(ranks.ask, layout=each) for each in dividing(model)} | {"torch": alone.ask}
@@ -146,13 +146,13 @@ def compare_layouts(name: str, model: str, rounds: int) -> list[Figure]:
 
 
 def check_losses(losses: list[float]) -> None:
-    """End where the contestants do not compute the same."""
+    """Exit if the contestants' losses differ."""
     if not all(math.isclose(loss, losses[0], rel_tol=1e-3, abs_tol=1e-5) for loss in losses):
         raise SystemExit(f"the contestants differ in the loss of their first step: {losses}")
 
 
 def dividing(model: str) -> Mapping[str, PolicyConfig]:
-    """The layouts that divide a model, each with it."""
+    """The layouts that divide a model, each with the model."""
     layers = MODELS[Path(model).name].layers
     return {
         name: config.model_copy(update={"model": model})
@@ -162,7 +162,7 @@ def dividing(model: str) -> Mapping[str, PolicyConfig]:
 
 
 def make_rows() -> Batch:
-    """The rows of each step: random text, rewarded at random, as a model that knows nothing would draw them."""
+    """The rows of each step: random text with random rewards, as a model that knows nothing would draw it."""
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(32), np.log(LONGEST), 64)).round().astype(int)
     lengths[0] = LONGEST
@@ -178,7 +178,7 @@ def make_rows() -> Batch:
 
 
 async def packed(model: str, backend: str) -> None:
-    """The policy of meshrl, on a mesh of one rank."""
+    """Run meshrl's policy on a mesh of one rank."""
     batch = make_rows()
     async with Run(RunConfig(folder=str(Path(model).parent), name=backend)) as run:
         policy = await run.spawn(Policy, PolicyConfig(backend=backend, model=model, optimizer=OPTIMIZER))
@@ -190,7 +190,7 @@ async def packed(model: str, backend: str) -> None:
 
 
 async def spread(model: str) -> None:
-    """Policies in all layouts, in the same two processes; a question names the one that steps."""
+    """Run policies in all layouts, in the same two processes. A question names the one that steps."""
     batch = make_rows()
     meshes = {"main": MeshConfig(ranks=2, cpus=1)}
     async with Run(RunConfig(folder=str(Path(model).parent), name=SPREAD, engine="ray", meshes=meshes)) as run:
@@ -203,7 +203,7 @@ async def spread(model: str) -> None:
 
 
 async def padded(model: str) -> None:
-    """Plain transformers and torch, all rows in one rectangle."""
+    """Run plain transformers and torch, with all rows in one rectangle."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(
         network.parameters(),
@@ -240,7 +240,7 @@ async def padded(model: str) -> None:
 
 
 async def answer_questions(steps: Mapping[str, Step]) -> None:
-    """Make as many steps as each line on standard input asks for, and tell how long they took."""
+    """Make the number of steps that each line on standard input asks for, and answer with the time."""
     print('{"ready": true}', flush=True)
     for line in sys.stdin:
         question = json.loads(line)

@@ -2,10 +2,10 @@
 
     python bench/utilisation.py --json F [--rounds N]
 
-The backend fsdp on one rank, bfloat16 with float32 weights and moments, activation checkpointing, models of random
-weights in the shapes below, 16 rows of 512 to 8,192 tokens, packed. Counted are 6 FLOPs a weight and token, and what
-causal attention needs, but not what is computed twice to save memory (Chowdhery et al. 2022, arXiv:2204.02311, B). Left
-out are models that do not fit, and GPUs whose peak the table lacks. Without a GPU there are no figures.
+The backend fsdp on one rank, in bfloat16 with float32 weights and moments and activation checkpointing. The models have
+random weights in the shapes below, and train on 16 packed rows of 512 to 8,192 tokens. FLOPs are 6 per weight and
+token, and those of causal attention, without recomputation (Chowdhery et al. 2022, arXiv:2204.02311, B). Models that do
+not fit are left out, and GPUs whose peak the table lacks. Without a GPU there are no figures.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ PEAKS: Final = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""FLOPs a second in bfloat16 without sparsity, as the vendor tells; the first name that is part of the device's."""
+"""Dense bfloat16 FLOPs per second as the vendor states. The first name that is part of the device's counts."""
 SHAPES: Final[dict[str, PretrainedConfig]] = {
     "Qwen2.5-0.5B": Qwen2Config(
         vocab_size=151_936,
@@ -89,13 +89,13 @@ def main() -> None:
 
 
 def compare(rounds: int) -> list[Figure]:
-    """Measure every model that fits, each in a process of its own."""
+    """Measure every model that fits, each in a separate process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = next((peak for name, peak in PEAKS.items() if name in device), 0.0)
     figures: list[Figure] = []
     for name, config in SHAPES.items() if peak else ():
         weights = sum(weights_of(config))
-        if 18 * weights + 8 * 2**30 > torch.cuda.mem_get_info()[0]:  # weights, gradients, moments; activations
+        if 18 * weights + 8 * 2**30 > torch.cuda.mem_get_info()[0]:  # weights, gradients and moments, plus activations
             continue
         command = [sys.executable, __file__, "--worker", name, "--rounds", str(rounds)]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -106,7 +106,7 @@ def compare(rounds: int) -> list[Figure]:
 
 
 def weights_of(config: PretrainedConfig) -> tuple[int, int, int]:
-    """How many weights the layers have, the head, and embeddings that are not the head."""
+    """Number of weights of the layers, of the head, and of embeddings that are not the head."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     head = network.get_output_embeddings().weight.numel()
@@ -116,7 +116,7 @@ def weights_of(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def make_rows(vocabulary: int) -> Batch:
-    """Rows whose tokens are all learned, but the first."""
+    """Rows whose tokens are all learned except the first."""
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(512), np.log(LONGEST), 16)).round().astype(int)
     offsets = np.append(0, np.cumsum(lengths))
@@ -131,15 +131,15 @@ def make_rows(vocabulary: int) -> Batch:
 
 
 def flops_of(config: PretrainedConfig, batch: Batch) -> float:
-    """What one step needs."""
+    """FLOPs of one step."""
     layers, head, _ = weights_of(config)
-    inputs = batch.lengths.astype(float) - 1  # nothing reads a row's last token
+    inputs = batch.lengths.astype(float) - 1  # no position reads a row's last token
     dims = config.num_hidden_layers * config.hidden_size
     return float(6 * (layers + head) * inputs.sum() + 6 * dims * (inputs**2).sum())
 
 
 async def measure(config: PretrainedConfig, rounds: int) -> dict[str, float]:
-    """Train a model of random weights: seconds of a step, its tokens, and its FLOPs."""
+    """Train a model of random weights. Returns seconds per step, its tokens, and its FLOPs."""
     batch = make_rows(config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         config.eos_token_id, config.max_position_embeddings = 1, LONGEST

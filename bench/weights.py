@@ -2,17 +2,17 @@
 
     python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta,collective] [--engine processes|ray]
 
-sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `publish` sends it: the tensors are copied
-        into shared memory, fingerprinted, found there by the engine's process, and every fingerprint is made again and
-        compared. Then vLLM takes them in, between two steps: the exposed pause, which is apart, for during all else it
-        decodes on. The same through Ray's object store, as between machines, whatever the engine. The copy is of one
-        thread into warm memory. vLLM is that of `make test-vllm`, in float types of its own choice for its kernels.
-delta   What `policy.delta_sync` sends of steps of grpo/quickstart, from the model that sft/quickstart makes: at the
-        quickstart's learning rate and at one that large models are trained with, in float32 and in bfloat16.
+sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `publish` sends it. The tensors are copied
+        into shared memory and fingerprinted. The engine's process finds them there, and verifies every fingerprint.
+        Then vLLM loads them between two steps. This exposed pause is measured separately, because vLLM decodes during
+        all the rest. The same through Ray's object store, as between machines, whatever the engine. The reference copy
+        is made by one thread into warm memory. vLLM is that of `make test-vllm`, and its kernels choose float types.
+delta   What `policy.delta_sync` sends for steps of grpo/quickstart, from the model of sft/quickstart, at the
+        quickstart's learning rate and at one for large models, in float32 and in bfloat16.
 
 collective  As many bytes from two ranks of FSDP to two samplers of torch, each rank broadcasting its own shards
-        (`policy.broadcast_sync`), against gloo's own broadcast of the bytes from one process to two; and what memory a
-        rank takes for it. Fingerprints are made and compared; that both models compute the same is measured apart.
+        (`policy.broadcast_sync`), against gloo's own broadcast of the bytes from one process to two, and the memory
+        that a rank needs. Fingerprints are made and compared. The check of equal log-probs is measured separately.
 
 About five minutes.
 """
@@ -76,11 +76,11 @@ from meshrl_vllm.sampler import VllmSampler
 
 PYTHON: Final = ROOT / ".venv-vllm/bin/python"
 LAYER_MIB: Final = 32
-"""Of bfloat16, of a layer of the model."""
+"""MiB of bfloat16 per layer of the model."""
 WARM: Final = 4
-"""Syncs before those that count: memory is made until three versions have room."""
+"""Syncs before those that count, until memory has room for three versions."""
 STEPS: Final = 5
-"""Whose saving counts, after as many that do not."""
+"""Steps whose saving counts, after as many that do not count."""
 
 
 class Trainer(Actor):
@@ -97,17 +97,17 @@ class Trainer(Actor):
 
     @endpoint
     async def weights(self) -> Gather[Weights, EVERY]:
-        """All of them, as a new version."""
+        """Return all weights as a new version."""
         self._version += 1
         return self._sender.weights(self._version, self._tensors.items(), None)
 
 
 class Here(RayEngine):
-    """As on a cluster that meshrl starts itself: of this machine alone."""
+    """As on a cluster that meshrl starts itself on this machine alone."""
 
     @property
     def shares_memory(self) -> bool:
-        """Yes, though this bench started the cluster."""
+        """True, though this bench started the cluster."""
         return True
 
 
@@ -116,7 +116,7 @@ class Elsewhere(RayEngine):
 
     @property
     def shares_memory(self) -> bool:
-        """No."""
+        """False."""
         return False
 
 
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def large_model(folder: Path, mib: int) -> tuple[str, int]:
-    """A Llama of about so many MiB in bfloat16, and its bytes."""
+    """A Llama of about `mib` MiB in bfloat16, and its size in bytes."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=1024,
@@ -168,7 +168,7 @@ def large_model(folder: Path, mib: int) -> tuple[str, int]:
 
 
 async def sync(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
-    """Syncs of a whole model, without pause and pause. `engine`: whose ranks share memory."""
+    """Syncs of a whole model: without the pause, and the pause. `engine`: the one whose ranks share memory."""
     copy, copies = copier(nbytes), list[float]()
     times: dict[str, list[tuple[float, float]]] = {"shared memory": [], "the object store": []}
     here = Here() if engine == "ray" else make_engine(engine)
@@ -195,7 +195,7 @@ async def sync(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure
 
 
 async def timed(trainer: Trainer, sampler: Sampler) -> tuple[float, float]:
-    """Seconds of a sync but for the pause, and those of the pause."""
+    """Seconds of a sync without the pause, and of the pause."""
     began = time.perf_counter()
     places = await sampler.load(await trainer.weights())
     whole, pause = time.perf_counter() - began, float(places.row("pause").max())
@@ -203,7 +203,7 @@ async def timed(trainer: Trainer, sampler: Sampler) -> tuple[float, float]:
 
 
 async def delta(model: Path) -> list[Figure]:
-    """The share of the bytes that steps of GRPO change."""
+    """The share of bytes that steps of GRPO change."""
     figures: list[Figure] = []
     for lr, dtype in (("1e-3", "float32"), ("1e-3", "bfloat16"), ("1e-5", "bfloat16"), ("1e-6", "bfloat16")):
         sent = await changed(model, lr, dtype)
@@ -212,7 +212,7 @@ async def delta(model: Path) -> list[Figure]:
 
 
 async def changed(model: Path, lr: str, dtype: str) -> list[float]:
-    """What is sent of each step, as a share of all bytes."""
+    """The share of bytes that is sent for each step."""
     config = quickstart(str(model), f"policy.optimizer.lr={lr}")
     table = {**config.policy.model_dump(), "dtype": dtype, "delta_sync": True}
     policy = FsdpPolicy(PolicyConfig.model_validate(table))

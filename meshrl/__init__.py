@@ -161,7 +161,7 @@ if TYPE_CHECKING:
     from meshrl.trackers import Tracker as Tracker
     from meshrl.weights import Weights as Weights
 
-    # Names of before, which `deprecated` finds.
+    # Old names, which `deprecated` finds.
     from meshrl_fsdp.options import FsdpConfig as FsdpConfig
     from meshrl_megatron.options import MegatronConfig as MegatronConfig
     from meshrl_vllm.options import VllmConfig as VllmConfig
@@ -209,14 +209,14 @@ else:
         "trackers": "TrackedRun Tracker",
         "weights": "Weights",
     }
-    """What each door gives: the same as above."""
+    """The names of each public module, the same as above."""
     _DOORS = {name: f"meshrl.{door}" for door, names in _NAMES.items() for name in names.split()}
     _ROOMS = {door.partition(".")[0] for door in _NAMES}
 
     __all__ = list(_DOORS)
 
     def _load(name: str) -> object:
-        """A public name, or a room."""
+        """Load a public name, or a room."""
         if name in _DOORS:
             value = globals()[name] = getattr(import_module(_DOORS[name]), name)
             return value
@@ -230,7 +230,7 @@ else:
         return sorted({*globals(), *__all__})
 
     class _House(ModuleType):
-        """This package, which is told of each room that is loaded."""
+        """This package, which receives each room that is loaded."""
 
         def __setattr__(self, name: str, value: object) -> None:
             if isinstance(value, ModuleType):

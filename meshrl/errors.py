@@ -29,7 +29,7 @@ def described(error: BaseException) -> str:
         text = str(error)
     except (Exception, SystemExit, asyncio.CancelledError) as worse:  # noqa: BLE001 -- a user's class may do anything
         text = f"(its text cannot be made: str() raised {type(worse).__name__})"
-    # A half of a surrogate pair is no letter of UTF-8.
+    # UTF-8 cannot encode half a surrogate pair.
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 

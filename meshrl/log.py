@@ -14,14 +14,14 @@ _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
 def info(event: str, **values: object) -> None:
-    """Say what goes on."""
+    """Log progress."""
     if not _silent.get():
         _logger().info(event, **values)
 
 
 @contextmanager
 def silenced() -> Generator[None]:
-    """Say nothing of what goes on in the block, but what somebody should look at."""
+    """Suppress `info` during the block. Warnings are still logged."""
     before = _silent.set(True)
     try:
         yield
@@ -30,12 +30,12 @@ def silenced() -> Generator[None]:
 
 
 def warning(event: str, **values: object) -> None:
-    """Say what somebody should look at."""
+    """Log something that the user should look at."""
     _logger().warning(event, **values)
 
 
 def processors() -> "list[Processor]":
-    """What makes a line that a person reads: in colours on a terminal, its values in the order that they are given."""
+    """The processors for readable lines: in colours on a terminal, with values in the given order."""
     import structlog  # noqa: PLC0415 -- with rich and attrs it is a fifth of what meshrl imports
 
     return [
@@ -46,7 +46,7 @@ def processors() -> "list[Processor]":
 
 
 def _logger() -> "FilteringBoundLogger":
-    """The logger of who has configured structlog, as the command line has; a script sees the same lines."""
+    """The logger that structlog is configured for, as by the command line. A script without one sees the same lines."""
     import structlog  # noqa: PLC0415 -- as above
 
     if structlog.is_configured():

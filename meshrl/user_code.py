@@ -16,23 +16,23 @@ from meshrl.config import PathIn
 from meshrl.errors import ConfigError, described, did_you_mean
 
 RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
-"""What a user's function may raise that costs its own row alone; `unless_cancelled` tells the last one apart."""
+"""Exceptions of a user's function that cost only its own row. `unless_cancelled` handles the last one."""
 
 CODE: Final = PathIn(r"(?:\w+:)?(.+\.py):.*")
-"""Marks a key of a configuration that `load_name` reads, perhaps after a word and a colon."""
+"""Marks a configuration key for `load_name`, perhaps after a word and a colon."""
 
 
 _copies: dict[Path, Path] = {}
-"""Folders of the controller's machine, and where this one has copies of them."""
+"""Folders on the controller's machine, and their copies on this one."""
 
 
 def find_copies(copies: Mapping[Path, Path]) -> None:
-    """Have files of these folders found in their copies, which were brought to this machine."""
+    """Find files of these folders in their copies on this machine."""
     _copies.update(copies)
 
 
 def copied(path: Path) -> Path:
-    """Where this machine has the copy of a file or a folder; the path itself where none was brought."""
+    """Return this machine's copy of a file or a folder, or the path itself if there is no copy."""
     for folder, copy in _copies.items():
         if path.is_relative_to(folder) and (copy / path.relative_to(folder)).exists():
             return copy / path.relative_to(folder)
@@ -40,14 +40,14 @@ def copied(path: Path) -> Path:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a Python file as a module; its folder goes last on the import path, so it may import its neighbours.
+    """Run a Python file as a module. Its folder goes last on the import path, so it may import its neighbours.
 
-    Raises ConfigError where there is no such file, or where running it raises.
+    Raises ConfigError if the file does not exist or raises.
     """
     path = copied(path.absolute()).resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    # A name of its own: a user's `random.py` must not be taken for the library's module.
+    # A distinct name: a user's `random.py` must not be taken for the library's module.
     name = f"meshrl_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -55,7 +55,7 @@ def import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(spec)
-    # Registered while it runs, so that annotations and dataclasses in it can be resolved.
+    # Registered while it runs, so that its annotations and dataclasses can be resolved.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -66,20 +66,20 @@ def import_file(path: Path) -> ModuleType:
 
 
 def unless_cancelled(error: BaseException) -> None:
-    """Raise it again where it is this task that is cancelled, and not a CancelledError of the user's own."""
+    """Raise the error again if this task is being cancelled, as opposed to a CancelledError of the user's code."""
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
 
 
 def where_raised(error: BaseException) -> str:
-    """`ValueError: what (file, line 3)`: the last line of a traceback, and its place where that is the user's."""
+    """`ValueError: what (file, line 3)`: the last line of a traceback, and its place if that is in the user's code."""
     place = _place(error)
     return described(error) + (place and f" ({place})")
 
 
 def _place(error: BaseException) -> str:
-    """`file, line 3`; empty where no line of the user's is known, or the error's own text tells it."""
+    """`file, line 3`. Empty if no line of the user's code is known, or the error's message contains it."""
     ours = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
     if isinstance(error, SyntaxError) or not frames:
@@ -88,7 +88,7 @@ def _place(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException, file: Path) -> list[traceback.FrameSummary]:
-    """The lines of a traceback in the folder of a user's file."""
+    """Return the lines of a traceback in the folder of a user's file."""
     folder = f"{file.resolve().parent}/"
     return [
         frame
@@ -98,7 +98,7 @@ def frames_of(error: BaseException, file: Path) -> list[traceback.FrameSummary]:
 
 
 def is_of_meshrl(error: BaseException) -> bool:
-    """Whether it was raised by meshrl or a backend, not by a user's code or a library that this calls."""
+    """True if meshrl or a backend raised the error, and not a user's code or a library that it calls."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _is_of_meshrl(frames[-1])
 
@@ -110,17 +110,17 @@ def _is_of_meshrl(frame: traceback.FrameSummary) -> bool:
 
 
 class FirstErrors:
-    """Tells the errors of a user's code: each as a text, and where each kind arose in the log, the first time."""
+    """Describes errors of a user's code, and logs where each kind occurred the first time."""
 
     def __init__(self, warning: str) -> None:
-        """`warning`: what the log says of one."""
+        """`warning`: the message of the log."""
         self._warning = warning
         self._told: set[str] = set()
 
     def told(self, error: BaseException) -> str:
-        """The error as a text of at most 500 letters."""
+        """Return the error as text of at most 500 characters."""
         text = described(error)[:500]
-        # The place tells one mistake from another; the text may hold a value of the row.
+        # The place identifies a mistake. The message may contain a value of the row.
         place = _place(error)
         if (kind := f"{type(error).__name__} {place}") not in self._told:
             self._told.add(kind)
@@ -129,9 +129,9 @@ class FirstErrors:
 
 
 def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:
-    """The object that `file.py:name` or `package.module:name` names; ConfigError, with `what` it should be, if none.
+    """Return the object that `file.py:name` or `package.module:name` names. ConfigError, which says `what`, if none.
 
-    `shipped` and those that `is_one` are what a misspelt name may have meant.
+    Suggestions for a misspelt name come from `shipped`, and from the objects that `is_one` accepts.
     """
     module, colon, attribute = name.rpartition(":")
     if not colon:

@@ -1,4 +1,4 @@
-"""What contestants of every environment share: questions on standard input, answers, and the memory they took."""
+"""Shared code of contestants in every environment: questions on standard input, answers, and memory."""
 
 import json
 import logging
@@ -8,23 +8,23 @@ from pathlib import Path
 
 
 class Memory:
-    """How far this process's own memory rises, at its peak, from when this was made.
+    """Growth of this process's own memory since this was made, at its peak.
 
-    Shared pages (those of an object store that it maps) are not counted.
+    Shared pages, such as those of a mapped object store, are not counted.
     """
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak, `VmHWM`, starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak, `VmHWM`
         self._start = _status()
 
     def grown(self) -> float:
-        """MiB."""
+        """Growth in MiB."""
         now = _status()
         return (now["VmHWM"] - self._start["VmRSS"] - (now["RssShmem"] - self._start["RssShmem"])) / 1024
 
 
 def start_ray(store: int) -> None:
-    """A Ray of this process's own, with room for all its actors. `store`: the bytes of its object store."""
+    """Start a private Ray with room for all actors. `store`: bytes of its object store."""
     import ray  # noqa: PLC0415 -- not every contestant has it
 
     ray.init(
@@ -44,7 +44,7 @@ def _status() -> dict[str, int]:
 
 
 def answer(methods: Mapping[str, Callable[..., float]]) -> None:
-    """Do what each line asks, {"do": method, ...}, and print the method's result and the memory it took."""
+    """Answer each line, {"do": method, ...}, with the method's result and the memory it took."""
     print('{"ready": true}', flush=True)
     for line in sys.stdin:
         question = json.loads(line)

@@ -2,12 +2,12 @@
 
     hf_rollout.py generate|batching FOLDER JOB
 
-As vllm_rollout.py, but nothing is asked for log-probs or seeds, and each line {"rows": true} is one batch.
+Like vllm_rollout.py, but without log-probs or seeds, and each line {"rows": true} is one batch.
 
 generate   one padded batch of all rows, which ends with its longest; EOS ends each row at its limit
 batching   `generate_batch`'s manager, kept from turn to turn; a limit for each request, and no EOS
 
-float32 and sdpa, a growing cache, and blocks for all tokens of all rows.
+Uses float32, sdpa, a growing cache, and blocks for all tokens of all rows.
 """
 
 import json
@@ -35,7 +35,7 @@ class Generate:
         self.tokenizer = tokenizer
 
     def __call__(self) -> int:
-        """The number of new tokens."""
+        """Generate, and return the number of new tokens."""
         job = self.job
         rows = [job["ids"][prompt] for prompt in job["rows"]]
         batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
@@ -54,11 +54,11 @@ class Generate:
         return int(((new == self.eos).int().argmax(1) + 1).sum())
 
     def close(self) -> None:
-        """Nothing goes on."""
+        """Do nothing: no thread is running."""
 
 
 class Batching:
-    """transformers' continuous batching."""
+    """The continuous batching of transformers."""
 
     def __init__(self, model, tokenizer, job) -> None:
         self.job = job
@@ -76,7 +76,7 @@ class Batching:
         self.manager.start()
 
     def __call__(self) -> int:
-        """The number of new tokens."""
+        """Generate, and return the number of new tokens."""
         for prompt, limit in zip(self.job["rows"], self.job["limits"], strict=True):
             self.manager.add_request(self.job["ids"][prompt], max_new_tokens=limit, eos_token_id=-1)
         tokens, left = 0, len(self.job["rows"])
@@ -94,7 +94,7 @@ class Batching:
         return tokens
 
     def close(self) -> None:
-        """End its thread, which Python would wait for."""
+        """End its thread, for which Python would wait."""
         self.manager.stop()
 
 

@@ -5,9 +5,9 @@ from transformers import LogitsProcessor
 
 
 class ForcedLengths(LogitsProcessor):
-    """Makes row i end after exactly `lengths[i]` new tokens: EOS is impossible before, and certain then.
+    """Makes row i end after exactly `lengths[i]` new tokens, by forbidding EOS before and forcing it then.
 
-    Three indexed writes into the logits a decode step, some tens of microseconds of a step's milliseconds.
+    It costs three indexed writes into the logits per decode step: some tens of microseconds of a step's milliseconds.
     """
 
     def __init__(self, lengths: list[int], eos: int) -> None:
@@ -18,7 +18,7 @@ class ForcedLengths(LogitsProcessor):
         self.step = 0
 
     def __call__(self, input_ids, scores):
-        """Scores of this step with EOS forbidden, except in the rows that end now, where it is alone."""
+        """Return the step's scores with EOS forbidden, or as the only choice in rows that end now."""
         self.step += 1
         scores[:, self.eos] = -torch.inf
         rows = self.ends_at.get(self.step)

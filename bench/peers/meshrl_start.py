@@ -1,8 +1,8 @@
-"""meshrl from nothing to its first answer: an engine, two ranks, one call. Timed by bench/calls.py, as ray_start.py is.
+"""Start meshrl up to its first answer: an engine, two ranks, one call. Timed by bench/calls.py, like ray_start.py.
 
     python bench/peers/meshrl_start.py ENGINE
 
-A script of its own, since what a benchmark imports is not what a run does.
+This is a separate script, because a benchmark imports more than a run does.
 """
 
 import asyncio

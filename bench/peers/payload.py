@@ -1,4 +1,4 @@
-"""The rows that contestants hand on: token columns as in training, what they hold, and how they are read."""
+"""The rows that contestants transfer: token columns as in training, their content, and how they are read."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,11 +7,11 @@ COLUMNS = {"tokens": "int32", "loss_mask": "bool", "sampler_logprobs": "float32"
 TOKEN_BYTES = 13
 SHORTEST, LONGEST = 256, 4096
 STORE_BYTES = 3 * 2**30
-"""Of each project's object store: room for all that any of them keeps of 512 MiB."""
+"""Size of each project's object store, enough for all that any project keeps of 512 MiB."""
 
 
 def row_lengths(mib: int, parts: int) -> list[NDArray[np.int64]]:
-    """Tokens of each row of each part: log-uniform. Every part has as many rows, and all together `mib` MiB."""
+    """Tokens of each row of each part, log-uniform. Parts have equally many rows, and all together `mib` MiB."""
     mean = (LONGEST - SHORTEST) / np.log(LONGEST / SHORTEST)
     tokens = mib * 2**20 // TOKEN_BYTES
     rows = max(1, round(tokens / mean / parts))
@@ -21,7 +21,7 @@ def row_lengths(mib: int, parts: int) -> list[NDArray[np.int64]]:
 
 
 def token_columns(tokens: int, seed: int) -> dict[str, NDArray[np.generic]]:
-    """The values of each column, one a token."""
+    """The values of each column, one per token."""
     rng = np.random.default_rng(seed)
     return {
         "tokens": rng.integers(0, 150_000, tokens, np.int32),
@@ -32,7 +32,7 @@ def token_columns(tokens: int, seed: int) -> dict[str, NDArray[np.generic]]:
 
 
 def checksum(values: NDArray[np.generic]) -> int:
-    """A number that depends on every byte, at the speed of memory: those of parts add up to that of the whole."""
+    """A number that depends on every byte, computed at memory speed. Checksums of parts add up to that of the whole."""
     if values.dtype == np.bool_:
         return int(np.count_nonzero(values))
     words = values.reshape(-1).view(np.uint32)
@@ -40,5 +40,5 @@ def checksum(values: NDArray[np.generic]) -> int:
 
 
 def agree(sums: NDArray[np.int64], truth: NDArray[np.int64]) -> bool:
-    """Whether added checksums, one a column, are the same."""
+    """True if the added checksums, one per column, are equal."""
     return bool((sums % 2**32 == truth % 2**32).all())

@@ -1,4 +1,4 @@
-"""Bare Ray's contestant in bench/calls.py: async actors that do nothing, beside the caller's own cluster."""
+"""Bare Ray's contestant in bench/calls.py: async actors that do nothing, on the caller's cluster."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ class BareIdle:
         """No argument, no result."""
 
     async def pid(self) -> int:
-        """Its process."""
+        """Return its process id."""
         return os.getpid()
 
     async def wait(self) -> None:
-        """For ever."""
+        """Wait forever."""
         await asyncio.Event().wait()
 
 
@@ -40,11 +40,11 @@ class BareHandle(Protocol):
 
 
 def bare_actors(count: int) -> list[BareHandle]:
-    """Async Ray actors, without a core."""
+    """Start async Ray actors that reserve no core."""
     made = ray.remote(BareIdle).options(num_cpus=0, max_concurrency=1000)
     return [cast("BareHandle", made.remote()) for _ in range(count)]
 
 
 async def everyone(methods: Sequence[BareMethod]) -> None:
-    """One call of each actor."""
+    """Call each actor once."""
     await asyncio.gather(*(method.remote() for method in methods))

@@ -1,11 +1,11 @@
 """Bare Ray's contestant: two makers, two readers, and a controller that divides the rows anew.
 
-Run by bench/handoff.py; questions and answers as in verl_dispatch.py, rows of one length as there. HOW:
+Run by bench/handoff.py. Questions, answers and rows of one length are as in verl_dispatch.py. HOW:
 
-torch       dicts of tensors: torch.cat, chunks by rows, sent; with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which is
+torch       dicts of tensors: torch.cat, chunks by rows, sent, with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1, which is
             twice as fast as cloned chunks without it
-numpy       dicts of arrays: joined and put once; each reader takes its slice of what it maps
-references  what an expert writes by hand: both makers' references to each reader, which joins its half of either
+numpy       dicts of arrays, joined and put once. Each reader takes its slice of the mapped data
+references  hand-written by an expert: each reader gets both makers' references, and joins its half of each
 """
 
 import os
@@ -14,7 +14,7 @@ import warnings
 
 os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["PYTHONWARNINGS"] = "ignore"  # of the tensors being read-only; in the actors too
+os.environ["PYTHONWARNINGS"] = "ignore"  # about read-only tensors, in the actors too
 warnings.simplefilter("ignore")
 
 import numpy as np  # noqa: E402 -- Ray reads the setting when it is imported
@@ -29,14 +29,14 @@ class Rows:
     """Makes rows, and reads them."""
 
     def prepare(self, rank, rows, tokens):
-        """Make the rows; a checksum of each column."""
+        """Make the rows. Returns a checksum of each column."""
         columns = token_columns(rows * tokens, rank)
         self.arrays = {name: column.reshape(rows, tokens) for name, column in columns.items()}
         self.tensors = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         return sums_of(self.arrays)
 
     def make(self, how):
-        """The rows."""
+        """Return the rows."""
         return self.tensors if how == "torch" else self.arrays
 
     def read(self, columns):
@@ -59,24 +59,24 @@ def sums_of(columns):
 
 
 def joined(parts, concatenate):
-    """The rows of all parts."""
+    """Join the rows of all parts."""
     return {name: concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
 class Contest:
-    """The actors, and what is measured of them."""
+    """The actors, and their measurements."""
 
     def __init__(self):
         self.makers, self.readers = ([Rows.remote() for _ in range(2)] for _ in range(2))
         self.truth = None
 
     def prepare(self, rows, tokens):
-        """Make the rows that are handed on: so many by each maker, of so many tokens."""
+        """Make the rows: `rows` per maker, of `tokens` tokens each."""
         self.truth = sum(ray.get([maker.prepare.remote(i, rows, tokens) for i, maker in enumerate(self.makers)]))
         return 2 * rows * tokens
 
     def handoff(self, how):
-        """Seconds."""
+        """Seconds of a handoff."""
         began = time.perf_counter()
         made = [maker.make.remote(how) for maker in self.makers]
         sums = ray.get(getattr(self, how)(made))
@@ -85,19 +85,19 @@ class Contest:
         return wall
 
     def torch(self, made):
-        """See above, as the next two."""
+        """The way `torch` above."""
         whole = joined(ray.get(made), torch.cat)
         halves = zip(*(whole[name].chunk(2) for name in COLUMNS), strict=True)
         chunks = [dict(zip(COLUMNS, half, strict=True)) for half in halves]
         return [reader.read.remote(chunk) for reader, chunk in zip(self.readers, chunks, strict=True)]
 
     def numpy(self, made):
-        """One put."""
+        """The way `numpy`: one put."""
         whole = ray.put(joined(ray.get(made), np.concatenate))
         return [reader.read_slice.remote(whole, index) for index, reader in enumerate(self.readers)]
 
     def references(self, made):
-        """Nothing comes here."""
+        """The way `references`: no data passes here."""
         return [reader.read_parts.remote(index, *made) for index, reader in enumerate(self.readers)]
 
 

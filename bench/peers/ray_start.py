@@ -1,4 +1,4 @@
-"""Bare Ray from nothing to its first answer: a cluster, two actors, one call. Timed by bench/calls.py --engine ray."""
+"""Start bare Ray up to its first answer: a cluster, two actors, one call. Timed by bench/calls.py --engine ray."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ class Idle:
         """No argument, no result."""
 
 
-# As the Ray engine does it.
+# As the Ray engine does.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 ray.init("local", num_cpus=len(os.sched_getaffinity(0)), include_dashboard=False, logging_level=logging.ERROR)
 made = ray.remote(num_cpus=1)(Idle)

@@ -2,11 +2,11 @@
 
 
 def exact(prompt: str, completion: str, row: dict[str, object]) -> float:
-    """1 where the completion is the answer."""
+    """Return 1 if the completion is the answer."""
     return float(completion.strip() == str(row["answer"]).strip())
 
 
 def share(prompt: str, completion: str, row: dict[str, object]) -> float:
-    """The share of the answer's characters that stand where they should; what follows them does not count."""
+    """The share of the answer's characters that are in the right place. Further characters do not count."""
     answer = str(row["answer"])
     return sum(mine == wanted for mine, wanted in zip(completion, answer, strict=False)) / len(answer)

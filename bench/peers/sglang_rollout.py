@@ -6,8 +6,8 @@ FOLDER is a Hugging Face model, JOB a JSON file with the prompts' token ids, the
 engine's numbers. The first line on standard output is {"ready": true}; then each line on standard input is one batch of
 rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
 
-SGLang's own `Engine` is asked for all rows in one call, with the arguments that the backend sglang gives it. On a CPU
-its path has the folder of that backend that stands for SGLang's kernels. It reads no seeds: its draws are its own.
+SGLang's own `Engine` gets all rows in one call, with the arguments of the backend sglang. On a CPU, the module path
+includes that backend's replacement for SGLang's kernels. It reads no seeds, so its draws differ.
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 
 os.environ.update(OMP_NUM_THREADS="1", SGLANG_USE_CPU_ENGINE="1", TORCH_COMPILE_DISABLE="1")
 
-# After the environment, which it reads when it is imported.
+# Imported after the environment is set, which it reads on import.
 from sglang import Engine
 
 
@@ -40,7 +40,7 @@ def main(folder: str, job_path: str) -> None:
         disable_overlap_schedule=True,
         skip_tokenizer_init=True,
         grammar_backend="none",
-        sleep_on_idle=True,  # others take their turns
+        sleep_on_idle=True,  # other contestants take turns
         log_level="error",
     )
     print('{"ready": true}', flush=True)
@@ -49,13 +49,13 @@ def main(folder: str, job_path: str) -> None:
 
 
 def rollouts(engine: Engine, job, turn: int) -> dict[str, float]:
-    """One turn."""
+    """Make one batch of rollouts."""
     began = time.perf_counter()
     told = engine.generate(
         input_ids=[job["ids"][prompt] for prompt in job["rows"]],
         sampling_params=[{"temperature": 1.0, "max_new_tokens": limit, "ignore_eos": True} for limit in job["limits"]],
         return_logprob=True,
-        cache_salt=str(turn),  # keeps earlier turns out of the prefix cache, as new weights do in training
+        cache_salt=str(turn),  # prevents prefix-cache hits from earlier turns, as new weights do in training
     )
     wall = time.perf_counter() - began
     tokens = np.concatenate([np.array(row["output_ids"], np.int32) for row in told])

@@ -1,8 +1,8 @@
-"""Bare Unix sockets: processes that send back what they are sent, and a caller that sends to all, then waits for all.
+"""Bare Unix sockets: processes that echo what they receive, and a caller that sends to all, then waits for all.
 
-Blocking, they are the limit of a call between processes: no loop, no thread, no serialisation. With an event loop at
-both ends, and nothing else, they are what asyncio adds to that. Measured by bench/calls.py and bench/scale.py; as a
-script it is one of the processes: `socket_pong.py DESCRIPTOR [loop]`.
+Blocking, they are the limit of a call between processes: no loop, no thread, no serialisation. With only an event loop
+at both ends, they show what asyncio adds. Measured by bench/calls.py and bench/scale.py. As a script it is one of the
+processes: `socket_pong.py DESCRIPTOR [loop]`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ PING: Final = bytes(64)
 
 
 class Pongs:
-    """So many processes, each at the other end of a socket."""
+    """A number of processes, each at the other end of a socket."""
 
     def __init__(self, count: int, *, looped: bool = False) -> None:
         """`looped`: each waits in an event loop."""
@@ -27,7 +27,7 @@ class Pongs:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
-                # Without `site`: its packages would only cost memory.
+                # Without `site`, whose packages would only cost memory.
                 command = [sys.executable, "-S", __file__, str(theirs.fileno()), *(["loop"] if looped else [])]
                 self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
             self._ends.append(ours)
@@ -41,7 +41,7 @@ class Pongs:
             assert end.recv(len(PING)) == PING
 
     async def ping_in_loop(self) -> None:
-        """The same in the loop that runs."""
+        """The same in the running loop."""
         answers = [self._answer(end) for end in self._ends]
         for end in self._ends:
             end.send(PING)
@@ -56,7 +56,7 @@ class Pongs:
             assert end.recv(len(PING)) == PING
             answer.set_result(None)
 
-        loop.add_reader(end, read)  # anew for each ping, in place of the one before: a change of one callback
+        loop.add_reader(end, read)  # set anew for each ping, which only changes one callback
         return answer
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class Pongs:
 
 
 def pong(end: socket.socket) -> None:
-    """Send everything back until the other end is closed."""
+    """Echo everything until the other end is closed."""
     while some := end.recv(len(PING)):
         end.send(some)
 

@@ -2,15 +2,15 @@
 
     trl_grpo.py FOLDER JOB
 
-FOLDER is a Hugging Face model, JOB a JSON file with prompts, shapes and hyper-parameters. The first line on standard
-output is {"ready": true}; then each line {"steps": k} on standard input makes k whole GRPO steps, answered by one line
-{"wall", "cpu", "rows", "tokens", "reward"}: seconds of wall clock and of CPU over all threads of this process, rows and
-completion tokens made, and their mean reward. Between answer and question the trainer stands still.
+FOLDER is a Hugging Face model, JOB a JSON file with prompts, shapes and hyperparameters. The first line on standard
+output is {"ready": true}. Then each line {"steps": k} on standard input makes k whole GRPO steps, answered by one line
+{"wall", "cpu", "rows", "tokens", "reward"}: wall-clock seconds, CPU seconds of all threads of this process, rows,
+completion tokens, and mean reward. Between an answer and the next question the trainer is idle.
 
-TRL at its best on CPU, each choice the fastest of those tried: float32, no gradient checkpointing, fused AdamW, sdpa,
-plain `generate` (the continuous batching of transformers made 3,400 tokens a second where that made 4,500), a growing
-key-value cache for short completions and a static one for long, no logging, saving or progress bar. One `generate` a
-step; the log-probs of the sampler are not computed again, because one update follows each generation.
+The settings are TRL's fastest on a CPU, among those tried: float32, no gradient checkpointing, fused AdamW, sdpa, plain
+`generate` (the continuous batching of transformers made 3,400 tokens a second where that made 4,500), a growing
+key-value cache for short completions and a static one for long, no logging, saving or progress bar. One `generate` per
+step. The sampler's log-probs are not computed again, because one update follows each generation.
 """
 
 import functools
@@ -27,12 +27,12 @@ from lengths import ForcedLengths
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# Fastest of 32, 64, 128 and 512 where completions have up to 256 tokens; short ones are fastest in one batch.
+# The fastest of 32, 64, 128 and 512 for completions of up to 256 tokens. Short ones are fastest in one batch.
 LONG_MICRO_ROWS = 64
 
 
 class Turns(TrainerCallback):
-    """Stops the trainer after each turn until the next question comes."""
+    """Stops the trainer after each turn until the next question."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -112,7 +112,7 @@ def main(folder: str, job_path: str) -> None:
 
 
 def settings(job, folder: str) -> GRPOConfig:
-    """The job's numbers in TRL's words."""
+    """The job's numbers as TRL's settings."""
     rows = job["prompts_per_step"] * job["completions"]
     micro_rows = LONG_MICRO_ROWS if job["lengths"] else rows
     return GRPOConfig(

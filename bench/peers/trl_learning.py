@@ -3,10 +3,10 @@
     trl_learning.py MODEL JOB FOLDER
 
 MODEL is a Hugging Face folder to start from, JOB a JSON file (`Job` in bench/learning.py). Writes FOLDER/metrics.jsonl,
-an object a step with what TRL logs of it, and FOLDER/model, as transformers does; what TRL itself leaves lies in
-FOLDER/trl. Everything is float32. Each step is one optimizer step on one batch, so that TRL takes the log-probs of that
-step as those of the sampler. The learning rate is given for each step: TRL's own warm-up begins at 0 where meshrl's
-begins at its first part.
+one object per step with TRL's log of it, and FOLDER/model in the format of transformers. TRL's own files are in
+FOLDER/trl. Everything is float32. Each step is one optimizer step on one batch, so TRL uses the log-probs of that step
+as those of the sampler. The learning rate is given for each step, because TRL's own warm-up begins at 0, but meshrl's
+at its first fraction.
 """
 
 import json
@@ -22,13 +22,13 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOO
 
 
 class Log(TrainerCallback):
-    """Keeps what the trainer logs of each step."""
+    """Keeps the trainer's log of each step."""
 
     def __init__(self) -> None:
         self.lines = []
 
     def on_log(self, args, state, control, logs, **kwargs):
-        """Keep a step's numbers; what comes at the end, of the whole run, has no `loss`."""
+        """Keep a step's numbers. The final log of the whole run has no `loss`."""
         if "loss" in logs:
             self.lines.append(json.dumps({"step": state.global_step, **logs}))
 
@@ -40,7 +40,7 @@ def main(folder: str, job_path: str, out: str) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=job["rates"][0], betas=job["betas"], eps=job["eps"], weight_decay=0.0, fused=True
     )
-    # The trainer asks once more after the last step.
+    # The trainer asks for one more rate after the last step.
     rates = [*job["rates"], 0.0]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step] / rates[0])
     trainer = {"grpo": grpo, "rloo": rloo, "dpo": dpo}[job["algorithm"]](
@@ -64,19 +64,19 @@ def load(folder: str):
 
 
 def grpo(out: str, job, common):
-    """GRPO without a KL, its loss a mean over tokens, its advantages over the standard deviation of the group."""
+    """GRPO without a KL penalty: the loss is a mean over tokens, and advantages are divided by the deviation."""
     args = GRPOConfig(**on_policy(out, job), loss_type="dapo", scale_rewards="group", epsilon=job["clip"], beta=0.0)
     return GRPOTrainer(args=args, reward_funcs=exact, train_dataset=prompts(job), **common)
 
 
 def rloo(out: str, job, common):
-    """RLOO without a KL, its advantages as they are."""
+    """RLOO without a KL penalty, with unscaled advantages."""
     args = RLOOConfig(**on_policy(out, job), normalize_advantages=False, beta=0.0)
     return RLOOTrainer(args=args, reward_funcs=exact, train_dataset=prompts(job), **common)
 
 
 def dpo(out: str, job, common):
-    """DPO on the pairs in their order."""
+    """DPO on the pairs in order."""
     args = DPOConfig(
         **settings(out, job),
         per_device_train_batch_size=job["prompts_per_step"],
@@ -96,12 +96,12 @@ def exact(prompts, completions, answer, **_):
 
 
 def prompts(job) -> Dataset:
-    """The prompts of all steps in their order."""
+    """The prompts of all steps in order."""
     return Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]})
 
 
 def on_policy(out: str, job) -> dict[str, object]:
-    """What GRPO and RLOO share: a batch is drawn, trained on once, and forgotten."""
+    """Settings of GRPO and RLOO: a batch is drawn, trained on once, and dropped."""
     return {
         **settings(out, job),
         "per_device_train_batch_size": job["prompts_per_step"] * job["completions"],
@@ -117,7 +117,7 @@ def on_policy(out: str, job) -> dict[str, object]:
 
 
 def settings(out: str, job) -> dict[str, object]:
-    """What all three share."""
+    """Settings of all three."""
     return {
         "output_dir": str(Path(out) / "trl"),
         "use_cpu": True,

@@ -1,19 +1,19 @@
 """verl's contestant: batches between two WorkerGroups of two workers, by DP_COMPUTE_PROTO and by its other ways.
 
-Run by bench/handoff.py and bench/roundtrip.py in .peers/verl: a question a line on standard input (see contest.py), an
-answer a line. `prepare` makes the rows, all of one length, which favours verl: nothing is padded. `handoff` is made by
-one group and read by the other; `roundtrip` is made, read on the controller, given other columns, and read by the group
-that made it. HOW:
+Run by bench/handoff.py and bench/roundtrip.py in .peers/verl, with one question per line on standard input (see
+contest.py) and one answer per line. `prepare` makes the rows, all of one length. This favours verl, because nothing is
+padded. In `handoff`, one group makes the rows and the other reads them. In `roundtrip`, one group makes the rows, the
+controller reads them and replaces columns, and the same group reads them. HOW:
 
 default            DataProto by DP_COMPUTE_PROTO, serialised by torch.save
 numpy              the same with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy
-future             the same with blocking=False: a DataProtoFuture, which each reader fetches whole and cuts up itself
+future             the same with blocking=False: a DataProtoFuture, which each reader fetches whole and splits itself
 future_tensordict  the same with a TensorDict
 nd                 numpy, and the dispatch of verl's newer workers (make_nd_compute_dataproto_dispatch_fn)
 tensordict         a TensorDict by that dispatch
 
-Ray's RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is on: it makes a TensorDict up to three times as fast, and a DataProto, which
-verl turns into bytes or arrays itself, does not see it.
+Ray's RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is on. It makes a TensorDict up to three times as fast, and has no effect on a
+DataProto, which verl turns into bytes or arrays itself.
 """
 
 import os
@@ -22,7 +22,7 @@ import warnings
 
 os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["PYTHONWARNINGS"] = "ignore"  # of the tensors being read-only; in the workers too
+os.environ["PYTHONWARNINGS"] = "ignore"  # about read-only tensors, in the workers too
 warnings.simplefilter("ignore")
 
 import numpy as np  # noqa: E402 -- Ray reads the setting when it is imported
@@ -54,34 +54,34 @@ class Rows(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def prepare(self, rows, tokens):
-        """Make the rows; a checksum of each column."""
+        """Make the rows. Returns a checksum of each column."""
         columns = token_columns(rows * tokens, self.rank)
         self.tensors = {name: torch.from_numpy(column).view(rows, tokens) for name, column in columns.items()}
         return sums_of(self.tensors)
 
     @register(Dispatch.ONE_TO_ALL)
     def serialize(self, method):
-        """How a DataProto is serialised from now on."""
+        """Set how a DataProto is serialised from now on."""
         os.environ[METHOD] = method
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def make(self):
-        """The rows."""
+        """Return the rows."""
         return DataProto.from_dict(self.tensors)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def make_later(self):
-        """The same, as a future."""
+        """Return the rows as a future."""
         return DataProto.from_dict(self.tensors)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def make_tensordict(self):
-        """The rows as a TensorDict."""
+        """Return the rows as a TensorDict."""
         return TensorDict(self.tensors, batch_size=len(self.tensors["tokens"]))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def make_tensordict_later(self):
-        """The same, as a future."""
+        """Return the rows as a TensorDict in a future."""
         return TensorDict(self.tensors, batch_size=len(self.tensors["tokens"]))
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -91,7 +91,7 @@ class Rows(Worker):
 
     @register({"dispatch_fn": ND["dispatch_fn"], "collect_fn": lambda _, output: output})
     def read_nd(self, data):
-        """The same."""
+        """Read every byte."""
         return sums_of(data.batch if isinstance(data, DataProto) else data)
 
 
@@ -111,7 +111,7 @@ WAYS = {
 
 
 class Contest:
-    """Two groups, and what is measured of them."""
+    """Two groups, and their measurements."""
 
     def __init__(self):
         self.maker, self.reader = (
@@ -121,14 +121,14 @@ class Contest:
         self.truth = self.new = None
 
     def prepare(self, rows, tokens):
-        """Make the rows that are handed on: so many by each worker, of so many tokens."""
+        """Make the rows: `rows` per worker, of `tokens` tokens each."""
         self.truth = sum(self.maker.prepare(rows, tokens))
         columns = token_columns(2 * rows * tokens, seed=2)
         self.new = {name: torch.from_numpy(column).view(-1, tokens) for name, column in columns.items()}
         return 2 * rows * tokens
 
     def handoff(self, how):
-        """Seconds."""
+        """Seconds of a handoff."""
         make, read = self._way(how)
         began = time.perf_counter()
         sums = getattr(self.reader, read)(getattr(self.maker, make)())
@@ -137,7 +137,7 @@ class Contest:
         return wall
 
     def roundtrip(self, how, replaced):
-        """Seconds. `replaced`: the names of the columns."""
+        """Seconds of a round trip. `replaced`: the names of the columns."""
         make, read = self._way(how)
         began = time.perf_counter()
         data = getattr(self.maker, make)()
@@ -153,7 +153,7 @@ class Contest:
         return wall
 
     def _way(self, how):
-        """The methods of this setting; how DataProto is serialised is set in every process."""
+        """The methods of this way. Also sets the serialisation of DataProto in every process."""
         method, make, read = WAYS[how]
         if os.environ.get(METHOD, "") != method:
             os.environ[METHOD] = method

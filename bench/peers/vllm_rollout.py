@@ -3,12 +3,11 @@
     vllm_rollout.py FOLDER JOB
 
 FOLDER is a Hugging Face model, JOB a JSON file with the prompts' token ids, the rows' prompts and limits, and the
-engine's numbers. The first line on standard output is {"ready": true}; then each line {"seeds": [...]} on standard
-input, a seed for each row, is one batch of rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
+engine's numbers. The first line on standard output is {"ready": true}. Then each line {"seeds": [...]} on standard
+input, with a seed for each row, is one batch of rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
 
-The engine is called as vLLM's own `LLM` calls it, in this process and with the arguments that the backend vllm gives
-it; rows come back whole, when they have ended, and their texts are not made. Nothing is read of the log-probs that the
-engine returns.
+The engine is called in this process as vLLM's own `LLM` calls it, with the arguments of the backend vllm. Rows are
+returned complete when they have ended, without texts. The engine's log-probs are not read.
 """
 
 import json
@@ -24,7 +23,7 @@ os.environ.update(
     OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCH_COMPILE_DISABLE="1"
 )
 
-# After the environment, which it reads when it is imported.
+# Imported after the environment is set, which it reads on import.
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -37,7 +36,7 @@ def main(folder: str, job_path: str) -> None:
         max_model_len=job["max_tokens"],
         max_num_seqs=job["slots"],
         enforce_eager=True,
-        enable_chunked_prefill=False,  # on a CPU, rows with seeds need that
+        enable_chunked_prefill=False,  # required for rows with seeds on a CPU
         kv_cache_memory_bytes=job["kv_cache_mib"] << 20,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -49,7 +48,7 @@ def main(folder: str, job_path: str) -> None:
 
 
 def rollouts(engine: LLMEngine, job, seeds: list[int], turn: int) -> dict[str, float]:
-    """One turn."""
+    """Make one batch of rollouts."""
     began = time.perf_counter()
     for row, (prompt, limit, seed) in enumerate(zip(job["rows"], job["limits"], seeds, strict=True)):
         sampling = SamplingParams(
@@ -60,7 +59,7 @@ def rollouts(engine: LLMEngine, job, seeds: list[int], turn: int) -> dict[str, f
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps earlier turns out of the prefix cache, as new weights do in training.
+        # The salt prevents prefix-cache hits from earlier turns, as new weights do in training.
         tokens = {"prompt_token_ids": job["ids"][prompt], "cache_salt": str(turn)}
         engine.add_request(f"{turn}-{row}", tokens, sampling)
     drawn = [[]] * len(seeds)

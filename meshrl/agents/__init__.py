@@ -56,7 +56,7 @@ else:
         "sampler": "Agents conversations",
     }
     _SERVED: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
-    """What needs the extra, and where it is."""
+    """Names that need the extra, each with its module."""
 
     def __getattr__(name: str) -> object:
         if name not in _SERVED:

@@ -9,8 +9,8 @@
     agent = Agent(AgentConfig(source="my_agent.py:solve"))
     episode = await agent.play(gateway, row, sampling)
 
-What it raises, or where it hangs, is told of its episode alone. What the sampler raises is not the program's
-fault: it is raised.
+A program that raises or hangs fails its own episode only. An error of the sampler is not the program's fault: `play`
+raises it.
 """
 
 import asyncio
@@ -47,38 +47,38 @@ from meshrl.tasks import Row
 from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
-"""Of a request that the gateway has no room for, by the client that a function is given."""
+"""Number of times that the client of a function repeats a request for which the gateway has no room."""
 _ENDS: Final = 5.0
-"""Seconds in which an async function ends that is cancelled, before it is left where it waits."""
+"""Seconds that a cancelled async function gets to end before it is abandoned."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What came of an agent's work on one row."""
+    """The outcome of an agent's work on one row."""
 
     rows: Batch
-    """What it said to the model: as `Conversation.rows`, with `rewards`, the episode's on each, and `reward_error`."""
+    """What the agent asked and got, as `Conversation.rows`. Each row has the episode's `rewards` and `reward_error`."""
     reward: float
-    """0 where it failed."""
+    """Reward of the episode, 0 if it failed."""
     error: str | None
-    """What it raised, or that it took too long."""
+    """The exception, or a message that the time limit was exceeded. None if the episode succeeded."""
     turns: int
-    """Answers of the model."""
+    """Number of the model's answers."""
     tries: int
-    """How often it was played."""
+    """Number of times that the episode was played."""
     output: str
-    """The last that a command wrote; nothing of a function, which prints where the script does."""
+    """The end of a command's output. Empty for a function, which prints to the script's output."""
     turn_rewards: NDArray[np.float32]
-    """Of each answer, in their order: what the program gave, or else `reward` at the last, float32[turns]."""
+    """Reward of each answer in order, float32[turns]: the program's values, or else `reward` on the last answer."""
 
 
 class Agent:
-    """Plays episodes, as many at once as are configured."""
+    """Plays episodes, at most `concurrency` at once."""
 
     def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
-        """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
+        """Keep the output of commands in the folder `outputs`, such as `run.folder / "agents"`, one file per episode.
 
-        ConfigError where a function or the program is not found.
+        Raises ConfigError if the function or the program is not found.
         """
         self._config = config
         self._outputs = outputs
@@ -90,15 +90,15 @@ class Agent:
 
     @property
     def needs_server(self) -> bool:
-        """Whether it talks to a server: a plain function and a command do."""
+        """True for plain functions and commands, which reach the model through a server."""
         return self._function is None or not is_async(self._function)
 
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
-        """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
+        """Let the program work on the row in a new session. A plain function and a command need `gateway.serving`.
 
-        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. An
-        async one is cancelled, and goes on no more where it has not ended 5 seconds later. Where the sampler failed and
-        the episode did too, what the sampler raised is raised. ConfigError without a server.
+        A plain function that exceeds the time limit is abandoned in its thread, and its session is closed. An async
+        function is cancelled, and abandoned if it has not ended 5 seconds later. If both the sampler and the episode
+        failed, the sampler's exception is raised. Raises ConfigError without a server.
         """
         if self.needs_server and not gateway.is_serving:
             raise ConfigError(
@@ -118,7 +118,7 @@ class Agent:
         try:
             result = await self._result(gateway, session, row, output)
             reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
-        except RAISED as raised:  # somebody's program may raise anything; it is data
+        except RAISED as raised:  # a user's program may raise anything: the exception is data
             unless_cancelled(raised)
             if session.failure is not None:
                 raise session.failure from raised
@@ -130,7 +130,7 @@ class Agent:
         return Episode(told, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
 
     def _output(self) -> Output:
-        """Where the output of the next command goes; that of an old one makes room."""
+        """Choose the file for the next command's output, and delete the oldest one."""
         most = self._config.output_mib << 20
         if self._outputs is None or self._function is not None:
             return Output(most)
@@ -139,7 +139,7 @@ class Agent:
         return Output(most, _file(self._outputs, number))
 
     async def _result(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
-        """What it returns or raises, or TimeoutError. It has a task of its own, which is over however this ends."""
+        """Return the program's result. Raises its exception or TimeoutError. The program's task always ends here."""
         work = _Work()
         playing = asyncio.create_task(_outcome(self._judged(gateway, session, row, output, work)))
         try:
@@ -147,7 +147,7 @@ class Agent:
                 raise TimeoutError(f"no result in {self._config.timeout:g} seconds (timeout)")
         finally:
             if not playing.done():
-                gateway.close(session)  # what it still asks for is no part of the episode
+                gateway.close(session)  # later requests are not part of the episode
                 await work.end(playing)
         result, error = playing.result()
         if error is not None:
@@ -157,7 +157,7 @@ class Agent:
     async def _judged(
         self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output, work: "_Work"
     ) -> object:
-        """What it returns, or what the function returns that judges that."""
+        """Return what the program returns, or what the reward function returns for it."""
         result = await self._call(gateway, session, copy.deepcopy(dict(row)), output, work)
         if self._reward is None:
             return result
@@ -168,7 +168,7 @@ class Agent:
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
         if self._function is not None and is_async(self._function):
-            # Past the network: the same in a test in virtual time.
+            # Bypass the network, which also makes tests in virtual time possible.
             inside = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
             async with openai.AsyncOpenAI(
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
@@ -190,7 +190,7 @@ class Agent:
 
 
 class _Work:
-    """Somebody's coroutine, which may go on when it is cancelled: then it is left where it waits."""
+    """A user's coroutine. If it survives its cancellation, it is abandoned."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -198,7 +198,7 @@ class _Work:
 
     @coroutine
     def of(self, working: Coroutine[object, object, object]) -> Generator[object, object, object]:
-        """What it returns or raises, as `await` has it, until it is left: then it is told nothing more."""
+        """Yield what the coroutine yields and return or raise its outcome, as `await` does, until it is abandoned."""
         self._has_begun = True
         step: Callable[[], object] = partial(working.send, None)
         while True:
@@ -208,15 +208,15 @@ class _Work:
                 return cast("object", ended.value)
             try:
                 step = partial(working.send, (yield waits_for))
-            except BaseException as raised:  # it is the coroutine's to bear
+            except BaseException as raised:  # the coroutine handles it
                 if self._is_left:
-                    with suppress(Exception):  # its last words; and not later, where no loop runs to hold it up
+                    with suppress(Exception):  # let it clean up now: later there may be no event loop for it
                         working.close()
                     raise
                 step = partial(working.throw, raised)
 
     async def end(self, task: asyncio.Task[object]) -> None:
-        """End the task that plays it."""
+        """Cancel the task that plays the coroutine, and abandon it if it does not end."""
         task.cancel()
         if self._has_begun:
             try:
@@ -233,10 +233,10 @@ async def _awaited(function: Callable[..., object], *given: object) -> object:
 
 
 async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, BaseException | None]:
-    """What it returns or raises, told and not raised: SystemExit would end the loop."""
+    """Return the result and the exception. Nothing is raised: SystemExit would end the loop."""
     try:
         return await call, None
-    except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is waited for
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is awaited
         return None, raised
 
 
@@ -245,13 +245,13 @@ def _file(outputs: Path, number: int) -> Path:
 
 
 def _newest(outputs: Path | None) -> int:
-    """The number of the last output that is there, of a run that goes on; 0 where there is none."""
+    """The number of the last output file of a resumed run, 0 without one."""
     files = outputs.glob("[0-9]" * 8 + ".txt") if outputs is not None else ()
     return max((int(file.stem) for file in files), default=0)
 
 
 def reward_of(result: object) -> float:
-    """The reward that an agent's result says: a number, or what has one as `reward`. TypeError for others."""
+    """The reward in an agent's result: a number, or the `reward` of a mapping. Raises TypeError for other results."""
     if isinstance(result, Mapping) and "reward" in result:
         return finite(cast("Mapping[str, object]", result)["reward"])
     if isinstance(result, bool | int | float | np.number):
@@ -260,9 +260,9 @@ def reward_of(result: object) -> float:
 
 
 def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
-    """The rewards of turns that an agent's result says: a list, `turns`, with one for each answer; None without it.
+    """The list `turns` of an agent's result, with one reward per answer. None if the result has no `turns`.
 
-    ValueError where it has another number of them.
+    Raises ValueError if the number of rewards is not `answers`.
     """
     given = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
     if given is None:
@@ -276,21 +276,21 @@ def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
 
 
 def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:
-    """The rewards of so many turns; where none were given, the episode's falls on the last."""
+    """One reward per answer. Without `turns`, the last answer gets the episode's reward."""
     given = [*[0.0] * (answers - 1), reward] if turns is None else turns
     rewards = np.zeros(answers, np.float32)
-    rewards[: len(given)] = given[:answers]  # what is answered after the result is worth 0
+    rewards[: len(given)] = given[:answers]  # answers after the result get 0
     return rewards
 
 
 def _no_proxy(host: str) -> Mapping[str, str]:
-    """What programs read to reach it without a proxy, with what ours says already."""
+    """Environment variables that make programs reach the host without a proxy. Earlier exceptions stay."""
     said = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{said},{host}" if said else host)
 
 
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
-    straight = httpx2.Client(trust_env=False)  # the gateway is no proxy's to reach
+    straight = httpx2.Client(trust_env=False)  # never reach the gateway through a proxy
     with openai.OpenAI(
         base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=straight
     ) as client:
@@ -298,7 +298,7 @@ def _plain(function: Callable[..., object], session: Session, row: Row) -> objec
 
 
 async def _in_thread(call: Callable[[], object]) -> object:
-    """What it returns or raises, in a thread of its own: one that hangs holds up no other, nor the process's end."""
+    """Return or raise what the call does, in its own thread. If it hangs, it blocks neither the loop nor the exit."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 

@@ -13,21 +13,21 @@ from meshrl.agents.chat import Chat, Message
 from meshrl.agents.drawing import Answer
 
 MODEL: Final = "policy"
-"""What the model is called."""
+"""The model's name."""
 Kind: TypeAlias = Literal["chat.completion", "text_completion"]
 _Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the answers to a request."""
+    """One answer to a request."""
 
     said: Message | str
     answer: Answer
 
     @property
     def reason(self) -> str:
-        """Why it ended."""
+        """The finish reason."""
         if self.answer.drawn.truncated:
             return "length"
         return "tool_calls" if isinstance(self.said, Message) and self.said.tool_calls else "stop"
@@ -35,17 +35,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Told:
-    """All that is told of a request."""
+    """All data of a response."""
 
     kind: Kind
     id: str
     choices: Sequence[Choice]
     prompt_tokens: int
     logprobs: Chat | None = None
-    """What reads the tokens whose log-probs are told."""
+    """Decodes the tokens whose log-probs are returned."""
 
     def whole(self) -> Response:
-        """In one piece."""
+        """The response in one piece."""
         choices = [
             self._choice(index, choice, {"message" if self._is_chat else "text": _said(choice.said)})
             for index, choice in enumerate(self.choices)
@@ -53,7 +53,7 @@ class Told:
         return told(200, {**self._head(self.kind), "choices": choices, "usage": self._usage()})
 
     def stream(self, usage: bool, seconds: float) -> Response:
-        """As events; a client that reads nothing for so many seconds is left."""
+        """The response as events. A client that reads nothing for `seconds` is disconnected."""
         kind = "chat.completion.chunk" if self._is_chat else self.kind
         head = {**self._head(kind), **({"usage": None} if usage else {})}
         pieces = [
@@ -111,7 +111,7 @@ class Told:
 
 
 class Events(Response):
-    """Server-sent events; a client that reads none for so many seconds is left."""
+    """Server-sent events. A client that reads nothing for the time limit is disconnected."""
 
     media_type = "text/event-stream"
 
@@ -122,7 +122,7 @@ class Events(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them; each waits until the client has read those before."""
+        """Send the events. Each waits until the client has read the previous ones."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for event in self._events:
             body = b"data: " + event + b"\n\n"
@@ -135,12 +135,12 @@ _TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 404: "not_found
 
 
 def told(status: int, body: _Json, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON."""
+    """A response with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def refused(status: int, message: str, code: str | None = None) -> Response:
-    """An error, in the form of OpenAI's."""
+    """An error response in OpenAI's form."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     body = {
         "error": {

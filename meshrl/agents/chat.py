@@ -1,7 +1,7 @@
 """How a model reads and writes a conversation: its tokenizer, its chat template, and the rendered messages.
 
-A backend reads both from the model's folder: `read_chat(config.sampler)`. A message is kept as clients of OpenAI's
-protocol send it, without what a template does not show.
+A backend reads both from the model's folder: `read_chat(config.sampler)`. Messages have the form of OpenAI's protocol,
+without fields that templates do not show.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ Tool: TypeAlias = Mapping[str, object]
 """A tool as a request has it: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
 
 _ROLES: Final[Mapping[str, str]] = {"developer": "system"}
-"""Roles that templates know by another name."""
+"""Roles that templates call by another name."""
 
 
 class Function(msgspec.Struct, frozen=True):
-    """What a call of a tool calls. `arguments` is JSON, as text."""
+    """The function that a tool call names. `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool, in a message of the assistant's."""
+    """A tool call in an assistant's message."""
 
     id: str = ""
     type: str = "function"
@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a conversation. Two are the same where a template shows them the same."""
+    """A message of a conversation. Two messages are equal if a template shows them alike."""
 
     role: str
     content: str = ""
@@ -46,7 +46,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
 
     def shown(self) -> Mapping[str, object]:
-        """As chat templates read it: the arguments of calls are values where they are JSON."""
+        """The message as chat templates read it. Arguments of calls become values if they are valid JSON."""
         told: dict[str, object] = {"role": _ROLES.get(self.role, self.role), "content": self.content}
         if self.name is not None:
             told["name"] = self.name
@@ -74,24 +74,24 @@ class Chat(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence the model was made for."""
+        """The longest sequence that the model supports, in tokens."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """The messages in the template, with what opens a turn of the assistant's. DataError where it refuses them."""
+        """Render the messages and the start of an assistant's turn. Raises DataError if the template refuses them."""
         ...
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of rendered text, with nothing before or after. DataError for what the tokenizer does not know."""
+        """Tokenise rendered text without adding special tokens. Raises DataError for text that cannot be encoded."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """The text of tokens, without special tokens."""
         ...
 
 
 def read_chat(config: ModelConfig) -> Chat:
-    """How the model of a role's table converses, without its weights. ModelError where it has no chat template."""
+    """Read the tokenizer and chat template of a role's model. Raises ModelError if it has no chat template."""
     read = function_of(config.backend, "CHAT")
     if read is None:
         raise BackendError(
@@ -102,22 +102,22 @@ def read_chat(config: ModelConfig) -> Chat:
 
 
 def key_of_tools(tools: Sequence[Tool]) -> bytes:
-    """What tells a conversation that has these tools from others, before its first message."""
+    """The key of a conversation that has these tools and no messages yet."""
     return _digest(b"", list(tools))
 
 
 def key_after(key: bytes, message: Message) -> bytes:
-    """What tells a conversation from others, with one more message."""
+    """The key of a conversation with one more message."""
     return _digest(key, message.shown())
 
 
 def _digest(key: bytes, value: object) -> bytes:
-    # Sorted, and in letters that every text has: a half of a surrogate pair too.
+    # Sorted and in ASCII, which can encode half a surrogate pair too.
     return hashlib.blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _value(arguments: str) -> object:
-    """What JSON says; other text stays as it is."""
+    """The parsed JSON, or the text itself if it is not valid JSON."""
     try:
         return cast("object", json.loads(arguments))
     except (ValueError, RecursionError):

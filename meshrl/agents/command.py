@@ -15,35 +15,35 @@ from meshrl.agents.container import Container
 from meshrl.errors import MeshrlError
 
 _TOLD: Final = 1 << 16
-"""Bytes, at most, that are told of each of its two outputs: the last ones."""
+"""Bytes that are reported of each output stream at most, from its end."""
 _LOOK: Final = 1.0
-"""Seconds between two looks at how much it has written."""
+"""Seconds between two checks of how much the command has written."""
 
 
 class CommandFailed(MeshrlError):
-    """A command ended with another status than 0, wrote too much, or said no result."""
+    """A command exited with a status other than 0, wrote too much, or returned no result."""
 
 
 @dataclass
 class Output:
-    """What a command wrote, filled in as it ends, however that is."""
+    """The output of a command, filled in when it ends, however it ends."""
 
     most_bytes: int
-    """The most that it may write."""
+    """Limit of its output, in bytes."""
     file: Path | None = None
-    """Where it is kept."""
+    """File that keeps the output."""
     said: str = ""
-    """The end of its output."""
+    """The end of standard output."""
     complained: str = ""
-    """The end of its error output."""
+    """The end of standard error."""
 
     @property
     def text(self) -> str:
-        """The end of both."""
+        """The end of both streams."""
         return self.said + self.complained
 
     def take(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """What is in these files."""
+        """Read both streams from these files."""
         self.said, self.complained = (_last(each, _TOLD).decode(errors="replace") for each in (stdout, stderr))
         if self.file is not None:
             wrong = _last(stderr, self.most_bytes)
@@ -60,11 +60,12 @@ async def run(
     output: Output,
     container: Container | None = None,
 ) -> None:
-    """Run it to its end. CommandFailed where it fails; OSError where it cannot be started.
+    """Run a command to its end.
 
-    `given` is its input and `environment` is added to ours. Its processes are a group, of which none is left when this
-    returns, raises or is cancelled, but one that made a session of its own. It is ended where it writes more than
-    `output.most_bytes`. In a container it has no other variables, and nothing that it began is left.
+    `given` is its input. `environment` is added to this process's environment. The command's processes form a group.
+    None of the group is left when this returns, raises or is cancelled, except a process that started its own session.
+    The command is killed if it writes more than `output.most_bytes`. In a container it gets no other variables, and
+    nothing that it started survives. Raises CommandFailed if it fails, and OSError if it cannot be started.
     """
     whole = container.running(command, environment) if container else command
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -93,7 +94,7 @@ async def run(
 
 
 def _end_group(process: asyncio.subprocess.Process) -> None:
-    """End what is left of its group. A number that belongs to a process once more was free, so there is none left."""
+    """Kill what is left of the group. If its number belongs to a new process, the group was empty."""
     if process.returncode is not None and _runs(process.pid):
         return
     with suppress(ProcessLookupError, PermissionError):

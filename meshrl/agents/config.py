@@ -18,8 +18,8 @@ class AgentConfig(Config):
     """The program that talks to the model: a function, or a command."""
 
     source: Annotated[str, CODE] = ""
-    """A function, async or not: `file.py:function` or `package.module:function`. It is called with a client of the
-    package openai and the task's row, and returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
+    """A function, async or not: `file.py:function` or `package.module:function`. It gets a client of the package openai
+    and the task's row, and returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
     """For verifiers: arguments for loading the environment, as in the task."""
     command: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class AgentConfig(Config):
     output_mib: int = Field(default=16, gt=0)
     """Output of a command at most, in MiB."""
     outputs_kept: int = Field(default=1000, gt=0)
-    """Number of commands whose output is kept in the run's folder, the last ones."""
+    """Number of commands whose output is kept in the run's folder. The oldest output is deleted first."""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
@@ -53,9 +53,9 @@ class AgentConfig(Config):
 
 
 def load_agent(config: AgentConfig) -> Callable[..., object] | None:
-    """The function that is called; None for a command. ConfigError where it is not found or none, or no program is.
+    """Load the agent's function, None for a command. Raises ConfigError if the function or the program is not found.
 
-    A program in an image is not looked for, but what runs it is asked whether it works.
+    A program in an image is not checked. Instead the container runtime is checked.
     """
     source = config.source
     if config.image:
@@ -92,6 +92,6 @@ def _function(what: str, source: str, *given: str) -> Callable[..., object]:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether it is an async function, or one below its decorators, or an object whose `__call__` is one."""
+    """True for an async function, even inside decorators, and for an object whose `__call__` is async."""
     whole = inspect.unwrap(function)
     return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)

@@ -12,11 +12,11 @@ from meshrl.errors import ConfigError
 
 Runtime: TypeAlias = Literal["docker", "podman"]
 _ANSWERS: Final = 30.0
-"""Seconds in which a runtime says which it is, or ends a container."""
+"""Seconds that a runtime has to report its version, or to stop a container."""
 
 
 def check_runtime(runtime: Runtime) -> None:
-    """ConfigError where the runtime is not installed, or does not answer."""
+    """Raise ConfigError if the runtime is not installed or does not respond."""
     try:
         subprocess.run(  # noqa: S603
             [runtime, "info"], capture_output=True, text=True, timeout=_ANSWERS, check=True
@@ -36,14 +36,14 @@ def check_runtime(runtime: Runtime) -> None:
 
 @dataclass(frozen=True)
 class Container:
-    """One container, which is gone when its program has ended."""
+    """One container, which is removed when its program has ended."""
 
     runtime: Runtime
     image: str
     name: str
 
     def running(self, command: Sequence[str], variables: Iterable[str]) -> Sequence[str]:
-        """The command in it: with these variables of ours and no others, on this machine's network."""
+        """The command line that runs the command inside, with these variables and on this machine's network."""
         given = [part for name in variables for part in ("--env", name)]
         return [
             *(self.runtime, "run", "--rm", "--init", "--interactive", "--network", "host", "--name", self.name),
@@ -51,7 +51,7 @@ class Container:
         ]
 
     async def end(self) -> None:
-        """End all that runs in it: a client that is killed leaves it running."""
+        """Stop the container. Killing only the client would leave it running."""
         quiet = asyncio.subprocess.DEVNULL
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWERS):

@@ -1,15 +1,15 @@
 """A conversation, token for token: sampled tokens are what later prompts hold and what is trained on.
 
-    prompt = conversation.ask(messages, tools)            # the ids that the model is to go on from
+    prompt = conversation.ask(messages, tools)            # the ids that the model continues
     ...                                                   # draw after prompt.tokens
-    conversation.answer(prompt, drawn, message)           # what was drawn, and the message that the client was told
+    conversation.answer(prompt, drawn, message)           # what was drawn, and the client's message
     conversation.rows()                                   # a Batch
 
-A client sends its whole history with each request, as text. Where that begins with a conversation that was answered
-before, and the answer came back as it was told, the prompt is the ids of that turn and, after them, those of the
-text that the template puts behind the answer: neither the history nor the answer is tokenised again. Where no such
-turn is found (the first request, a sub-agent's, a history that was edited or shortened), the whole is rendered: the
-conversation branches there, and has one row more.
+A client sends its whole history as text with each request. If the history begins with a recorded turn and repeats its
+answer unchanged, the prompt is the ids of that turn, followed by the ids of the text that the template puts after the
+answer. Neither the history nor the answer is tokenised again. If no such turn is found, the whole history is rendered.
+The conversation branches there and gets one more row. This happens at the first request, for a sub-agent, and after the
+history was edited or shortened.
 """
 
 import hashlib
@@ -33,37 +33,38 @@ _MARK: Final = "what the assistant wrote stands here"
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What a sampler wrote in a turn: three arrays of one length, above 0."""
+    """What a sampler drew in one turn: three arrays of equal length above 0."""
 
     tokens: Ints
     logprobs: NDArray[np.float32]
-    """Of each token, at the sampler's temperature."""
+    """Log-prob of each token at the sampler's temperature."""
     versions: Ints
     """The policy version that sampled each token."""
     temperature: float
-    """What its logits were divided by; the policy divides by it too."""
+    """Sampling temperature. The policy divides its logits by it too."""
     truncated: bool = False
-    """Whether it was cut short."""
+    """True if the answer was cut short."""
     experts: NDArray[np.int16] | None = None
-    """With `sampler.record_experts`, of the prompt's tokens and of these: int16[all, layers, experts of a token]."""
+    """With `sampler.record_experts`, the experts of the prompt's and drawn tokens: int16[tokens, layers, experts per
+    token]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A prompt and what was drawn after it. What the turn before it has is not stored again."""
+    """A prompt and the answer drawn after it. Tokens of the previous turn are not stored again."""
 
     before: "Turn | None"
-    """The turn that its prompt begins with."""
+    """The turn with which the prompt begins."""
     added: Ints
-    """The prompt's tokens after those."""
+    """The prompt's tokens after that turn."""
     drawn: Drawn
     number: int
-    """Among the answers of the session, from 0 on."""
+    """Index among the session's answers, from 0."""
     unseen: str = ""
-    """What it wrote after a prompt without messages and the client was not told: the text that stopped it."""
+    """After a prompt without messages, the text that ended the answer and was withheld from the client."""
 
     def path(self) -> list["Turn"]:
-        """The turns that lead to this one, the first first, and this one."""
+        """The turns that lead to this one in order, including this one."""
         found: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -72,36 +73,36 @@ class Turn:
         return found[::-1]
 
     def tokens(self) -> Ints:
-        """All of its ids: the prompt's and those that were drawn."""
+        """All ids of the prompt and the answer."""
         return np.concatenate([part for turn in self.path() for part in (turn.added, turn.drawn.tokens)])
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What the model is to go on from."""
+    """A prompt for the model."""
 
     tokens: Ints
-    """All of it, int32[tokens]."""
+    """All ids, int32[tokens]."""
     before: Turn | None
-    """The turn that it goes on after; None where the conversation begins, or branches."""
+    """The turn that it continues. None if the conversation begins or branches here."""
     added: Ints
-    """The tokens after those of that turn."""
+    """The tokens after that turn."""
     asked: bytes | str = field(repr=False)
-    """What was asked: the key of messages, or a text."""
+    """What the client sent: the key of the messages, or a text."""
     messages: Sequence[Message] = field(default=(), repr=False)
     tools: Sequence[Tool] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """What a client has of a conversation: the text of a prompt, or the messages; and the answer at its end."""
+    """The client's view of a conversation: the messages or the prompt's text, and the final answer."""
 
     prompt: str
     messages: Sequence[Message]
     tools: Sequence[Tool]
     said: Message | str
     drawn: Drawn
-    """Of the answer."""
+    """The final answer as it was drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,39 +110,39 @@ class _Place:
     """Where a turn is found."""
 
     first: Turn
-    """The turn that its conversation began with."""
+    """The first turn of its conversation."""
     key: bytes
     length: int
-    """Characters of the text that the key is of; 0 where it is of messages."""
+    """Length of the keyed text in characters, 0 if the key is of messages."""
     is_cut: bool
-    """Whether who asks for just that text wants the turn to go on."""
+    """True if a request for exactly that text continues the turn."""
 
 
 class Conversation:
-    """The turns of one session, in the order in which they were answered. Several may go on at once."""
+    """The turns of one session, in the order of their answers. Several can be in progress at once."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._answers = 0
         self._places: dict[Turn, _Place] = {}
-        """Of each turn, in the order of the answers."""
+        """Place of each turn, in the order of the answers."""
         self._turns: dict[Turn, list[Turn]] = {}
-        """Of each conversation, by the turn that it began with."""
+        """Turns of each conversation, by its first turn."""
         self._transcripts: dict[Turn, Transcript] = {}
-        """Of turns that none went on after."""
+        """Transcripts of turns that no other turn continues."""
         self._learned: WeakSet[Turn] = WeakSet()
         """Turns of rows that were taken."""
         self._told: dict[bytes, Turn] = {}
-        """By the key of messages with the answer at their end, or of a text with its completion."""
+        """Turns by the key of the messages including the answer, or of a text with its completion."""
         self._lengths: Counter[int] = Counter()
-        """How many turns of a prompt without messages end a text of so many characters."""
+        """Number of turns after prompts without messages, by the length of their text in characters."""
 
     def __len__(self) -> int:
-        """How many turns were answered."""
+        """Number of answered turns."""
         return self._answers
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The prompt of the next turn. DataError where there is no message, or the template refuses them."""
+        """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them."""
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
         keys = [key_of_tools(tools)]
@@ -156,9 +157,10 @@ class Conversation:
         return replace(begun, messages=messages, tools=tools)
 
     def ask_text(self, text: str) -> Prompt:
-        """The prompt of a completion without messages: after the longest turn that the text begins with.
+        """Return the prompt of a completion without messages. It continues the longest turn with which the text begins.
 
-        A text that ends where a turn does goes on after it where that was cut short; else it is asked for anew.
+        A text that ends exactly where a turn does continues it only if the turn was cut short. Otherwise it is a new
+        request.
         """
         begins: tuple[int, Turn] | None = None
         for length, key in _keys_of(text, [length for length in sorted(self._lengths) if length <= len(text)]):
@@ -168,11 +170,11 @@ class Conversation:
         if begins is None:
             return self._begun(self._encoded(text), text)
         length, turn = begins
-        behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may write it itself
+        behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may add the stop text itself
         return self._going_on(turn, self._encoded(behind), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
-        """Record a turn, and what the client was told of it: a message, or the text after a prompt without messages."""
+        """Record a turn and what the client received: a message, or the text after a prompt without messages."""
         if not len(drawn.tokens):
             raise DataError("a turn of no tokens is none: the sampler found no room after the prompt")
         if prompt.before is not None and prompt.before.drawn.temperature != drawn.temperature:
@@ -180,7 +182,7 @@ class Conversation:
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "
                 f"{drawn.temperature:g}: draw all turns of a conversation at one"
             )
-        if drawn.experts is not None:  # the turns before have those of their own
+        if drawn.experts is not None:  # earlier turns have recorded theirs
             drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
         length, unseen, is_cut = 0, "", False
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
@@ -205,26 +207,26 @@ class Conversation:
         self._transcripts[turn] = Transcript(asked, prompt.messages, prompt.tools, said, drawn)
 
     def sizes(self) -> Mapping[Turn, int]:
-        """How many turns each conversation has, by the first of them; one that branches is one."""
+        """Number of turns of each conversation, by its first turn. A conversation that branches counts once."""
         return {first: len(turns) for first, turns in self._turns.items()}
 
     def first_of(self, prompt: Prompt) -> Turn | None:
-        """The first turn of the conversation that this would go on with; None where it begins one."""
+        """The first turn of the conversation that the prompt continues. None if it begins a new one."""
         place = None if prompt.before is None else self._places.get(prompt.before)
         return None if place is None else place.first
 
     def take(self, first: Turn) -> tuple[Batch, Sequence[Transcript]]:
-        """The rows of the conversation that began with this turn, as `rows` has them, and the transcript of each.
+        """Remove the conversation that began with this turn. Returns its rows and a transcript of each.
 
-        It is over and leaves this one: what a client adds to it later begins another.
+        What a client adds to it later begins another conversation.
         """
         own = self._turns.pop(first)
         rows = self._rows(own)
         told = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
-        self._learned.update(own)  # an answer to one may be on its way
+        self._learned.update(own)  # an answer to one of them may be on its way
         for turn in own:
             place = self._places.pop(turn)
-            if self._told.get(place.key) is turn:  # the same may have been said in another conversation
+            if self._told.get(place.key) is turn:  # another conversation may contain the same messages
                 del self._told[place.key]
             if place.length:
                 self._lengths[place.length] -= 1
@@ -236,14 +238,14 @@ class Conversation:
         return list(self._transcripts.values())
 
     def rows(self) -> Batch:
-        """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
+        """One row for each turn that no other turn continues, in order, with all ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
-        `turn` (int32, of each token that is learnt the number of its answer in the session, from 0 on; -1 elsewhere),
-        `oldest_version`, `temperature`, `truncated` (whether one of its turns was); with `sampler.record_experts` the
-        `experts` that read each token when its turn was drawn. What was sampled is learnt, each token in one row: a
-        turn that several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and
-        version -1, in the others.
+        `turn` (int32, for each learnt token the index of its answer in the session, -1 elsewhere), `oldest_version`,
+        `temperature`, `truncated` (true if any of its turns was). With `sampler.record_experts`, also the `experts` of
+        each token when its turn was drawn. Each sampled token is learnt in exactly one row. If several turns continue a
+        turn, it is learnt in the first of their rows. In the others it counts as prompt, with log-prob 0 and version
+        -1.
         """
         return self._rows(list(self._places))
 
@@ -252,9 +254,9 @@ class Conversation:
         return self._batch([_row(turn.path(), learned) for turn in turns if turn in self._transcripts])
 
     def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool]) -> Ints | None:
-        """The ids of what the template puts after the answer that ends `messages[:end]`; None where it cannot be told.
+        """Ids that the template puts after the answer that ends `messages[:end]`. None if they cannot be determined.
 
-        In place of the answer it is shown a mark, so that nothing hangs on how it would write the answer itself.
+        A mark replaces the answer, because the template may format the answer itself.
         """
         mark = _MARK
         while any(mark in text for message in messages for text in _texts(message)):
@@ -262,19 +264,19 @@ class Conversation:
         shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
         try:
             text = self._chat.render(shown, tools)
-        except DataError:  # one that wants a call before a tool's answer, for one
+        except DataError:  # such as a template that requires a call before a tool's answer
             return None
-        # A mark that the template writes anywhere else, or changes, tells nothing.
+        # If the template repeats or changes the mark, the text after it is unknown.
         return self._encoded(text.partition(mark)[2]) if text.count(mark) == 1 else None
 
     def _going_on(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
         last = turn.drawn.tokens[-1]
         if last in self._chat.ends and len(behind) and behind[0] == last:
-            behind = behind[1:]  # the sampler has closed the turn already
+            behind = behind[1:]  # the sampler has already ended the turn
         return Prompt(np.concatenate([turn.tokens(), behind]), turn, behind, asked)
 
     def _unseen(self, drawn: Drawn, said: str) -> str:
-        """The end of what was drawn, where that is more than was told."""
+        """The end of the drawn text that was withheld from the client."""
         wrote = self._chat.decode(drawn.tokens.tolist())
         return wrote[len(said) :] if wrote.startswith(said) else ""
 
@@ -305,7 +307,7 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A row's columns, arrays of one length."""
+    """Columns of one row: arrays of equal length."""
 
     tokens: Ints
     learnt: NDArray[np.bool_]
@@ -314,14 +316,14 @@ class _Row:
     turn: Ints
     experts: NDArray[np.int16] | None
     begins: int
-    """The length of its first prompt."""
+    """Length of the first prompt."""
     temperature: float
     truncated: bool
-    """Whether any of its turns was cut short."""
+    """True if any of its turns was cut short."""
 
 
 def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
-    """The row of a path; its turns are learned then."""
+    """Build the row of a path, and mark its turns as learnt."""
     tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     learnt, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
     numbers = [np.empty(0, np.int32)]
@@ -349,7 +351,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
 
 
 def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """What tells the beginnings of a text, of so many characters and in that order, from other texts."""
+    """Keys of the text's beginnings with these lengths, in the order of the lengths."""
     digest, read = hashlib.blake2b(digest_size=16, person=b"text"), 0
     for length in lengths:
         digest.update(text[read:length].encode(errors="surrogatepass"))

@@ -1,7 +1,7 @@
-"""Requests of all sessions, in calls of a sampler's `generate` that they share.
+"""Batches requests of all sessions into shared calls of a sampler's `generate`.
 
-A request waits a moment for others, which are drawn by the same call: a call a row would cost more than the wait. It
-waits for no call that runs, however long that takes.
+A request waits briefly for others, because one call per row would cost more than the wait. It never waits for a running
+call to end.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from meshrl.roles import JoinedSampling, Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
 _PAUSE: Final = 0.005
-"""Seconds from the first row that waits to the call that draws it."""
+"""Seconds from the first waiting row to the call that draws it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was drawn after a prompt, and its text: without special tokens, cut before a stop text."""
+    """The answer to a prompt and its text, without special tokens and cut before a stop text."""
 
     drawn: Drawn
     text: str
@@ -34,27 +34,28 @@ class Answer:
 
 @dataclass(eq=False)
 class _Asked:
-    """A row, as a sampler is to go on after it."""
+    """A row that a sampler is to continue."""
 
     tokens: Ints
     learnt: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: Ints
     prompt: int
-    """Tokens of its prompt."""
+    """Number of the prompt's tokens."""
     max_tokens: int
     done: asyncio.Future[Answer]
 
 
 class Drawing:
-    """What draws answers, from a sampler that others may use too."""
+    """Draws answers from a sampler that others may use too."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._loads = np.zeros(parts(sampler.generate), np.int64)
-        """Tokens that each part of the sampler may still draw: few rows come at a time, and have to go to all."""
+        """Tokens that each part of the sampler may still draw. Calls have few rows, and these must spread over all
+        parts."""
         self._waiting: dict[Sampling, list[_Asked]] = {}
-        """By how they are drawn, which is one for a call."""
+        """Waiting rows by sampling parameters. A call has one set of them."""
         self._calls: set[asyncio.Task[None]] = set()
         self._woken = False
         self._paused = False
@@ -63,9 +64,9 @@ class Drawing:
     async def draw(
         self, prompt: Ints, sampling: Sampling, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Answer:
-        """Draw after a prompt; no tokens where the model has no room. What the sampler raised is raised.
+        """Draw after a prompt. Returns no tokens if the model has no room. Raises what the sampler raises.
 
-        `max_tokens`, where it is less than that of `sampling`, is the most, and `stop` are texts that end it too.
+        `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
@@ -82,19 +83,19 @@ class Drawing:
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
         drawn = sampling if sampling.beside else JoinedSampling.model_validate(sampling.model_dump())
         self._wait(drawn.model_copy(update={"n": 1, "stop": stops}), asked)
-        return await asked.done  # who is cancelled here gives the row up
+        return await asked.done  # a cancelled caller gives up the row
 
     def pause(self) -> None:
-        """Begin no call until `resume`; those that run go on."""
+        """Start no call until `resume`. Running calls continue."""
         self._paused = True
 
     def resume(self) -> None:
-        """Begin calls again, first for the rows that waited."""
+        """Start calls again, first for the waiting rows."""
         self._paused = False
         self._wake()
 
     async def close(self) -> None:
-        """End the calls that run, and refuse others; who waits for an answer gets CancelledError."""
+        """Cancel running calls and refuse new ones. Callers that wait for an answer get CancelledError."""
         self._closed = True
         for asked in [each for some in self._waiting.values() for each in some]:
             asked.done.cancel()
@@ -133,7 +134,7 @@ class Drawing:
         self._calls.discard(call)
 
     async def _call(self, sampling: Sampling, rows: Sequence[_Asked], untold: set[_Asked]) -> None:
-        """`untold`: the rows that are this call's to answer; one that was aborted may be in the next call already."""
+        """`untold`: rows that this call must answer. An aborted row may already be in the next call."""
         batch = _batch(rows)
         costs = np.array([asked.max_tokens for asked in rows], np.int64)
         owners = lightest(costs, self._loads)
@@ -149,7 +150,7 @@ class Drawing:
                     self._take(sampling, rows[number], drawn, index)
             if untold:
                 raise DataError(f"the sampler ended a call without {len(untold)} of its {len(rows)} rows")
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- told to each who asked
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- each caller gets it
             unless_cancelled(error)
             for asked in untold:
                 if not asked.done.done():
@@ -158,7 +159,7 @@ class Drawing:
             np.subtract.at(self._loads, owners, costs)
 
     def _take(self, sampling: Sampling, asked: _Asked, batch: Batch, row: int) -> None:
-        """A row is done, or was aborted and goes on in another call; whom it is for may be gone."""
+        """Finish a row, or queue it again if it was aborted. Its caller may have gone."""
         if asked.done.done():
             return
         tokens, versions = np.array(batch.tokens[row], np.int32), np.array(batch.versions[row], np.int32)
@@ -176,13 +177,13 @@ class Drawing:
 
 
 def _given_up(untold: set[_Asked], call: asyncio.Task[None], _: asyncio.Future[Answer]) -> None:
-    """End a call of whose rows nobody wants those that are not told."""
+    """Cancel a call if no caller wants the rows that it has still to answer."""
     if untold and all(asked.done.done() for asked in untold):
         call.cancel()
 
 
 def _batch(rows: Sequence[_Asked]) -> Batch:
-    """Rows that a sampler goes on after, each with as many tokens as the model has room for."""
+    """A batch of rows to continue, each limited to the tokens that the model has room for."""
     return Batch.of(
         prompt=[""] * len(rows),
         observation=[None] * len(rows),

@@ -5,8 +5,8 @@
         ...                          # a program talks to session.url, with session.token as its key
         rows = gateway.close(session)
 
-A session has a base URL and a bearer token of its own. `gateway.app` is the ASGI application: a test calls it without
-a server.
+Each session has a base URL and a bearer token. `gateway.app` is the ASGI application, which tests call without a
+server.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
 _LEFT: Final = 499
-"""The status of an answer that nobody reads: the client has gone."""
+"""Status of an answer whose client has disconnected."""
 
 
 class GatewayConfig(Config):
-    """Where the gateway listens, and its limits."""
+    """Address and limits of the gateway."""
 
     host: str = "127.0.0.1"
     """Address to listen on. If agents run on other machines, an address that they reach."""
@@ -66,28 +66,28 @@ class GatewayConfig(Config):
 
 @dataclass(eq=False)
 class Session:
-    """What one program says to the model."""
+    """The requests of one program."""
 
     id: str
     token: str = field(repr=False)
-    """The key that its requests have, as a bearer token."""
+    """The bearer token of its requests."""
     url: str
     """The base URL, ending with /v1."""
     sampling: Sampling
     conversation: Conversation = field(repr=False)
     failure: Exception | None = None
-    """What the sampler raised, for which the program is not to blame; None where it has answered since."""
+    """What the sampler raised, which is not the program's fault. Reset to None by the next answer."""
     draws: dict["asyncio.Future[list[Answer]]", Prompt] = field(default_factory=dict, repr=False)
-    """The answers that its requests wait for, and after what."""
+    """The answers that its requests wait for, each with its prompt."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
 
     def new_call(self) -> str:
-        """The name of a call of a tool."""
+        """A new id for a tool call."""
         return f"call_{next(self._calls)}"
 
 
 class Gateway:
-    """The server, and its sessions."""
+    """The server and its sessions."""
 
     def __init__(self, sampler: Sampler, chat: Chat, config: GatewayConfig | None = None) -> None:
         self.config: GatewayConfig = config or GatewayConfig()
@@ -97,13 +97,13 @@ class Gateway:
         self._in_flight = 0
         self._base = "http://meshrl"
         self.is_serving: bool = False
-        """Whether it listens, so that programs of other processes reach it."""
+        """True while it listens, so that other processes can reach it."""
         self.app: ASGIApp = _app(self)
 
     def open(self, sampling: Sampling) -> Session:
-        """A session of its own.
+        """Open a session.
 
-        `sampling`: how each answer is drawn; `n`, a smaller `max_tokens` and more of `stop` its requests say.
+        `sampling` says how answers are drawn. A request may set `n`, lower `max_tokens` and add to `stop`.
         """
         name = secrets.token_hex(8)
         url, token = f"{self._base}/s/{name}/v1", secrets.token_urlsafe(24)
@@ -112,9 +112,9 @@ class Gateway:
         return session
 
     def close(self, session: Session) -> Batch:
-        """The rows of the session, as `Conversation.rows` has them.
+        """Close the session and return its rows, as `Conversation.rows` does.
 
-        What is still drawn for it is given up, and requests that come later are refused.
+        Answers in progress are given up, and later requests are refused.
         """
         self._sessions.pop(session.id, None)
         for draws in session.draws:
@@ -122,22 +122,22 @@ class Gateway:
         return session.conversation.rows()
 
     def pause(self) -> None:
-        """Begin no answer, and go on with none that the sampler stops, until `resume`. Requests wait."""
+        """Start no answers, and do not continue any that the sampler stops, until `resume`. Requests wait."""
         self._drawing.pause()
 
     def resume(self) -> None:
-        """Draw what waits."""
+        """Draw the waiting requests."""
         self._drawing.resume()
 
     async def aclose(self) -> None:
-        """End what is being drawn, and draw nothing more."""
+        """Cancel what is being drawn, and draw nothing more."""
         await self._drawing.close()
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
-        """Listen on the configured address while the block lasts, once; a session's `url` has its port.
+        """Listen on the configured address during the block, once. A session's `url` contains the port.
 
-        ConfigError where that cannot be listened on.
+        Raises ConfigError if the address is not available.
         """
         config, inside = self.config, self._base
         family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
@@ -169,7 +169,7 @@ class Gateway:
 
     @contextmanager
     def one_more(self) -> Generator[bool]:
-        """A request, while the block lasts; whether there is room for it."""
+        """Count a request during the block. Yields False if there is no room for it."""
         self._in_flight += 1
         try:
             yield self._in_flight <= self.config.requests
@@ -177,7 +177,7 @@ class Gateway:
             self._in_flight -= 1
 
     def session_of(self, request: Request) -> Session | None:
-        """The session that a request is of, where it has its token."""
+        """The session whose token the request has. None without one."""
         session = self._sessions.get(str(request.path_params.get("session")))
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(token.strip().encode(), (session.token if session else "").encode())
@@ -224,7 +224,7 @@ class Gateway:
     async def _said(
         self, session: Session, request: Request, asked: ChatRequest | ResponsesRequest
     ) -> tuple[Prompt, list[Choice]]:
-        """The assistant's next messages."""
+        """Draw the assistant's next messages."""
         messages, tools = asked.read()
         prompt = session.conversation.ask(messages, tools)
         answers = await self._drawn(session, request, prompt, asked, asked.limit)
@@ -233,7 +233,7 @@ class Gateway:
     async def _drawn(
         self, session: Session, request: Request, prompt: Prompt, asked: Asked, limit: int | None
     ) -> list[Answer]:
-        """As many answers as are asked for; ClientDisconnect where nobody waits for them any more."""
+        """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if not 0 < size < longest:
             raise _NoRoom(
@@ -270,7 +270,7 @@ class Gateway:
         kind: Kind,
         choices: list[Choice],
     ) -> Response:
-        """Record the answers and tell them, where there is still somebody to tell."""
+        """Record the answers and send them, unless the client has gone."""
         name = await self._recorded(session, request, prompt, choices)
         if name is None:
             return Response(status_code=_LEFT)
@@ -280,7 +280,7 @@ class Gateway:
     async def _recorded(
         self, session: Session, request: Request, prompt: Prompt, choices: Sequence[Choice]
     ) -> str | None:
-        """Record the answers, and give what they are called; None where nobody is left to tell them to."""
+        """Record the answers and return the response's id. None if the client has gone."""
         if session.id not in self._sessions or await request.is_disconnected():
             return None
         for choice in choices:
@@ -289,34 +289,34 @@ class Gateway:
 
 
 async def _left(request: Request) -> None:
-    """Wait until the client has gone; its request was read before."""
+    """Wait until the client disconnects. Its request has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class _TooLarge(Exception):
-    """A body of more bytes than may be."""
+    """The body exceeds the size limit."""
 
 
 class _NoRoom(Exception):
-    """A prompt that the model has no room after."""
+    """The prompt leaves the model no room for an answer."""
 
 
 class _SamplerFailed(MeshrlError):
-    """What the sampler raised is the cause."""
+    """The sampler failed. Its exception is the cause."""
 
 
 class _Server(uvicorn.Server):
-    """A server beside others' work: signals are the script's."""
+    """A server that leaves signals to the script."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave them."""
+        """Capture no signals."""
         yield
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP, where a connection that has begun no request, or no other, in so many seconds is left."""
+    """HTTP/1.1 that closes a connection on which no first or further request begins within `seconds`."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -344,7 +344,7 @@ _Call: TypeAlias = Callable[[Session, Request], Awaitable[Response]]
 
 
 def _app(gateway: Gateway) -> ASGIApp:
-    """The application: its routes, and no more requests at once than there is room for."""
+    """The application: its routes, and the limit of concurrent requests."""
 
     def answering(call: _Call) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -380,7 +380,7 @@ def _app(gateway: Gateway) -> ASGIApp:
 
 
 async def _told(call: _Call, session: Session, request: Request) -> Response:
-    """What a call answers, or why it does not."""
+    """The response of a call, or an error response."""
     try:
         return await call(session, request)
     except ClientDisconnect:

@@ -4,8 +4,8 @@
         with Recording(Path("recorded/rows.jsonl"), chat) as rows:
             await record(gateway, Sampling(max_tokens=1024), rows, idle=300.0, say=print)  # until it is cancelled
 
-A line of the file is what `Conversation.rows` has of a conversation, token for token, with its messages. `recorded`
-makes columns of lines that a task has read.
+A line of the file contains a row of `Conversation.rows`, token for token, with its messages. `recorded` turns lines
+that a task has read into columns.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
 
 Over: TypeAlias = tuple[str, Batch, Sequence[Transcript]]
-"""A conversation that is over: the name of its session, and what `Conversation.take` gives."""
+"""A finished conversation: the session's name, and the result of `Conversation.take`."""
 _LOOK: Final = 1.0
-"""Seconds, at most, between two looks for conversations that are over."""
+"""Longest time between two checks for finished conversations, in seconds."""
 _BLOCK: Final = 1 << 20
-"""Bytes that are read at once where the end of the last whole line is looked for."""
+"""Bytes per read in the search for the end of the last whole line."""
 _PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
@@ -49,19 +49,19 @@ _PER_ROW: Final[Mapping[str, type[np.generic]]] = {
 
 
 class Recording:
-    """A file of rows, which grows by whole rows: one that a process could not end is cut off by the next."""
+    """A file of rows. An incomplete last row, left by a killed process, is removed when the file is opened again."""
 
     def __init__(self, file: Path, chat: Chat) -> None:
-        """A file that is there already is gone on with."""
+        """Open the file for appending."""
         self.file = file
         self.chat = chat
         self._lock: int | None = None
         self._began = f"{time.time_ns():x}"
         self.rows: int = 0
-        """How many were added."""
+        """Number of rows added."""
 
     def __enter__(self) -> Self:
-        """ConfigError where another process adds to it."""
+        """Raises ConfigError if another process is writing to it."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.file.with_name(f".{self.file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
@@ -79,9 +79,9 @@ class Recording:
             os.close(self._lock)
 
     def add(self, conversations: Sequence[Over]) -> None:
-        """Write the rows of conversations behind those that are there.
+        """Append the rows of conversations.
 
-        OSError where the disk has no room for all: then none is written.
+        Raises OSError if the disk has no room for all of them. Then none is written.
         """
         rows = [
             (session, batch, row, transcript)
@@ -120,17 +120,17 @@ class Recording:
         }
 
     def _prompt(self, transcript: Transcript, tokens: Sequence[int]) -> str:
-        """What the last answer was asked with, as the template writes it."""
+        """The rendered prompt of the last answer."""
         if not transcript.messages:
             return transcript.prompt
         try:
             return self.chat.render(transcript.messages, transcript.tools)
-        except DataError:  # a template may refuse what was said, such as two calls at once
+        except DataError:  # a template may refuse the messages, such as two calls at once
             return self.chat.decode(tokens[: -len(transcript.drawn.tokens)])
 
 
 def _cut(file: Path) -> None:
-    """Cut off a last line that has no end."""
+    """Remove an incomplete last line."""
     if not file.exists():
         return
     with file.open("rb+") as out:
@@ -154,11 +154,11 @@ async def record(
     say: Callable[[str], None],
     sessions: int = 1,
 ) -> None:
-    """Let programs talk to the model until this is cancelled, and write down each conversation that is over.
+    """Record each finished conversation until this is cancelled.
 
-    One is over where nobody has gone on with it for `idle` seconds and nobody waits for an answer, and at the end.
-    What the disk has no room for waits for the next look; OSError where it has none at the end. `say` is told the base
-    URL and the key of each of the `sessions`.
+    A conversation is finished after `idle` seconds without a request and with no answer pending, and at the end. Rows
+    that do not fit on the disk wait for the next check. Raises OSError if the disk has no room at the end. `say` gets
+    the base URL and key of each of the `sessions`.
     """
     opened = [gateway.open(sampling) for _ in range(sessions)]
     for session in opened:
@@ -186,12 +186,12 @@ async def record(
                 warned = True
     finally:
         for session in opened:
-            gateway.close(session)  # so that nothing comes after this
+            gateway.close(session)  # no request may come after this
         recording.add([*waiting, *_taken(opened)])
 
 
 def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> list[Over]:
-    """The conversations of sessions that are over, or all."""
+    """Take the conversations in `over` from the sessions, or all of them."""
     return [
         (session.id, *session.conversation.take(first))
         for session in opened
@@ -201,10 +201,10 @@ def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> l
 
 
 def recorded(batch: Batch) -> Batch:
-    """The rows of a task that `meshrl record` wrote, with the columns that they had, token for token.
+    """Restore the columns of a task's rows that `meshrl record` wrote, token for token.
 
-    Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature` and `truncated`, of the
-    table that each row of the task has in `row`. DataError where it has none of these.
+    Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature` and `truncated` from the
+    table in each row's `row`. Raises DataError if they are missing.
     """
     rows = cast("tuple[Mapping[str, Sequence[object]], ...]", batch.objects("row") if len(batch) else ())
     for number, row in enumerate(rows):

@@ -1,6 +1,6 @@
-"""Requests of clients of OpenAI's protocol, read and checked; unknown fields are not read.
+"""Requests of OpenAI's protocol, read and checked. Unknown fields are ignored.
 
-`temperature`, `top_p` and `seed` are not: how is drawn is the run's to say, by whose log-probs the policy learns.
+`temperature`, `top_p` and `seed` are ignored too: the run sets them, because the policy learns from its log-probs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from meshrl.errors import DataError
 
 R = TypeVar("R", bound=msgspec.Struct)
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-"""At least one."""
+"""At least 1."""
 _Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
@@ -21,20 +21,20 @@ _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 
 
 class Part(msgspec.Struct):
-    """Of a message: a text, or something that no sampler of ours reads."""
+    """A part of a message: a text, or content that the samplers cannot read."""
 
     type: str
     text: str = ""
     refusal: str = ""
-    """The text, where another model would not answer."""
+    """The text of a refusal by another model."""
 
 
 Content: TypeAlias = str | list[Part] | None
-"""Of a message."""
+"""Content of a message."""
 
 
 def text_of(content: Content) -> str:
-    """The text; DataError where there is something else."""
+    """Return the text. Raises DataError for other content."""
     if content is None or isinstance(content, str):
         return content or ""
     other = next((part.type for part in content if part.type not in _TEXTS), None)
@@ -51,7 +51,7 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
 
     def read(self) -> Message:
-        """DataError for what is no text."""
+        """Return the message. Raises DataError for content other than text."""
         calls = tuple(self.tool_calls or ())
         return Message(self.role, text_of(self.content), self.name, calls, self.tool_call_id)
 
@@ -61,20 +61,20 @@ class _StreamOptions(msgspec.Struct):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What all kinds of request have."""
+    """The fields of every kind of request."""
 
     model: str
-    """Not read: whatever is asked for, the policy answers."""
+    """Ignored: the policy always answers."""
     stream: bool | None = None
 
     @property
     def count(self) -> int:
-        """Answers."""
+        """Number of answers."""
         return 1
 
     @property
     def stops(self) -> Sequence[str]:
-        """The texts that end an answer."""
+        """Texts that end an answer."""
         return ()
 
 
@@ -85,18 +85,18 @@ class _Completed(Request, kw_only=True):
 
     @property
     def count(self) -> int:
-        """Answers."""
+        """Number of answers."""
         return self.n or 1
 
     @property
     def stops(self) -> Sequence[str]:
-        """The texts that end an answer."""
+        """Texts that end an answer."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return [text for text in texts if text]
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -114,7 +114,7 @@ class ChatRequest(_Completed, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer."""
+        """Limit of an answer, in tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -123,7 +123,7 @@ class ChatRequest(_Completed, kw_only=True):
         return bool(self.logprobs)
 
     def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The messages, and the tools that the model may call; DataError for what no sampler of ours does."""
+        """Return the messages and the available tools. Raises DataError for unsupported features."""
         if self.top_logprobs:
             raise DataError("top_logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
         if self.response_format and self.response_format.get("type", "text") != "text":
@@ -145,7 +145,7 @@ class CompletionRequest(_Completed, kw_only=True):
         return self.logprobs is not None
 
     def read(self) -> str:
-        """The prompt; DataError for what no sampler of ours does."""
+        """Return the prompt. Raises DataError for unsupported features."""
         if self.echo:
             raise DataError("echo: the prompt is not told again: leave it out")
         if self.logprobs:
@@ -157,14 +157,14 @@ class CompletionRequest(_Completed, kw_only=True):
 
 
 def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
-    """The tools that the model may call; DataError where it is to call one."""
+    """The tools that the model may call. Raises DataError if the request forces a call."""
     if choice not in (None, "auto", "none"):
         raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
     return () if choice == "none" else tools or ()
 
 
 def decoded(body: bytes, kind: type[R]) -> R:
-    """A request from its JSON; DataError with the place of what is wrong."""
+    """Parse a request. Raises DataError that names the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

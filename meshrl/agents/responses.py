@@ -1,6 +1,6 @@
 """`/v1/responses`: another form of the same conversation, translated to messages and back.
 
-An assistant's message and the calls of tools that follow it are one message, as they were drawn.
+An assistant's message and the tool calls that follow it form one message, as they were drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class _Item(msgspec.Struct):
     output: Content = ""
 
     def read(self) -> Message:
-        """DataError for what no chat template has."""
+        """Return the message. Raises DataError for items that chat templates do not support."""
         if self.type == "function_call":
             call = ToolCall(id=self.call_id, function=Function(self.name, self.arguments))
             return Message("assistant", tool_calls=(call,))
@@ -49,7 +49,7 @@ class _Tool(msgspec.Struct, omit_defaults=True):
     parameters: _Json | None = None
 
     def read(self) -> Tool:
-        """As chat templates read it; DataError for a tool that OpenAI would run."""
+        """Return the tool as chat templates read it. Raises DataError for tools that OpenAI hosts."""
         if self.type != "function":
             raise DataError(f"tools: {self.type!r} is not served: give tools of type function, which the program runs")
         function = {name: value for name, value in msgspec.to_builtins(self).items() if name != "type"}
@@ -65,7 +65,7 @@ class _Text(msgspec.Struct):
 
 
 class ResponsesRequest(Request, kw_only=True):
-    """What is asked of `/v1/responses`."""
+    """A request to `/v1/responses`."""
 
     input: str | list[_Item]
     instructions: str | None = None
@@ -77,11 +77,11 @@ class ResponsesRequest(Request, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer."""
+        """Limit of the answer, in tokens."""
         return self.max_output_tokens
 
     def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The messages, and the tools that the model may call; DataError for what is not served."""
+        """Return the messages and the available tools. Raises DataError for unsupported features."""
         if self.previous_response_id is not None:
             raise DataError("previous_response_id: answers are not kept: give the whole conversation as input")
         if self.text and self.text.format and self.text.format.type != "text":
@@ -93,18 +93,18 @@ class ResponsesRequest(Request, kw_only=True):
 
 @dataclass(frozen=True)
 class ToldResponse:
-    """What is told of such a request."""
+    """The response to such a request."""
 
     id: str
     choice: Choice
     prompt_tokens: int
 
     def whole(self) -> Response:
-        """In one piece."""
+        """The response in one piece."""
         return told(200, self._ended())
 
     def stream(self, seconds: float) -> Response:
-        """As events; a client that reads nothing for so many seconds is left."""
+        """The response as events. A client that reads nothing for `seconds` is disconnected."""
         numbered = ({**event, "sequence_number": number} for number, event in enumerate(self._events()))
         return Events(map(msgspec.json.encode, numbered), seconds)
 
@@ -174,7 +174,7 @@ class ToldResponse:
 
 
 def _joined(messages: Sequence[Message]) -> Sequence[Message]:
-    """Calls of tools in the assistant's message before them."""
+    """Move tool calls into the assistant's message before them."""
     found: list[Message] = []
     for message in messages:
         if found and message.tool_calls and found[-1].role == "assistant":

@@ -31,11 +31,11 @@ _EPISODE: Final = "episode"
 class _Played(NamedTuple):
     episode: Episode
     oldest_version: int
-    """Of its tokens; where it has none, the one that would have drawn some."""
+    """Oldest version of the episode's tokens. Without tokens, the version that would have drawn them."""
 
 
 class _Wire(msgspec.Struct, array_like=True):
-    """An episode as a run keeps it."""
+    """An episode in the run's record."""
 
     oldest_version: int
     reward: float
@@ -64,20 +64,20 @@ def _unpacked(kept: bytes) -> _Played:
 
 
 class Agents(ResumingSampler):
-    """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
+    """A sampler whose rows are episodes. For each row of a prompt, the agent works on the task's row once.
 
-    A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `tries` (int32,
-    how often it was played), `completion` (its text, for people), `versions` (of the tokens of its conversations, one
-    after the other), `conversation_count` (int32), and `episode`, whose rows `conversations` brings: it has no `tokens`
-    of its own, since an agent may hold several conversations.
+    A row has its prompt's columns and `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
+    number of answers), `turn_rewards` (ragged float32, one per answer), `truncated` (true if an answer was cut short),
+    `tries` (int32, number of times it was played), `completion` (its text, for people), `versions` (of the tokens of
+    its conversations in order), `conversation_count` (int32), and `episode`. It has no `tokens`, because an agent may
+    hold several conversations: `conversations` turns `episode` into rows.
 
-    `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
-    where the script does.
+    `sampling` applies to each answer. Weights can change between two answers or in the middle of one. A plain object,
+    which lives in the script's process.
     """
 
     def __init__(self, sampler: Sampler, agent: Agent, gateway: Gateway) -> None:
-        """`gateway`: of the same sampler."""
+        """`gateway` must serve the same sampler."""
         self._sampler = sampler
         self._agent = agent
         self._gateway = gateway
@@ -85,7 +85,7 @@ class Agents(ResumingSampler):
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
-        """Play while the block lasts: with a server where the agent needs one, and ending what is drawn after it."""
+        """Play during the block, with a server if the agent needs one. Its end cancels answers in progress."""
         if self._agent.needs_server:
             async with self._gateway.serving():
                 yield
@@ -96,7 +96,7 @@ class Agents(ResumingSampler):
             await self._gateway.aclose()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Episodes as they end."""
+        """Yield episodes as they end."""
         asked = (await prompts.load()).repeat(sampling.n)
         kept = None if sampling.beside or "groups" not in asked else schedule.get()
         playing = {asyncio.create_task(self._episode(asked, row, sampling, kept)): row for row in range(len(asked))}
@@ -114,7 +114,7 @@ class Agents(ResumingSampler):
             await asyncio.gather(*playing, return_exceptions=True)
 
     async def load(self, weights: Weights) -> Batch:
-        """Give the sampler new weights; answers that were stopped go on."""
+        """Load new weights into the sampler. Interrupted answers continue."""
         try:
             places = await self._sampler.load(weights)
         finally:
@@ -123,13 +123,13 @@ class Agents(ResumingSampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler, where no episodes were kept: what they asked of it is not asked again."""
+        """Replay the sampler's record if the run kept no episodes. With episodes, the sampler is not asked again."""
         kept = schedule.get()
         if kept is None or not kept.rows.replays:
             await self._sampler.replay(record)
 
     async def abort(self) -> None:
-        """Stop what the model writes. Episodes last, and their programs wait, until new weights have come."""
+        """Interrupt the model's answers. Episodes stay, and their programs wait until new weights have come."""
         self._gateway.pause()
         try:
             await self._sampler.abort()
@@ -138,11 +138,11 @@ class Agents(ResumingSampler):
             raise
 
     async def resume(self) -> None:
-        """Let the model write on, with the weights that it has."""
+        """Continue answers with the present weights."""
         self._gateway.resume()
 
     async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
-        """Play it, or take it as it was played in the run that is repeated."""
+        """Play an episode, or take it from the record of the run that is repeated."""
         if kept is None:
             return await self._play(asked, row, sampling)
         group = int(asked.groups[row])
@@ -182,11 +182,11 @@ def _text(rows: Batch) -> str:
 
 
 def conversations(batch: Batch) -> Batch:
-    """The rows of episodes, as `Conversation.rows` has them, each with the columns of its episode.
+    """The rows of episodes, as `Conversation.rows` returns them, each with the columns of its episode.
 
-    A ragged column, such as `turn_rewards`, has one value a turn of the episode: it becomes one a token, of the turn
-    that the token is of, and 0 where it is not learnt. Needs `episode`, as `Agents` gives it. An episode in which the
-    model was not asked has no rows. A warning says where that is so of all, or all failed.
+    A ragged column with one value per turn, such as `turn_rewards`, becomes one value per token: that of the token's
+    turn, and 0 where it is not learnt. Needs the column `episode` of `Agents`. An episode without an answer of the
+    model has no rows. A warning says if that holds for all episodes, or if all failed.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
     rows = Batch.concat(episodes)
@@ -200,7 +200,7 @@ def conversations(batch: Batch) -> Batch:
 
 
 def _warn(batch: Batch, episodes: Sequence[Batch]) -> None:
-    """Say that there is nothing to learn: all failed, or none asked the model."""
+    """Warn if there is nothing to learn, because all episodes failed or none asked the model."""
     told = batch.objects("reward_error") if len(batch) and "reward_error" in batch else ()
     failed, asked = [error for error in told if error is not None], sum(len(each) > 0 for each in episodes)
     if len(batch) and (not asked or len(failed) == len(batch)):
@@ -211,7 +211,7 @@ def _warn(batch: Batch, episodes: Sequence[Batch]) -> None:
 
 
 def _by_token(column: Ragged, rows: Batch) -> Ragged:
-    """One value a turn of a row's episode as one a token."""
+    """Expand one value per turn to one per token."""
     turn = rows.ragged("turn")
     numbers = np.asarray(turn.values, np.int64)
     learnt = numbers >= 0

@@ -17,7 +17,7 @@ REVERSE: Final[Any] = {
 
 
 async def solve(client: AsyncOpenAI, row: Mapping[str, object]) -> float:
-    """1 where the model's last answer is right."""
+    """Return 1 if the model's last answer is right."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(3):
         told = await client.chat.completions.create(model="policy", messages=messages, tools=[REVERSE])

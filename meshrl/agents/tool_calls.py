@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: in the format of Hermes and Qwen, and in that of Llama."""
+"""Tool calls in a model's text, in the formats of Hermes and Qwen, and of Llama."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class _Written(msgspec.Struct):
 
 
 def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str]) -> Message:
-    """What the model wrote, as a client is told it: calls apart from text. Where one cannot be read, all is text."""
+    """The model's text as a client's message, with calls separated. If a call cannot be read, all stays text."""
     if not tools:
         return Message("assistant", text)
     tagged = _TAGGED.findall(text)

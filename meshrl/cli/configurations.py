@@ -94,7 +94,7 @@ def _to_its_end(job: Job[RunConfig], *, continues: bool = True) -> Path:
 
 
 def _what_is_left(folder: Path, continues: bool) -> str:
-    """Where an interrupted run has its files, and how to continue it if it `continues` and has a checkpoint."""
+    """Say where an interrupted run has its files, and how to continue it if it can be continued."""
     left = f" What was recorded so far is in {folder}"
     if not continues or newest_checkpoint(folder) is None:
         return left

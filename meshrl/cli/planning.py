@@ -98,5 +98,5 @@ def _show(made: Plan) -> None:
 
 
 def _rate(steps: float) -> str:
-    """Steps a minute, in three digits or all before the point."""
+    """Steps per minute, with three digits or all digits before the point."""
     return f"{steps:,.0f}" if steps >= 100 else f"{steps:.3g}"

@@ -35,7 +35,7 @@ from meshrl.run import push as push_run
 from meshrl.run import serve as serve_run
 
 _BREACHES = 10
-"""Breaches to show for each promise."""
+"""Violations to show for each guarantee."""
 
 
 @app.command()

@@ -19,7 +19,7 @@ def cancelled_by_sigterm() -> Generator[None]:
     Raises `Terminated` if SIGTERM ended the block.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
-        yield  # keep the handler that somebody has installed
+        yield  # keep an installed handler
         return
     loop, task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
     came = False
@@ -28,9 +28,9 @@ def cancelled_by_sigterm() -> Generator[None]:
         nonlocal came
         came = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        loop.call_soon_threadsafe(task.cancel)  # which wakes the loop
+        loop.call_soon_threadsafe(task.cancel)  # this wakes the loop
 
-    # Not loop.add_signal_handler, which would make the loop wait on files from now on: see RankLoop.
+    # Not loop.add_signal_handler, after which the loop would wait on files: see RankLoop.
     signal.signal(signal.SIGTERM, cancel)
     try:
         yield

@@ -18,7 +18,7 @@ from meshrl.user_code import frames_of, is_of_meshrl
 
 
 def show_error(error: MeshrlError) -> None:
-    """Show an error that the user can mend, without a traceback."""
+    """Show an error that the user can fix, without a traceback."""
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     typer.echo(_told(error), err=True)
 

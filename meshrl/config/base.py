@@ -25,7 +25,7 @@ class Config(BaseModel):
         return table
 
     @classmethod
-    def implied(cls, table: Mapping[str, object]) -> Collection[str]:  # noqa: ARG003 -- for who has such
+    def implied(cls, table: Mapping[str, object]) -> Collection[str]:  # noqa: ARG003 -- for subclasses that need it
         """Keys that are not reported as missing, because `prepared` fills them in from another missing key."""
         return ()
 

@@ -12,14 +12,14 @@ from meshrl.errors import did_you_mean, nearest
 
 
 class _Place(NamedTuple):
-    """Where an error is."""
+    """The place of an error."""
 
     path: Keys
     """The keys that lead there, without pydantic's names of union members."""
     unions: tuple[tuple[int, int], ...]
-    """Of each union on the way: where its member is named in pydantic's location, and how deep it is in the path."""
+    """For each union on the way, the index of its member's name in pydantic's location, and its depth in the path."""
     table: object
-    """What the table that the last key stands in should have been."""
+    """The expected type of the table that contains the last key."""
 
 
 _OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
@@ -35,15 +35,15 @@ _RENAMED: Final = {
     "seconds": ("timeout", "row_timeout"),
     "wait": ("pause_training",),
 }
-"""Old names of keys, and what they are called now: the last of them that the table has."""
+"""Old names of keys and their new names. The last one that the table has counts."""
 _NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
-"""Errors of what no file can hold, and of defaults that follow from a value with a mistake of its own."""
+"""Errors that no file can cause, and errors of defaults derived from an invalid value."""
 
 
 def mistakes_of(
     schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
 ) -> list[tuple[Keys, str]]:
-    """What pydantic found wrong with a table, each with the keys that lead there, in the order it was found."""
+    """Return pydantic's errors in a table, each with the keys that lead there, in the order they were found."""
     errors = [error for error in errors if error["type"] not in _NOT_WRITTEN]
     found: dict[Keys, list[str]] = {}
     for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
@@ -67,7 +67,7 @@ def mistakes_of(
 def _fitting(
     table: Mapping[str, object], errors: Sequence[tuple[_Place, ErrorDetails]]
 ) -> Sequence[tuple[_Place, ErrorDetails]]:
-    """Without what other forms of a table say, where it may have several: it is judged as the form that fits best."""
+    """If a table may have several forms, keep only the errors of the form that fits best."""
     unions = {(error["loc"][:at], place.path[:depth]) for place, error in errors for at, depth in place.unions}
     for loc, path in sorted(unions, key=lambda union: -len(union[0])):  # the innermost first
         if not isinstance(lookup(table, path), Mapping):
@@ -83,7 +83,7 @@ def _fitting(
 
 
 def _misfit(errors: Sequence[ErrorDetails], at: int) -> tuple[bool, int, int, int]:
-    """How badly a form fits a table, by its errors: no table at all, unknown keys, wrong values, keys left out."""
+    """How badly a form fits a table, by its errors: no table, unknown keys, wrong values, missing keys."""
     kinds = [error["type"] for error in errors]
     no_table = any(len(error["loc"]) == at and error["type"] != "value_error" for error in errors)
     unknown, missing = kinds.count("extra_forbidden"), kinds.count("missing")
@@ -108,7 +108,7 @@ def _resolve(schema: type[Config], loc: Keys) -> _Place:
 
 
 def _names(part: str | int, member: object) -> bool:
-    """Whether pydantic means this member of a union: one with a validator is `function-after[..., Name]`."""
+    """True if pydantic means this member of a union. One with a validator is `function-after[..., Name]`."""
     name = getattr(member, "__name__", None)
     return part == name or str(part).rstrip("]").endswith(f", {name}")
 
@@ -141,7 +141,7 @@ def _is_config(annotation: object) -> TypeGuard[type[Config]]:
 
 
 def _keys(schema: type[Config]) -> dict[str, object]:
-    """Each key of a table, and what its value may be."""
+    """The keys of a table, each with the type of its value."""
     fields = {name: cast("object", field.annotation) for name, field in schema.model_fields.items()}
     return fields | dict(schema.open_tables())
 
@@ -150,7 +150,7 @@ ABSENT = object()
 
 
 def lookup(table: object, path: Keys) -> object:
-    """The value that keys lead to; `ABSENT` where there is none."""
+    """The value at these keys. `ABSENT` if there is none."""
     for part in path:
         try:
             table = table[part]  # type: ignore[index]
@@ -214,7 +214,7 @@ def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -
 
 
 def key_paths(schema: type[Config], above: Keys = ()) -> Iterator[Keys]:
-    """The path of each key that a configuration may have, tables before what is in them."""
+    """Yield the path of each key that a configuration may have, tables before their content."""
     for name, annotation in _keys(schema).items():
         yield (*above, name)
         for member in _members(annotation):

@@ -15,20 +15,21 @@ _FILE: Final = Path(__file__).with_name("neighbours.toml")
 
 
 class Counterpart(msgspec.Struct, frozen=True):
-    """What a key of another project's is here."""
+    """The counterpart of another project's key."""
 
     keys: tuple[str, ...] = ()
-    """Ours, the first that an algorithm has; `*` is each backend with the option. None: there is no such setting."""
+    """Our keys, of which the first that an algorithm has counts. `*` is each backend with the option. None: no such
+    setting."""
     say: str = ""
-    """What one needs to know beside it."""
+    """Additional advice."""
 
     def told(self, name: str, known: Collection[str] | None) -> str:
-        """An answer to who wrote `name`; `known`: the keys of the configuration that it stands in, if one can tell."""
+        """The hint for a user who wrote `name`. `known`: the keys of the surrounding configuration, if known."""
         there = ([key for key in known or () if fnmatchcase(key, each)] for each in self.keys)
         found = sorted(next(filter(None, there), ()))
         ours = "` or `".join(found or self.keys[:1])
         beside = name.rpartition(".")[0] + "." + ours.rpartition(".")[2]
-        ours = beside if known is not None and beside in known else ours  # of the table that it stands in
+        ours = beside if known is not None and beside in known else ours  # of the table that contains the key
         answer = f"`{name}` is `{ours}` here" if ours else f"there is no `{name}` here"
         if ours and not found and known is not None:
             answer += ", which this algorithm does not have"
@@ -37,15 +38,15 @@ class Counterpart(msgspec.Struct, frozen=True):
 
 @cache
 def neighbours() -> Mapping[str, Mapping[str, Counterpart]]:
-    """By project, the keys of its configurations, as many of their last parts as tell them apart."""
+    """The keys of other projects' configurations by project, with as many last parts as make them unique."""
     tables = tomllib.loads(_FILE.read_text("utf-8"))
     return {project: {name: _counterpart(entry) for name, entry in words.items()} for project, words in tables.items()}
 
 
 def answers(path: Keys, value: object, known: Collection[str] | None = None) -> list[str]:
-    """What a key is called here, or each key of a table below it; nothing where no neighbour has it.
+    """Return our name of a key, or of each key of a table below it. Empty if no other project has the key.
 
-    `known`: the keys of the configuration that it stands in.
+    `known`: the keys of the surrounding configuration.
     """
     found: list[str] = []
     for leaf in _leaves(path, value):

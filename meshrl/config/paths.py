@@ -13,16 +13,16 @@ from meshrl.config.base import Config, Keys, Table, dotted, shown
 
 @dataclass(frozen=True)
 class PathIn:
-    r"""Marks the texts of a field that may hold a path: `Annotated[str, PathIn(r"(.+\.py):.*")]`."""
+    r"""Marks a text field that may hold a path: `Annotated[str, PathIn(r"(.+\.py):.*")]`."""
 
     pattern: str
-    """The whole text where it holds a path, which is the first group. A text of another form is left as it is."""
+    """Pattern of a text with a path, which is the first group. Other texts are left unchanged."""
     name: str | None = None
-    """The form of a path that may be a name of something else too: it is one where nothing is there."""
+    """Pattern of a path that may be another kind of name too. It is taken as a name if no file exists there."""
 
 
 def is_given(path: Keys, given: Collection[str]) -> bool:
-    """Whether keys lead to a value that the command line gave, whose keys are dotted."""
+    """True if the command line gave the value at these keys. `given` holds dotted keys."""
     key = dotted(path)
     return any(key == each or key.startswith((f"{each}.", f"{each}[")) for each in given)
 
@@ -30,10 +30,10 @@ def is_given(path: Keys, given: Collection[str]) -> bool:
 def with_absolute_paths(
     schema: type[Config], table: Mapping[str, object], folder: Path, given: Collection[str]
 ) -> tuple[Table, list[tuple[Keys, str]]]:
-    """The table with each marked path absolute, and what is wrong with some, each with the keys that lead there.
+    """Return the table with absolute paths, and mistakes, each with the keys that lead there.
 
-    A path starts at `folder`, where the file's paths start; under a key of `given`, at the current folder. One that is
-    at the other of the two alone is a mistake.
+    A path starts at `folder`, or under a key of `given` at the current folder. A path that exists only at the other of
+    the two is a mistake.
     """
     walk = _Walk(folder.resolve(), given)
     return walk.table(schema, table, ()), walk.mistakes
@@ -73,7 +73,7 @@ class _Walk:
             if len(arguments) == 2:
                 return {key: self._value(arguments[1], each, (*path, key)) for key, each in table.items()}
         elif isinstance(value, list) and arguments:
-            # A list in place of a table has what its values would be.
+            # A list in place of a table is treated like the table's values.
             item = arguments[-1] if isinstance(origin, type) and issubclass(origin, Mapping) else arguments[0]
             return [self._value(item, each, (*path, at)) for at, each in enumerate(value)]
         return value
@@ -85,7 +85,7 @@ class _Walk:
         return value
 
     def _text(self, mark: PathIn, text: str, path: Keys) -> str:
-        """The text with its path absolute."""
+        """Return the text with its path absolute."""
         found = re.fullmatch(mark.pattern, text)
         if found is None or "\0" in text:
             return text
@@ -101,7 +101,7 @@ class _Walk:
                 self.mistakes.append((path, f"{told}: paths {start}: write {os.path.relpath(beside, root)}"))
             elif mark.name and re.fullmatch(mark.name, found[1]):
                 return text
-        # Not resolved to its end: the interpreter of an environment is a link.
+        # Do not resolve the last part: the interpreter of an environment is a link.
         return text[: found.start(1)] + str(sought.parent.resolve() / sought.name) + text[found.end(1) :]
 
 
@@ -112,5 +112,5 @@ def _is_config(annotation: object) -> TypeGuard[type[Config]]:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # such as of a name that is too long
+    except OSError:  # such as for a name that is too long
         return False

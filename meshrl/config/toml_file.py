@@ -10,7 +10,7 @@ from meshrl.config.neighbours import answers
 from meshrl.errors import ConfigError, nearest, shortened
 
 DEEPEST: Final = 100
-"""How deep lists and tables may stand in each other, in a configuration and in a row of a task."""
+"""Maximal nesting of lists and tables, in a configuration and in a task's row."""
 
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
@@ -34,7 +34,7 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
         raise ConfigError(
             f"{path}: not valid TOML: line {line} has the byte {byte:#04x}, which is not UTF-8: save the file as UTF-8"
         ) from error
-    except ValueError as error:  # of TOML, and of a number with too many digits
+    except ValueError as error:  # from TOML, and from a number with too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
@@ -56,7 +56,7 @@ _TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make 
 
 
 def too_deep(value: object) -> bool:
-    """Whether lists and tables are nested more than `DEEPEST` deep."""
+    """True if lists and tables are nested more than `DEEPEST` deep."""
     below = [(0, value)]
     while below:
         depth, value = below.pop()
@@ -79,7 +79,7 @@ def _put(table: Table, override: str) -> None:
         below = here.setdefault(part, {})
         if not isinstance(below, dict):
             if answers(tuple(parts), None):
-                table[dotted(parts)] = _value(text.strip())  # an unknown key, which is told with the other mistakes
+                table[dotted(parts)] = _value(text.strip())  # an unknown key, reported with the other mistakes
                 return
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
@@ -92,6 +92,6 @@ def _put(table: Table, override: str) -> None:
 def _value(text: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # of TOML, of a number with too many digits, and of nothing but brackets
+    except (ValueError, RecursionError):  # from TOML, a number with too many digits, or deep brackets
         return text
     return parsed["value"] if len(parsed) == 1 else text

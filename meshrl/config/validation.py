@@ -24,9 +24,9 @@ def validate(
 ) -> C:
     """Validate a table as a `schema`, with absolute paths. Raises one ConfigError that lists every mistake.
 
-    `overrides`: those already in the table, so that a mistake in one is told as the command line's, and its paths start
-    at the current folder; those of the table itself start at `folder`.
-    Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
+    `overrides`: those already in the table. Their mistakes are attributed to the command line, and their paths start at
+    the current folder. Other paths start at `folder`. Nothing is converted: "3" is no integer, and 1 is no boolean. An
+    integer is accepted as a number.
     """
     read = _judged(schema, table, source, overrides, folder)
     if isinstance(read, list):
@@ -59,7 +59,7 @@ def _judged(
 
 
 def _is_given(table: Mapping[str, object], path: Keys, given: Sequence[str]) -> bool:
-    """Whether the command line gave the value that keys lead to, or all values of the table that they lead to."""
+    """True if the command line gave the value at these keys, or all values of the table there."""
     value = lookup(table, path)
     if is_given(path, given) or not isinstance(value, Mapping) or not value:
         return is_given(path, given)
@@ -67,14 +67,14 @@ def _is_given(table: Mapping[str, object], path: Keys, given: Sequence[str]) -> 
 
 
 def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, str]]:
-    """The table as a `schema`, or each mistake in it with the keys that lead there."""
+    """Return the validated table, or its mistakes, each with the keys that lead there."""
     whole = schema.prepared(table)
     try:
-        # As JSON, where pydantic's strict mode still turns arrays into tuples and texts into paths.
+        # As JSON, because pydantic's strict mode then still turns arrays into tuples and texts into paths.
         return schema.model_validate_json(json.dumps(whole, default=str), strict=True)
     except ValidationError as error:
         found = mistakes_of(schema, whole, error.errors(include_url=False))
-    # A value that was filled in from another key is told there, and so is one that would be.
+    # A value filled in from another key is reported at that key, and so is one that would be.
     implied = {(key,) for key in schema.implied(table) if key not in table}
     return [
         (path, text)

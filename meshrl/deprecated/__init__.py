@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from importlib.abc import Loader  # as a base it would cost a rank more than the rest of this package's front door
+    from importlib.abc import Loader  # as a base class it would make the import of meshrl slower
 
 __all__ = ["GOES", "MOVED", "RENAMED", "add_old_names", "install", "old_names"]
 
 GOES: Final = "0.2"
-"""The version that has none of them any more."""
+"""The version that removes them all."""
 
 MOVED: Final = {
     "actor": "mesh.actor",
@@ -54,7 +54,7 @@ MOVED: Final = {
     "losses.sources": "losses.provenance_check",
     "losses.surrogate": "losses.clipped",
     "metrics": "data.metrics",
-    # Not `minibatches`: importing it would put a module in the place of the function `meshrl.minibatches`.
+    # Not `minibatches`: importing it would replace the function `meshrl.minibatches` by a module.
     "observation": "mesh.call_events",
     "position": "tasks.cursor",
     "preferences": "objectives.preferences tasks.pairs roles.sampling deprecated.passes",
@@ -87,7 +87,7 @@ MOVED: Final = {
     "testing.state": "simulation.json_state",
     "verifiers": "tasks.verifiers",
 }
-"""Each module of before, and the modules that have its names, which are looked through in this order."""
+"""Old modules, and the modules that have their names now, searched in this order."""
 
 RENAMED: Final = {
     "actor": {"Together": "CollectiveActor"},
@@ -130,7 +130,7 @@ RENAMED: Final = {
     },
     "schedule": {"Script": "DecisionLog"},
 }
-"""By the module of before: what a name is called now."""
+"""For each old module, the new names of renamed objects."""
 
 ELSEWHERE: Final = {
     "meshrl": {
@@ -156,22 +156,22 @@ ELSEWHERE: Final = {
         "BUCKET": "meshrl.weights.weights.BUCKET",
     },
 }
-"""By a module that is still there: where a name of before is now."""
+"""For each existing module, the new places of objects that moved."""
 
 
 def install() -> None:
-    """Let the old modules be imported."""
+    """Make the old modules importable."""
     sys.meta_path.append(_Finder())
 
 
 def add_old_names(module: ModuleType) -> None:
-    """Let a module that is still there find its names of before."""
+    """Make an existing module find its old names."""
     if module.__name__ in ELSEWHERE:
         vars(module)["__getattr__"] = old_names(module.__name__)
 
 
 def old_names(module: str, otherwise: Callable[[str], object] | None = None) -> Callable[[str], object]:
-    """A module's `__getattr__`, which finds its names of before where they are now. `otherwise`: finds all others."""
+    """Return a module's `__getattr__` that finds its old names in their new places. `otherwise` finds all others."""
     names = ELSEWHERE[module]
 
     def find(name: str) -> object:
@@ -187,7 +187,7 @@ def old_names(module: str, otherwise: Callable[[str], object] | None = None) -> 
 
 
 class _Finder:
-    """Finds the modules of before, each as an empty one that looks its names up where they are now."""
+    """Finds old modules. Each is empty and looks its names up in their new places."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -196,7 +196,7 @@ class _Finder:
         return ModuleSpec(fullname, cast("Loader", self)) if package == "meshrl" and old in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """A plain one."""
+        """Create a plain module."""
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__.removeprefix("meshrl.")

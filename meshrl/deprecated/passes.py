@@ -1,4 +1,4 @@
-"""Deprecated helpers for passes of models, with the columns that losses read."""
+"""Deprecated helpers for model passes, with the columns that losses read."""
 
 from typing_extensions import deprecated
 

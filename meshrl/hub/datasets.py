@@ -8,10 +8,10 @@ from meshrl.hub.repository import explained, parsed, pinned
 
 
 def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = None) -> Iterator[dict[str, object]]:
-    """The rows of `ORG/NAME[@REVISION]`, of its split `train` unless `options` name another; the first `rows` alone.
+    """Yield the rows of `ORG/NAME[@REVISION]`, split `train` by default; with `rows`, only that many.
 
-    `options`: those of `datasets.load_dataset`, such as `name`, which is the dataset's configuration, and `split`.
-    DataError where there is no such dataset, configuration or split.
+    `options`: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split`. Raises
+    DataError if the dataset, configuration or split does not exist.
     """
     name, revision = parsed(text, "dataset")
     try:
@@ -26,7 +26,7 @@ def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = No
         try:
             found = load(name, **{"split": "train", "revision": revision, "streaming": rows is not None, **options})
         except DatasetNotFoundError:
-            pinned(text, "dataset")  # says why
+            pinned(text, "dataset")  # raises, with the reason
             raise
         except (ValueError, TypeError) as error:
             raise DataError(f"dataset {text!r}: {str(error).partition(chr(10))[0]}") from error

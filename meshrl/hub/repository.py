@@ -12,14 +12,14 @@ from meshrl.errors import DataError, ModelError
 Kind: TypeAlias = Literal["model", "dataset"]
 
 HUB_ID: Final = r"\w[\w.-]*/[\w.-]+(@.+)?(?<!\.gguf)"
-"""What a name looks like. A relative path may look like it too, and is one where something is there."""
+"""Pattern of a repository's name. A relative path may match too, and counts as one if it exists."""
 
 _NO_FOLDER: Final = "there is no such folder, and "
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 _OF_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-"""Of a model: weights and tokenizers. Nothing that would be unpickled or run."""
+"""Files of a model: weights and tokenizers, and nothing that would be unpickled or run."""
 
 
 class Repository(NamedTuple):
@@ -38,9 +38,9 @@ class Repository(NamedTuple):
 
 
 def pinned(text: str, kind: Kind = "model") -> str:
-    """`ORG/NAME@COMMIT`, the commit that the name means now; without a network, the one that is cached.
+    """Return `ORG/NAME@COMMIT` with the current commit of the name, or the cached one without a network.
 
-    ModelError, or DataError of a dataset, where the name means none.
+    Raises ModelError, or DataError for a dataset, if the name does not exist.
     """
     name, revision = parsed(text, kind)
     if revision and _COMMIT.fullmatch(revision):
@@ -60,7 +60,7 @@ def pinned(text: str, kind: Kind = "model") -> str:
 
 
 def download(text: str) -> Path:
-    """Download a model's files into the cache if needed, and return their folder. ModelError as in `pinned`."""
+    """Download a model's files into the cache if needed, and return their folder. Raises ModelError like `pinned`."""
     name, revision = parsed(text, "model")
     with explained(text, "model", _NO_FOLDER):
         import huggingface_hub as hub  # noqa: PLC0415
@@ -77,7 +77,8 @@ def download(text: str) -> Path:
 def create(name: str, folder: Path, *, public: bool, message: str) -> str:
     """Upload a folder's files to a model repository, created if needed, and return its address.
 
-    It is private unless `public`, and one that was there stays what it was. ModelError where the hub refuses.
+    A new repository is private unless `public`. An existing one keeps its visibility. Raises ModelError if the hub
+    refuses.
     """
     with explained(name, "model", offline=": nothing was put there; push again with a network"):
         import huggingface_hub as hub  # noqa: PLC0415
@@ -89,7 +90,7 @@ def create(name: str, folder: Path, *, public: bool, message: str) -> str:
 
 
 def parsed(text: str, kind: Kind) -> Repository:
-    """The repository of this name. ModelError, or DataError of a dataset, for a text that cannot be one."""
+    """Parse a repository's name. Raises ModelError, or DataError for a dataset, if it is invalid."""
     found = Repository.of(text)
     if found is None:
         refused = ModelError if kind == "model" else DataError
@@ -99,9 +100,9 @@ def parsed(text: str, kind: Kind) -> Repository:
 
 @contextmanager
 def explained(text: str, kind: Kind, before: str = "", offline: str = "") -> Generator[None]:
-    """What the library raises of a repository, in our words: as ModelError, or DataError of a dataset.
+    """Turn the library's errors about a repository into ModelError, or into DataError for a dataset.
 
-    `before`: what to say first. `offline`: what follows where nobody answers, of what is not read there.
+    `before`: the beginning of the message. `offline`: what to add if the hub cannot be reached.
     """
     refused = ModelError if kind == "model" else DataError
     try:

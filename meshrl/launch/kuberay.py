@@ -11,9 +11,9 @@ from meshrl.errors import ConfigError
 from meshrl.launch.needs import Need, check_enough, nodes_for
 
 _FOLDER: Final = "/etc/meshrl"
-"""Where the configuration is in the pods."""
+"""The folder of the configuration in the pods."""
 _ROOM: Final = 1_000_000
-"""Bytes that a ConfigMap holds."""
+"""Capacity of a ConfigMap in bytes."""
 
 
 @dataclass(frozen=True)
@@ -21,26 +21,26 @@ class Pods:
     """The image and resources of a cluster's pods."""
 
     image: str
-    """Has meshrl, its backends and what the script needs."""
+    """Must contain meshrl, its backends and what the script needs."""
     gpus: int = 8
-    """Of a worker, where a mesh asks for GPUs."""
+    """GPUs of a worker, if a mesh asks for GPUs."""
     cpus: int = 8
-    """Of a worker."""
+    """CPUs of a worker."""
     memory: str = "32Gi"
-    """Of a worker, as Kubernetes writes it. Half of it may be shared memory."""
+    """Memory of a worker, in Kubernetes notation. Up to half of it may be shared memory."""
     workers: int | None = None
-    """None: as many as the meshes need."""
+    """Number of workers. None: as many as the meshes need."""
     volumes: Mapping[str, str] | None = None
-    """Where each claim of a volume is mounted: models, data and the runs' folder."""
+    """Mount point of each volume claim, for models, data and the runs' folder."""
     namespace: str | None = None
 
 
 def ray_job(
     name: str, arguments: Sequence[str], needs: Sequence[Need], pods: Pods, files: Mapping[str, str]
 ) -> list[dict[str, object]]:
-    """The documents for `kubectl apply`: those of `files` in a ConfigMap, and a RayJob of `meshrl run ARGUMENTS`.
+    """Return the documents for `kubectl apply`: a ConfigMap with `files`, and a RayJob of `meshrl run ARGUMENTS`.
 
-    The arguments name such a file by its name alone. Raises `ConfigError` where the workers have no room.
+    The arguments refer to these files by name. Raises `ConfigError` if the workers have no room for the meshes.
     """
     named = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "meshrl"
     gpus = pods.gpus if any(need.gpus for need in needs) else 0
@@ -76,7 +76,7 @@ def ray_job(
                 "workerGroupSpecs": [
                     {
                         "groupName": "workers",
-                        # All from the start: a mesh that the nodes of now could never hold is refused.
+                        # Start all at once, because a mesh that the present nodes could never hold is refused.
                         "replicas": workers,
                         "minReplicas": workers,
                         "maxReplicas": workers,
@@ -97,7 +97,7 @@ def files_beside(config: Path) -> dict[str, str]:
 
 
 def _volumes(name: str, pods: Pods, *, has_files: bool) -> list[tuple[dict[str, object], str]]:
-    """Each volume of a pod, and where it is mounted."""
+    """The volumes of a pod, each with its mount point."""
     found: list[tuple[dict[str, object], str]] = [
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm")  # noqa: S108 -- the pod's
     ]

@@ -9,7 +9,7 @@ from meshrl.roles import RoleConfig
 from meshrl.run import Job, MeshConfig, RunConfig
 
 _MOST: Final = 100_000
-"""Nodes."""
+"""Number of nodes at most."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Need:
     mesh: str
     ranks: int
     cpus: int
-    """Of each rank; one that asks for none in particular has one."""
+    """CPUs per rank, 1 by default."""
     gpus: float
-    """Of each rank."""
+    """GPUs per rank."""
     custom: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -47,7 +47,7 @@ class _Node:
     gpus: list[float]
 
     def takes(self, need: Need) -> bool:
-        """Take one rank, if there is room; a share of a GPU lies on one."""
+        """Take room for one rank, if available. A share of a GPU fits on one GPU."""
         free = [number for number, left in enumerate(self.gpus) if left >= min(need.gpus, 1.0) - 1e-9]
         wanted = max(1, int(need.gpus)) if need.gpus else 0
         if need.cpus > self.cpus or len(free) < wanted:
@@ -61,7 +61,7 @@ class _Node:
 def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
     """Return the number of nodes with these GPUs and CPUs that fit all meshes. `cpus = None`: CPUs suffice.
 
-    Raises `ConfigError` where one rank asks for more than a node has.
+    Raises `ConfigError` if one rank asks for more than a node has.
     """
     nodes: list[_Node] = []
     room = float("inf") if cpus is None else float(cpus)
@@ -77,7 +77,7 @@ def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
 
 
 def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") -> None:
-    """Raise `ConfigError` where one rank asks for more than a node has."""
+    """Raise `ConfigError` if one rank asks for more than a node has."""
     if need.gpus > gpus or (cpus is not None and need.cpus > cpus):
         has = " and ".join([*([f"{cpus} CPU"] if cpus is not None else []), f"{gpus} GPU"])
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") ->
 
 
 def check_enough(needs: Sequence[Need], nodes: int, gpus: int, cpus: int | None) -> None:
-    """Raise `ConfigError` where so many nodes have no room for all of them."""
+    """Raise `ConfigError` if the nodes have no room for all meshes."""
     if (wanted := nodes_for(needs, gpus, cpus)) > nodes:
         asked = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
         raise ConfigError(f"the meshes need {wanted} nodes of this size, but only {nodes} are asked for ({asked})")

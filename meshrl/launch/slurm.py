@@ -50,19 +50,19 @@ class SlurmOptions:
     """Options for SLURM, in addition to the needs of the meshes."""
 
     gpus_per_node: int = 8
-    """Where a mesh asks for GPUs."""
+    """GPUs to request per node, if a mesh asks for GPUs."""
     cpus_per_node: int | None = None
-    """None: whole nodes."""
+    """CPUs to request per node. None: whole nodes."""
     nodes: int | None = None
-    """None: as many as the meshes need."""
+    """Number of nodes. None: as many as the meshes need."""
     lines: Sequence[str] = ()
     """More options of sbatch, such as `--partition=gpu` and `--time=1-00:00:00`."""
 
 
 def slurm_script(name: str, arguments: Sequence[str], needs: Sequence[Need], options: SlurmOptions) -> str:
-    """The script of a job that runs `meshrl run ARGUMENTS`, in the current folder and with this Python.
+    """Return the script of a job that runs `meshrl run ARGUMENTS`, in the current folder and with this Python.
 
-    Both are at the same path on each node. Raises `ConfigError` where the nodes have no room for the meshes.
+    Both must be at the same path on each node. Raises `ConfigError` if the nodes have no room for the meshes.
     """
     gpus = options.gpus_per_node if any(need.gpus for need in needs) else 0
     nodes = options.nodes or nodes_for(needs, gpus, options.cpus_per_node)

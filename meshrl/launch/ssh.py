@@ -21,12 +21,12 @@ from meshrl.launch.needs import Need, check_enough, check_fits
 
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15"
 _ANSWER: Final = 60.0
-"""Seconds that a host has to say what it is, and that Ray has to start there."""
+"""Seconds that a host has to describe itself, and that Ray has to start there."""
 _END: Final = 60.0
-"""Seconds that a run, and then Ray, have to end."""
+"""Seconds that a run has to end, and then Ray."""
 _STARTED: Final = "Ray runtime started"
 
-# Whatever ends the connection, and with it the standard input, ends the command: nothing is left on the host.
+# The command ends when the connection ends, and with it standard input: nothing is left on the host.
 _TIED: Final = """
 cd {folder} || exit 91
 read -r RAY_AUTH_TOKEN
@@ -54,7 +54,7 @@ print("meshrl-probe " + json.dumps([missing, address, len(os.sched_getaffinity(0
 
 
 class Machine(NamedTuple):
-    """What a host said of itself."""
+    """A host's description of itself."""
 
     host: str
     address: str
@@ -70,14 +70,14 @@ class SshCluster:
             cluster.start()
             status = cluster.run(["mine.toml", "steps=20"])
 
-    All have this Python and the current folder at the same paths. Ray is started with a token of its own, and ends with
-    the block, or with this process, however that ends.
+    All hosts must have this Python and the current folder at the same paths. Ray starts with a new token, and ends with
+    the block or with this process, however it ends.
     """
 
     def __init__(self, hosts: Sequence[str], ssh: str = SSH, port: int = 6379, python: str = sys.executable) -> None:
-        """Ask each host what it is. Raises `ConfigError` with all that cannot be used.
+        """Ask each host for its description. Raises `ConfigError` that names all unusable hosts.
 
-        `ssh`: a command that is given a host and a line of shell; `python`: on the hosts.
+        `ssh`: a command that gets a host and a shell line. `python`: the interpreter on the hosts.
         """
         if not hosts or len(set(hosts)) < len(hosts):
             raise ConfigError(f"hosts = {', '.join(hosts) or 'none'}: name at least one host, and each only once")
@@ -106,7 +106,7 @@ class SshCluster:
             check_enough(needs, len(self.machines), most.gpus, None)
 
     def start(self) -> None:
-        """Start Ray on all hosts, on the first one first. Raises `ConfigError` with what Ray says where it does not."""
+        """Start Ray on all hosts, on the first one first. Raises `ConfigError` with Ray's message if that fails."""
         head, *others = self.machines
         address = f"{head.address}:{self._port}"
         where = ["--head", f"--node-ip-address={head.address}", f"--port={self._port}", "--include-dashboard=false"]
@@ -115,7 +115,7 @@ class SshCluster:
         log.info("Ray runs on the hosts", hosts=[machine.host for machine in self.machines], address=address)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run `meshrl run ARGUMENTS` on the first host; its exit status. It writes where this process does."""
+        """Run `meshrl run ARGUMENTS` on the first host, with this process's output. Returns the exit status."""
         head = self.machines[0]
         program = [self._python, "-c", "from meshrl.cli import main; main()", "run", *arguments]
         self._run = self._connected(head.host, [*program, f"run.engine={head.address}:{self._port}"])
@@ -148,7 +148,7 @@ class SshCluster:
         self.close()
 
     def _asked(self, host: str) -> Machine | str:
-        """What a host is, or why it cannot be used."""
+        """A host's description, or why it cannot be used."""
         command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}"
         try:
             done = subprocess.run(  # noqa: S603 -- the user's own command
@@ -174,7 +174,7 @@ class SshCluster:
         return Machine(host, address, cpus, gpus)
 
     def _begin(self, wanted: Sequence[tuple[Machine, Sequence[str]]]) -> None:
-        """Start nodes at the same time, and wait until they run."""
+        """Start nodes concurrently, and wait until they run."""
         ray = [self._python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         for machine, options in wanted:
             self._nodes.append(_Node(machine.host, self._connected(machine.host, [*ray, *options], said=PIPE)))
@@ -186,7 +186,7 @@ class SshCluster:
 
     def _connected(self, host: str, command: Sequence[str], said: int | None = None) -> "subprocess.Popen[str]":
         line = _TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command))
-        # In a session of its own, so that Ctrl-C reaches it through this process alone, in order.
+        # In a new session, so that Ctrl-C reaches it only through this process, in order.
         process = subprocess.Popen(  # noqa: S603 -- the user's own command
             [*self._ssh, host, line],
             stdin=PIPE,
@@ -196,7 +196,7 @@ class SshCluster:
             start_new_session=True,
         )
         told = cast("IO[str]", process.stdin)
-        with suppress(BrokenPipeError):  # why it has ended is told where it is awaited
+        with suppress(BrokenPipeError):  # the reason for its end is reported where it is awaited
             told.write(f"{self._token}\n")
             told.flush()
         return process
@@ -209,12 +209,12 @@ class _Node:
         self.host = host
         self.process = process
         self.started = threading.Event()
-        """Set when it runs, or has ended."""
+        """Set when it runs or has ended."""
         self._lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def said(self) -> str:
-        """Its last lines."""
+        """Its last output lines."""
         return "".join(self._lines[-20:]).strip()
 
     def _read(self) -> None:
@@ -227,7 +227,7 @@ class _Node:
 
 
 def _waited(process: "subprocess.Popen[str]", seconds: float) -> int | None:
-    """Its exit status; None where it still runs."""
+    """Its exit status. None if it still runs."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None

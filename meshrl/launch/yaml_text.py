@@ -1,4 +1,4 @@
-"""Write plain values as YAML. JSON would be valid too, but is hard to read for scripts."""
+"""Write plain values as YAML, in which scripts are easier to read than in JSON."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import cast
 
 
 def yaml_text(value: object, indent: str = "") -> str:
-    """Mappings, sequences, texts, numbers and truths, with texts of several lines as such."""
+    """Write mappings, sequences, texts, numbers and booleans. A text of several lines becomes a block."""
     if isinstance(value, Mapping) and value:
         pairs = cast("Mapping[str, object]", value).items()
         return "".join(f"{indent}{_scalar(key) if _odd(key) else key}:{_after(each, indent)}" for key, each in pairs)
@@ -17,7 +17,7 @@ def yaml_text(value: object, indent: str = "") -> str:
 
 
 def _after(value: object, indent: str) -> str:
-    """A value after the key or the dash that has it."""
+    """Write a value that follows a key or a dash."""
     inner = indent + "  "
     if isinstance(value, str) and _is_block(value):
         lines = value.split("\n")[:-1]
@@ -28,7 +28,7 @@ def _after(value: object, indent: str) -> str:
 
 
 def _scalar(value: object) -> str:
-    """As JSON has it, but for letters that take two escapes there, which YAML does not join."""
+    """Write a scalar as JSON, except characters with two escapes there, which YAML does not join."""
     if not isinstance(value, str):
         return json.dumps(value)
     letters = (json.dumps(each)[1:-1] if ord(each) < 1 << 16 else f"\\U{ord(each):08x}" for each in value)
@@ -36,12 +36,12 @@ def _scalar(value: object) -> str:
 
 
 def _odd(key: str) -> bool:
-    """Whether YAML might read something else than a text."""
+    """True if YAML might not read the key as text."""
     return not re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]{3,}", key) or key.lower() in ("true", "false", "null")
 
 
 def _is_block(text: str) -> bool:
-    """Whether YAML reads it back as it is, line by line."""
+    """True if YAML reads the text back unchanged as a block."""
     lines = text.split("\n")
     plain = all(line.isprintable() and line == line.rstrip() for line in lines)
     return len(lines) > 2 and not lines[-1] and bool(lines[-2]) and plain and not text.startswith((" ", "\n"))

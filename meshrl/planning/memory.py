@@ -12,29 +12,29 @@ _GIB: Final = 2**30
 
 @dataclass
 class Room:
-    """The memory that candidates need, told once for each."""
+    """Checks the memory of candidates, and collects what to report about it."""
 
     load: Callable[[Sequence[str]], Job[RunConfig]]
     devices: Devices
     gib: float | None
-    """Of each GPU, or of the machine where cores compute; None means what the meshes say."""
+    """GiB of each GPU, or of the machine if it computes on cores. None: as the meshes say."""
     is_asked: bool
-    """Whether there is something to compare with."""
+    """True if there is a limit to compare with."""
     unknown: list[str] = field(default_factory=list)
-    """Roles of which it is not known what they need, and why."""
+    """Roles of unknown memory, with the reason."""
     known: dict[str, Held] = field(default_factory=dict)
     least: tuple[float, str] | None = None
-    """GiB that are missing for the candidate that lacks least, and which it is."""
+    """The smallest shortage in GiB, and the overrides of that candidate."""
     refusals: dict[str, None] = field(default_factory=dict)
-    """Why axes were refused."""
+    """Reasons why axes were refused."""
 
     @classmethod
     def of(cls, load: Callable[[Sequence[str]], Job[RunConfig]], devices: Devices, gib: float | None) -> "Room":
-        """With GPUs memory always counts, 80 GiB where nothing is said; with cores where it is said."""
+        """Check GPUs always, with 80 GiB by default. With cores, check the machine's memory if `gib` is given."""
         return cls(load, devices, gib, devices.kind == "gpus" or gib is not None)
 
     def fits(self, candidate: Candidate) -> int | None:
-        """The first variant of a candidate that fits; None where none does."""
+        """The first variant of a candidate that fits. None if none does."""
         if not self.is_asked:
             return 0
         for variant in range(len(candidate.variants)):
@@ -54,7 +54,7 @@ class Room:
         return None
 
     def needed(self, candidate: Candidate, variant: int) -> float | None:
-        """GiB of the fullest GPU, or of the machine; None where no role tells."""
+        """GiB of the fullest GPU, or of the machine. None if no role's memory is known."""
         if not self.is_asked:
             return None
         plan = self._plan(candidate, variant)
@@ -63,7 +63,7 @@ class Room:
         return self._needed(plan)
 
     def why_nothing_fits(self) -> str:
-        """With the numbers."""
+        """The reason, with numbers."""
         if self.least is None:
             return f"no layout is possible: {'; '.join(self.refusals)}"
         missing, which = self.least

@@ -20,16 +20,16 @@ from meshrl.run import Job, RunConfig, find_config, load_job
 from meshrl.simulation import WARM_UP, Fit, Forecast, Pace, Record, ahead_of, fit, fit_ends, forecast_of, sources
 
 Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
-"""The job of the configuration with further overrides."""
+"""Loads the configuration's job with further overrides."""
 
 _COUNTED: Final = 12
-"""Steps of a simulation that count, while many candidates are compared."""
+"""Steps that count in a simulation while candidates are compared."""
 _FINAL: Final = 60
-"""And of those that are told."""
+"""Steps that count in a simulation of a reported candidate."""
 _CHOSEN: Final = ("sampler.mesh", "reward.mesh", "policy.axes", "sampler.axes")
 _NOTHING: Final = Demand(0.0, 0.0)
 _GAIN: Final = 0.99
-"""One that is further ahead than another like it is told where its step is no longer than this part of that one's."""
+"""A larger `ahead` is reported only if its step takes at most this share of the same layout's with a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Wanted:
 
     devices: Devices
     records: Sequence[Path] = ()
-    """Folders of runs, whose calls tell what calls take."""
+    """Folders of recorded runs, which give the duration of calls."""
     rollout: float | None = None
-    """Or a guess: seconds of one rank's rollouts of a step."""
+    """Without records: seconds that one rank needs for a step's rollouts."""
     train: float | None = None
-    """And: seconds of one rank's update on them."""
+    """Without records: seconds that one rank needs for the update on them."""
     memory: float | None = None
-    """GiB of each GPU; of the machine, where cores compute."""
+    """GiB of each GPU, or of the machine if it computes on cores."""
     price: float | None = None
-    """Of a GPU, or a core, an hour."""
+    """Price of a GPU or core per hour."""
     aheads: Sequence[int] = (0, 1, 2)
-    """How far ahead rollouts may be, of meshes apart, where no override says it."""
+    """Values of `ahead` to try on separate meshes, unless an override sets it."""
     best: int = 5
-    """How many are told."""
+    """Number of proposals."""
     seed: int = 0
 
 
@@ -59,24 +59,24 @@ class Proposal(msgspec.Struct, frozen=True):
 
     name: str
     overrides: list[str]
-    """To paste behind `meshrl run CONFIG`."""
+    """Overrides to append to `meshrl run CONFIG`."""
     steps_per_minute: float
     low: float
     high: float
-    """Between these, if what is guessed is as bad or as good as may be, and by how far the records are missed."""
+    """`low` and `high` bound the steps per minute, for the worst and best guesses and the errors on the records."""
     step_seconds: float
     efficiency: float
     """Overlap efficiency, as in a forecast."""
     bound_by: str
-    """Rollout, training, scoring, sync or other: what makes most of the steps as long as they are."""
+    """The bottleneck of most steps: rollout, training, scoring, sync or other."""
     staleness: float
-    """Versions that a trained row is behind, in the mean."""
+    """Mean number of versions that a trained row is behind."""
     needed_gib: float | None
-    """What the fullest GPU holds, or with cores the machine; None where nothing is told."""
+    """GiB on the fullest GPU, or with cores on the machine. None if unknown."""
     cost: float | None
-    """Of a step, in the unit of the price."""
+    """Cost of a step, in the unit of the price."""
     guessed: list[str]
-    """What no record tells of it, and was taken for granted."""
+    """Assumptions that no record covers."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -84,22 +84,22 @@ class Plan(msgspec.Struct, frozen=True):
 
     config: str
     given: list[str]
-    """The overrides that were given."""
+    """The given overrides."""
     devices: str
     candidates: int
-    """Layouts: `simulated`, `pruned` and `refused` together."""
+    """Number of layouts: `simulated`, `pruned` and `refused` together."""
     simulated: int
     pruned: int
     refused: int
-    """Did not fit into memory, or the backend refused the axes."""
+    """Layouts that do not fit into memory, or whose axes the backend refuses."""
     proposals: list[Proposal]
-    """The best first."""
+    """Proposals, the best first."""
     records: dict[str, float]
-    """Of each recorded run: its median step as predicted, over the measured one."""
+    """Predicted over measured median step of each recorded run."""
     unknown: list[str]
-    """What of memory is not known, and was taken to fit."""
+    """Unknown memory, which was assumed to fit."""
     seconds: float
-    """That it took."""
+    """Seconds that the planning took."""
 
     def command(self, proposal: Proposal) -> str:
         """Return the command that runs a proposal."""
@@ -107,10 +107,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
-    """The best settings of a configuration, by its name or path, under the overrides that are given.
+    """Find the best settings of a configuration, by its name or path, under the given overrides.
 
-    ConfigError where nothing tells what calls take, where no setting fits into memory, for numbers that cannot be, and
-    for an algorithm without a policy or a sampler; DataError where a record lacks what the script asks for.
+    Raises ConfigError if nothing gives the duration of calls, if no setting fits into memory, for impossible numbers,
+    and for an algorithm without a policy or a sampler. Raises DataError if a record lacks calls of the script.
     """
     if wanted.memory is not None and not 0 < wanted.memory < inf:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner")
 
 
 def _loading(config: str, given: Sequence[str]) -> Load:
-    """ConfigError where what is given is a plan's to choose."""
+    """Raises ConfigError if an override sets a key that the plan chooses."""
     for key in map(_key, given):
         if key in _CHOSEN or key.startswith("run.meshes"):
             raise ConfigError(
@@ -164,7 +164,7 @@ def _key(override: str) -> str:
 
 
 def _worth_telling(best: Sequence[Found[Candidate]]) -> list[Found[Candidate]]:
-    """Without those that are further ahead than one with the same ranks, and gain nothing by it."""
+    """Leave out candidates that run further ahead than another with the same ranks and gain nothing by it."""
     told: list[Found[Candidate]] = []
     for each in sorted(best, key=lambda found: (found.candidate.ahead, found.seconds)):
         like = [other for other in told if _ranks(other.candidate) == _ranks(each.candidate)]
@@ -179,7 +179,7 @@ def _ranks(candidate: Candidate) -> tuple[str, str, bool]:
 
 @dataclass
 class Planner:
-    """What tells the search of a candidate."""
+    """Answers the questions of the search about candidates."""
 
     wanted: Wanted
     load: Load
@@ -190,12 +190,12 @@ class Planner:
     rehearsal: Rehearsal
     began: float
     ratios: list[float] = field(default_factory=list)
-    """Of each record, predicted over measured."""
+    """Predicted over measured step of each record."""
     demand: Demand = _NOTHING
 
     @classmethod
     def of(cls, config: str, given: Sequence[str], wanted: Wanted, folder: Path) -> "Planner":
-        """`folder`: for what simulations read. ConfigError where nothing tells what calls take."""
+        """`folder`: for the simulations' input. Raises ConfigError if nothing gives the duration of calls."""
         began = time.perf_counter()
         load = _loading(config, given)
         job = load([])
@@ -218,34 +218,34 @@ class Planner:
         return planner
 
     def fitted(self, table: dict[str, object]) -> Fit:
-        """What calls cost in a configuration."""
+        """The costs of calls in a configuration."""
         return fit(self.records, table, self.wanted.devices.cores)
 
     def fit(self, candidate: Candidate, variant: int) -> Fit:
-        """What calls cost there."""
+        """The costs of a candidate's calls."""
         return self.fitted(candidate.table(self.job.resolved, variant))
 
     def bound(self, candidate: Candidate) -> float:
-        """As `search` asks for it. The smallest budgets leave the smallest bubble in a pipeline."""
+        """The lower bound for `search`. The smallest budgets leave the smallest bubble in a pipeline."""
         pace = self.fit(candidate, len(candidate.variants) - 1).pace
         shares = (candidate.trainer.rows, candidate.sampler.rows)
         return lower_bound(pace, self.demand, shares, ahead=candidate.ahead, shared=candidate.shared, steps=_COUNTED)
 
     def seconds(self, candidate: Candidate, variant: int) -> float:
-        """The mean step."""
+        """The mean step in seconds."""
         return self.forecast(candidate, variant, _COUNTED, self.fit(candidate, variant).pace).step_seconds
 
     def forecast(self, candidate: Candidate, variant: int, steps: int, pace: Pace) -> Forecast:
-        """What the simulator says."""
+        """Simulate a candidate."""
         job = self.rehearsal.light(self.load(candidate.overrides(variant)), _steps(steps, candidate.ahead))
         return forecast_of(job, pace, seed=self.wanted.seed, quiet=True)
 
     def proposal(self, found: Found[Candidate]) -> Proposal:
-        """What is told of one of the best."""
+        """Estimate one of the best candidates in detail."""
         it, variant, wanted = found.candidate, found.variant, self.wanted
         fitted = self.fit(it, variant)
         forecast = self.forecast(it, variant, _FINAL, fitted.pace)
-        # Of as many steps as the search counted, so that the guess alone is what differs.
+        # With as many steps as in the search, so that only the guesses differ.
         table = it.table(self.job.resolved, variant)
         ends = fit_ends(self.records, table, wanted.devices.cores) if fitted.guessed else ()
         longer = [1.0, *(self.forecast(it, variant, _COUNTED, end).step_seconds / found.seconds for end in ends)]
@@ -268,5 +268,5 @@ class Planner:
 
 
 def _steps(counted: int, ahead: int) -> int:
-    """With those that fill the pipeline, and the last one, which do not count."""
+    """Add the steps that do not count: those that fill the pipeline, and the last one."""
     return counted + ahead + WARM_UP + 1

@@ -10,14 +10,14 @@ from meshrl.run import Job, RunConfig
 from meshrl.tasks import Task, TaskConfig
 
 _PROMPTS: Final = 64
-"""They come again as often as they are asked for: what a simulated call takes does not depend on them."""
+"""Prompts, which are repeated as needed. The duration of simulated calls does not depend on them."""
 
 
 class Rehearsal:
     """Jobs of one configuration, with the same few prompts."""
 
     def __init__(self, job: Job[RunConfig], folder: Path) -> None:
-        """`folder`: for the prompts."""
+        """`folder`: where the prompts are written."""
         self._changes: dict[str, object] = {}
         task = getattr(job.config, "task", None)
         if isinstance(task, TaskConfig):
@@ -30,7 +30,7 @@ class Rehearsal:
             self._changes["evaluation"] = None
 
     def light(self, job: Job[RunConfig], steps: int) -> Job[RunConfig]:
-        """A job of the configuration with these prompts, and so many steps, whatever its schedule says of them."""
+        """The configuration's job with these prompts and this number of steps, whatever its schedule says."""
         resolved = {key: value for key, value in job.resolved.items() if key != "evaluation"}
         config = job.config.model_copy(update={**self._changes, "steps": steps})
         return replace(job, config=config, run=job.run.model_copy(update={"log": []}), resolved=resolved)

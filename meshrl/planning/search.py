@@ -11,32 +11,32 @@ from meshrl.simulation import Pace, lowest_cost
 C = TypeVar("C")
 
 SLACK: Final = 1e-9
-"""Rounding."""
+"""Tolerance for rounding."""
 
 
 @dataclass(order=True)
 class Found(Generic[C]):
-    """A candidate that was simulated."""
+    """A simulated candidate."""
 
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     order: int
     candidate: C = field(compare=False)
     variant: int = field(compare=False)
-    """Which of its variants fits."""
+    """Index of the variant that fits."""
 
 
 @dataclass
 class Outcome(Generic[C]):
-    """What a search found."""
+    """The result of a search."""
 
     best: Sequence[Found[C]]
-    """The fastest, the first one most."""
+    """The fastest candidates, in order."""
     simulated: int = 0
     pruned: int = 0
-    """Left out because even their lower bound is longer than the steps of the best."""
+    """Number left out because their lower bound exceeds the steps of the best."""
     refused: int = 0
-    """Do not fit into memory, or are not to be had."""
+    """Number that do not fit into memory, or are not possible."""
 
 
 def search(
@@ -46,10 +46,10 @@ def search(
     simulated: Callable[[C, int], float],
     keep: int,
 ) -> Outcome[C]:
-    """The `keep` candidates with the shortest steps: those that simulating all of them would give.
+    """Find the `keep` candidates with the shortest steps. The result is the same as if all were simulated.
 
-    `bound`: seconds that no step of the candidate is below. `fits`: which of its variants fits, None where none does;
-    asked of few. `simulated`: the seconds of its steps.
+    `bound`: a lower bound for the candidate's steps, in seconds. `fits`: the variant that fits, None if none does;
+    called for few candidates. `simulated`: the seconds of its steps.
     """
     ordered = sorted(((bound(each), order, each) for order, each in enumerate(candidates)), key=lambda each: each[:2])
     best: list[Found[C]] = []
@@ -70,21 +70,21 @@ def search(
 
 @dataclass(frozen=True)
 class Demand:
-    """The rows of a step."""
+    """The number of rows in a step."""
 
     drawn: float
     trained: float
 
 
 def lower_bound(pace: Pace, rows: Demand, shares: tuple[int, int], *, ahead: int, shared: bool, steps: int) -> float:
-    """Seconds that the mean of `steps` simulated steps is not below.
+    """A lower bound for the mean of `steps` simulated steps, in seconds.
 
-    Each step trains its rows, and the script does its own work. All but `ahead + 1` of as many batches as there are
-    steps are drawn meanwhile: beside that where the rollouts are ahead, else before it. `shares`: into how many the
-    rows are divided to be trained, and to be drawn. An update lasts until the fullest share is trained.
+    Each step trains its rows, and the script does its own work. All batches except `ahead + 1` are drawn within these
+    steps: concurrently if rollouts run ahead, else before training. `shares`: the number of shares into which rows are
+    divided for training and for drawing. An update lasts until the fullest share is trained.
     """
     share = rows.trained / shares[0]
-    if rows.trained.is_integer():  # else steps have other numbers of rows, of which this is the mean
+    if rows.trained.is_integer():  # else the number of rows varies between steps, and this is the mean
         share = math.ceil(share)
     train = lowest_cost(pace.works_of("Policy", "update"), share)
     draw = lowest_cost(pace.works_of("Sampler", "generate"), rows.drawn / shares[1])

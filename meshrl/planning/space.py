@@ -14,23 +14,23 @@ from meshrl.run import Job, MeshConfig, RunConfig, tables_of
 Value: TypeAlias = "int | float | str | Mapping[str, Value]"
 
 _WIDEST: Final = 8
-"""Ranks along one axis other than dp, at most: those of a machine."""
+"""Ranks along an axis other than dp at most, as many as a machine has."""
 _HALVINGS: Final = 3
-"""How often a budget is halved, that memory may suffice."""
+"""Number of times that a budget is halved to fit into memory."""
 _KEPT: Final = ("custom", "gib", "placement")
-"""What a mesh keeps of the configuration, whatever its ranks."""
+"""Settings of a mesh that do not depend on its ranks."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What there is to divide: so many GPUs, each a rank's, or so many cores."""
+    """The devices to divide: GPUs, one per rank, or cores."""
 
     count: int
     kind: Literal["gpus", "cpus"]
 
     @property
     def cores(self) -> int | None:
-        """Of the machine, where it computes with them."""
+        """Cores of the machine, if it computes on them."""
         return self.count if self.kind == "cpus" else None
 
 
@@ -40,13 +40,13 @@ class Layout:
 
     ranks: int
     each: int
-    """GPUs or cores of a rank."""
+    """GPUs or cores per rank."""
     axes: Mapping[str, int]
-    """The last one fastest; dp, and those of more than one."""
+    """The last axis varies fastest. It contains dp and all axes above 1."""
 
     @property
     def rows(self) -> int:
-        """How many shares the rows are divided into."""
+        """Number of shares into which rows are divided."""
         return self.axes["dp"]
 
     def __str__(self) -> str:
@@ -62,27 +62,27 @@ class Candidate:
     trainer: Layout
     sampler: Layout
     shared: bool
-    """Whether both are on the same ranks."""
+    """True if both are on the same ranks."""
     ahead: int
     settings: Mapping[str, Value]
-    """By key, what it sets."""
+    """The settings by key."""
     variants: Sequence[Mapping[str, Value]]
-    """Further settings, of which those hold that come first and fit into memory."""
+    """Further settings. The first variant that fits into memory applies."""
 
     @property
     def name(self) -> str:
-        """In words."""
+        """A description."""
         where = "one mesh: " if self.shared else ""
         same = self.shared and self.trainer.axes == self.sampler.axes
         told = f"{where}{self.trainer}" if same else f"{where}train {self.trainer}, sample {self.sampler}"
         return f"{told}, ahead {self.ahead}"
 
     def overrides(self, variant: int) -> list[str]:
-        """What a command line says of it."""
+        """The settings for a command line."""
         return [f"{key}={toml(value)}" for key, value in {**self.settings, **self.variants[variant]}.items()]
 
     def table(self, table: Table, variant: int) -> Table:
-        """A configuration's tables with its settings."""
+        """A configuration's tables with the settings applied."""
         changed = dict(table)
         for key, value in {**self.settings, **self.variants[variant]}.items():
             here = changed
@@ -95,7 +95,7 @@ class Candidate:
 
 
 def toml(value: Value) -> str:
-    """A value as a command line has it."""
+    """Format a value for a command line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else str(value)
@@ -109,20 +109,20 @@ class Space:
     policy: PolicyConfig
     sampler: SamplerConfig
     reward: RoleConfig | None
-    """Where it calls a function, and so has room on a mesh of no cores."""
+    """The reward if it calls a function, which needs no cores."""
     meshes: Mapping[str, MeshConfig]
     others: Sequence[str]
-    """Meshes that other roles have for themselves: they stay as they are."""
+    """Meshes of other roles, which stay unchanged."""
     engine: str | None
-    """What the configuration asks for; None where it leaves that to meshrl."""
+    """The configured engine. None if meshrl chooses."""
     aheads: Sequence[int] | None
-    """Of meshes apart; one mesh, which gains nothing by it, takes the least. None where the script is never ahead."""
+    """Values for separate meshes. One mesh gains nothing and takes the lowest. None if the script has no `ahead`."""
     budgets: bool
-    """Whether slots and micro-batch budgets are tried, as memory is known."""
+    """True if slots and micro-batch budgets are varied, because memory is known."""
 
     @classmethod
     def of(cls, job: Job[RunConfig], devices: Devices, aheads: Sequence[int], *, budgets: bool) -> "Space":
-        """ConfigError where the algorithm has no policy or no sampler: then there is nothing to divide."""
+        """Raises ConfigError if the algorithm has no policy or no sampler, which leaves nothing to divide."""
         policy, sampler, reward = (getattr(job.config, name, None) for name in ("policy", "sampler", "reward"))
         if not isinstance(policy, PolicyConfig) or not isinstance(sampler, SamplerConfig):
             raise ConfigError(
@@ -140,7 +140,7 @@ class Space:
 
     @property
     def _count(self) -> int:
-        """Devices that are divided. ConfigError where other meshes take all."""
+        """Number of devices to divide. Raises ConfigError if other meshes take all of them."""
         others = [self.meshes.get(name, MeshConfig()) for name in self.others]
         taken = sum(mesh.ranks * int(mesh.gpus if self.devices.kind == "gpus" else mesh.cpus or 0) for mesh in others)
         if taken >= self.devices.count:
@@ -186,7 +186,7 @@ class Space:
             settings["ahead"] = ahead
         if not shared:
             meshes[other] = self._mesh(other, sampler)
-        if self.reward:  # a function takes no cores, and beside a trainer it would wait for its updates
+        if self.reward:  # a function needs no cores, and on a trainer's mesh it would wait for updates
             of_its_own = "reward" if self.reward.mesh in (main, other, self.sampler.mesh) else self.reward.mesh
             settings["reward.mesh"] = main if shared else of_its_own
             if not shared:
@@ -224,7 +224,7 @@ class Space:
 
 
 def _parts(count: int) -> Iterator[int]:
-    """How many devices train: powers of two, and sixteenths of all; the rest draws."""
+    """Numbers of training devices: multiples of a sixteenth, and those where they or the rest are a power of two."""
     part = max(1, count // 16)
     for each in range(1, count):
         if each % part == 0 or each & (each - 1) == 0 or (count - each) & (count - each - 1) == 0:
@@ -232,7 +232,7 @@ def _parts(count: int) -> Iterator[int]:
 
 
 def _sizes(ranks: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-    """The sizes of these axes and of dp that multiply to the ranks: powers of two, dp what is left."""
+    """Sizes whose product is the number of ranks: powers of two for these axes, and the rest for dp."""
     powers = [1 << power for power in range(_WIDEST.bit_length())]
     for sizes in itertools.product(powers, repeat=len(axes)):
         split = 1

@@ -1,8 +1,7 @@
 """Where a run spent its time: the overlap of rollout and training, and why ranks were idle.
 
-An endpoint lies on one of four sides: `generate` is rollout; `score` is scoring; `weights`, `load` and `abort` bring
-new weights to a sampler; all else is training. Calls that run at once on a rank share it: each of k has 1/k
-of its time.
+An endpoint belongs to one of four sides: `generate` is rollout, `score` is scoring, `weights`, `load` and `abort` are
+weight sync, and all others are training. If k calls run at once on a rank, each has 1/k of its time.
 """
 
 from collections import defaultdict
@@ -24,14 +23,14 @@ ROLLOUT = frozenset({"generate"})
 SCORING = frozenset({"score"})
 SYNC = frozenset({"weights", "load", "abort"})
 SCRIPT = frozenset({"trainer", "script", "publish"})
-"""Who waits in the script itself, and so keeps trainers idle; other names are parts of the stream of rollouts."""
+"""Waiters in the script, which keep trainers idle. Other names are parts of the stream of rollouts."""
 DRAWS = frozenset({"rollout"})
-"""Who waits before prompts go to samplers, and so keeps samplers idle."""
+"""Waiters before prompts go to samplers, which keep samplers idle."""
 SCRIPTS_OWN = "between calls: the script's own work"
 
 
 def side(endpoint: str) -> Side:
-    """Which side an endpoint lies on."""
+    """The side of an endpoint."""
     if endpoint in ROLLOUT:
         return "rollout"
     if endpoint in SCORING:
@@ -41,39 +40,39 @@ def side(endpoint: str) -> Side:
 
 @dataclass(frozen=True)
 class Share:
-    """Some seconds of a run, a step or all steps, and what ran in them.
+    """Seconds of a step or of all steps, and what ran in them.
 
     `both`, `rollout_alone`, `training_alone`, `scoring_alone`, `sync` and `other` add up to `seconds`.
     """
 
     seconds: float
     rollout: float
-    """R: at least one rank was generating. Where ranks did so beside other calls, the largest share of one's time."""
+    """R: a rank was generating. If calls shared a rank, its largest share for generating counts."""
     training: float
-    """T: the same of the training side."""
+    """T: the same for training."""
     scoring: float
-    """C: the same of scoring."""
+    """C: the same for scoring."""
     both: float
-    """Of R and T: at the same time. Calls that share a rank take turns."""
+    """Overlap of R and T. Calls that share a rank take turns."""
     rollout_alone: float
-    """The trainer waited for rollouts. Of a script without a stream: R without T."""
+    """The trainer waited for rollouts. In a script without a stream: R without T."""
     training_alone: float
-    """No sampler was generating."""
+    """Training while no sampler was generating."""
     scoring_alone: float
-    """The trainer waited for rewards: nobody trained, and no rollout was waited for or none was being generated."""
+    """The trainer waited for rewards: nothing trained, and it waited for no rollouts or none were being generated."""
     sync: float
-    """New weights kept the trainer from going on: what of publishing was exposed."""
+    """Exposed weight sync: new weights delayed the trainer."""
     other: float
-    """Nobody trained, and the trainer waited for nothing: the script's own work, and the way to the ranks and back."""
+    """Nothing trained, and the trainer did not wait: the script's own work, and communication with ranks."""
 
     @property
     def efficiency(self) -> float:
-        """Overlap efficiency: max(R, T) / seconds, or C / seconds where C is longer; 0 to 1, 1 where no time passed."""
+        """Overlap efficiency: max(R, T, C) / seconds, from 0 to 1. It is 1 if no time passed."""
         return max(self.rollout, self.training, self.scoring) / self.seconds if self.seconds > 0 else 1.0
 
     @property
     def bound(self) -> Side | Literal["other"]:
-        """What made it as long as it was: the longest side, or what no side ran for, where that is longer."""
+        """The bottleneck: the longest side, or `other` if that is longer."""
         parts: dict[Side | Literal["other"], float] = {
             "rollout": self.rollout,
             "training": self.training,
@@ -86,38 +85,38 @@ class Share:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What ran in each step and in all of them; `steps[i]` is the share of the step numbered `numbers[i]`."""
+    """The time in each step and in all of them. `steps[i]` belongs to the step with number `numbers[i]`."""
 
     numbers: Sequence[int]
     steps: Sequence[Share]
     total: Share
     busy: Mapping[Side, float]
-    """Of each side that ranks ran: the mean share of these ranks that ran it, over all steps."""
+    """For each side, the mean share of time over the ranks that ran it, in all steps."""
 
     @property
     def efficiency(self) -> float:
-        """Overlap efficiency of all steps together: the longest of the sides' sums over the sum of step times."""
+        """Overlap efficiency of all steps: the longest side's sum over the sum of step times."""
         return self.total.efficiency
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a rank was idle, and when."""
+    """Why and when a rank was idle."""
 
     why: str
     blocked: str
-    """By what, in the longest of such waits; empty where nobody said."""
+    """What blocked the longest of these waits. Empty if unknown."""
     when: Intervals
 
     @property
     def seconds(self) -> float:
-        """How long in all."""
+        """Total duration."""
         return seconds(self.when)
 
 
 @dataclass(frozen=True)
 class Idleness:
-    """A rank's time in the steps: busy, and idle for these reasons, the longest first."""
+    """A rank's busy and idle time in the steps, with reasons, the longest first."""
 
     mesh: str
     rank: int
@@ -136,13 +135,13 @@ class Timeline:
         steps = (event for event in events if isinstance(event, Step))
         self.steps: list[Step] = sorted(steps, key=lambda step: step.began)
         self.starving: Intervals = union([(wait.began, wait.ended) for wait in self.waits if _waits_for_a_batch(wait)])
-        # A stream says when the trainer waits for it; a script without one awaits its rollouts itself.
+        # A stream reports when the trainer waits for it. A script without one awaits its rollouts itself.
         self.streams: bool = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
         self._calls = [event for event in events if isinstance(event, Call)]
         self._swaps = [event for event in events if isinstance(event, Swap)]
 
     def ran(self, wanted: Side) -> Intervals:
-        """The moments in which a rank ran something of this side: of the calls, where no rank's spans are there."""
+        """Moments in which a rank ran calls of this side. Without spans of ranks, the calls count."""
         pairs = [(each.began, each.ended) for each in self.spans or self._calls if side(each.endpoint) == wanted]
         if wanted == "sync":
             pairs += [(swap.began, swap.ended) for swap in self._swaps]
@@ -151,7 +150,7 @@ class Timeline:
 
     @cached_property
     def _on_ranks(self) -> Mapping[tuple[str, int], Mapping[Side, Intervals]]:
-        """What each rank ran of each side: pairs that may overlap. A call without spans has the ranks for itself."""
+        """What each rank ran by side: pairs that may overlap. Without spans, each call counts as one rank."""
         found: dict[tuple[str, int], dict[Side, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         for span in self.spans:
             found[span.mesh, span.rank][side(span.endpoint)].append((span.began, max(span.began, span.ended)))
@@ -162,13 +161,13 @@ class Timeline:
 
     @property
     def moments(self) -> list[Intervals]:
-        """All in which something begins or ends, but for steps."""
+        """Moments in which anything begins or ends, except steps."""
         return [self.starving, self.ran("sync"), *(each for own in self._on_ranks.values() for each in own.values())]
 
     def shares(self, edges: Values) -> tuple[Mapping[Side, Values], Mapping[Side, Values]]:
-        """Which share of its time a rank gives to each side between the edges: the largest, and the mean of its ranks.
+        """The share of a rank's time for each side between the edges: the largest of all ranks, and their mean.
 
-        Float64[len(edges) - 1], from 0 to 1. `edges` have all `moments`. The mean only of sides that ranks ran.
+        Float64[len(edges) - 1], from 0 to 1. `edges` must contain all `moments`. Only sides that ranks ran have a mean.
         """
         every: tuple[Side, ...] = ("rollout", "training", "scoring", "sync")
         largest: dict[Side, Values] = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
@@ -189,7 +188,7 @@ class Timeline:
 
     @cached_property
     def window(self) -> Intervals:
-        """All moments of steps; without a step, from the first event to the last: [1 or more, 2], or [0, 2]."""
+        """Moments of all steps. Without steps, from the first to the last event: [1 or more, 2], or [0, 2]."""
         if self.steps:
             return union([(step.began, step.ended) for step in self.steps])
         parts = [union([(each.began, each.ended) for each in kind]) for kind in (self.spans, self._calls, self.waits)]
@@ -198,10 +197,10 @@ class Timeline:
 
 
 def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
-    """What ran in each step and in all: R, T, C, what was exposed, and the overlap efficiency.
+    """The time in each step and in all of them: R, T, C, exposed weight sync, and the overlap efficiency.
 
     `first`: the number of the first step that counts, so that a benchmark can leave out the filling of a pipeline.
-    Without steps among the events, the whole of them counts as step 0.
+    Without steps, all events count as step 0.
     """
     timeline = Timeline(events)
     steps = [step for step in timeline.steps if step.step >= first]
@@ -227,9 +226,8 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
 def idleness(events: Iterable[Event]) -> list[Idleness]:
     """Each rank's busy and idle seconds within the steps, by mesh and rank, and why it was idle.
 
-    An idle moment has the first reason that holds: a wait that was declared (a sampler's rank: one before prompts are
-    drawn; any other: one of the script), new weights on their way, an endpoint that runs on other ranks, the script's
-    own work.
+    An idle moment has the first reason that applies: a declared wait (for a sampler's rank, one before prompts are
+    drawn; for others, one of the script), weight sync, an endpoint that runs on other ranks, or the script's own work.
     """
     timeline = Timeline(events)
     window = timeline.window
@@ -242,14 +240,14 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     found: list[Idleness] = []
     for (mesh, rank), spans in sorted(pairs.items()):
         endpoints = {span.endpoint for span in spans}
-        # Of ranks that do both, the script says what runs.
+        # If ranks do both, the script's waits apply.
         own: Side = "rollout" if endpoints & ROLLOUT and "update" not in endpoints else "training"
         candidates = [reason for kept, reason in waits if kept == own]
         candidates.append(Reason("new weights are on their way to a sampler", "", sync))
-        # Its own mesh first: there the cause is that rows were uneven.
+        # The rank's own mesh comes first: there, the cause is uneven rows.
         for (other, name), when in sorted(elsewhere.items(), key=lambda item: (item[0][0] != mesh, item[0])):
             if own == "training" and timeline.streams and side(name.rpartition(".")[2]) == "rollout":
-                continue  # the script did not wait for it: it would have said so
+                continue  # the script did not wait for it, or there would be a wait
             where = f"other ranks of {mesh} still run {name}" if other == mesh else f"{name} runs on {other}"
             candidates.append(Reason(where, "", when))
         candidates.append(Reason(SCRIPTS_OWN, "", window))
@@ -261,15 +259,15 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
 
 
 def _parts(timeline: Timeline, edges: Values, largest: Mapping[Side, Values]) -> tuple[Values, ...]:
-    """Both, rollout alone, training alone, scoring alone, new weights: which share of the time between two edges."""
+    """Shares of time between two edges: both, rollout alone, training alone, scoring alone, exposed weight sync."""
     rollout, training, scoring = largest["rollout"], largest["training"], largest["scoring"]
     middles = (edges[:-1] + edges[1:]) / 2
     sync, starving = (within(each, middles) for each in (timeline.ran("sync"), timeline.starving))
     both = np.maximum(0.0, rollout + training - 1.0)
     free = 1.0 - training
-    # Where training shares its ranks, what they share with has the rest.
+    # If training shares its ranks, other sides have the rest of the time.
     beside = rollout - both, np.minimum(scoring, np.maximum(0.0, free - rollout))
-    # Weights that go to the sampler while the trainer waits for a batch, which is on its way, delay nobody.
+    # Weights that are sent while the trainer waits for a batch in progress delay nothing.
     exposed = sync & ~(starving & (rollout + scoring > 0))
     waited = starving if timeline.streams else rollout > 0
     for_rollouts = np.where(waited, np.maximum(rollout, 1.0 - scoring), 0.0)
@@ -282,7 +280,7 @@ def _parts(timeline: Timeline, edges: Values, largest: Mapping[Side, Values]) ->
 
 
 def _sums(values: Values, edges: Values, windows: Intervals) -> Values:
-    """The integral over each window of what has these values between the edges."""
+    """The integral of the values between the edges over each window."""
     if not len(values):
         return np.zeros(len(windows))
     passed = np.append(0.0, np.cumsum(values * np.diff(edges)))
@@ -309,7 +307,7 @@ def _by_endpoint(spans: Sequence[Span]) -> dict[tuple[str, str], Intervals]:
 
 
 def _by_who(waits: Sequence[Wait]) -> list[tuple[Side, Reason]]:
-    """Of each kind of wait: the side that it keeps idle, and the wait as a reason; the longest first."""
+    """Each kind of wait as a reason, with the side that it keeps idle, the longest first."""
     kinds: dict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in waits:
         kinds[wait.who, wait.what].append(wait)

@@ -17,20 +17,20 @@ from meshrl.report.quantities import FRONT, quantity
 from meshrl.report.reading import Line, Record
 
 POINTS: Final = 200
-"""The most points of a line."""
+"""Points of a line at most."""
 _SMOOTH: Final = 80
-"""Of more steps a line is the mean of a twentieth of them around each."""
+"""With more steps, each point is a mean over a twentieth of the line."""
 _PROMPTS: Final = 60
-"""The most prompts whose completions stand side by side."""
+"""Prompts at most whose completions are shown side by side."""
 _LEAST: Final = 5
-"""Steps whose rewards are resampled, at least; a tenth of all where that is more."""
+"""Lowest number of steps whose rewards are resampled. Otherwise a tenth of all steps."""
 _HELD_OUT: Final = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sampled"}
 _NO_CURVES: Final = ("step", "seconds")
 
 
 @dataclass(frozen=True)
 class ShownRun:
-    """A run, and where the time of its steps went."""
+    """A run, and the time split of its steps."""
 
     name: str
     group: int
@@ -38,16 +38,16 @@ class ShownRun:
     status: str
     steps: int
     step_s: float | None
-    """Seconds a step, mean."""
+    """Mean seconds per step."""
     lineage: str
     forked_at: int | None
     split: Mapping[str, float] | None
-    """Seconds of a step, mean, by what ran, as in `Share`; None where no events are left."""
+    """Mean seconds per step by part, as in `Share`. None without events."""
 
 
 @dataclass(frozen=True)
 class GroupLine:
-    """A number of a group over steps: the mean of its runs, and the lowest and highest where they are several."""
+    """A number of a group over steps: the mean of its runs, and lowest and highest if there are several."""
 
     group: int
     x: list[int]
@@ -58,7 +58,7 @@ class GroupLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """A number over steps, of all groups."""
+    """A number over steps for all groups."""
 
     name: str
     unit: str
@@ -67,7 +67,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that sums a group up: the mean of its runs, and the value of each."""
+    """A summary number of a group: the mean of its runs, and each run's value."""
 
     name: str
     values: list[float | None]
@@ -76,17 +76,17 @@ class Measure:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a group made of a prompt."""
+    """A group's completion of a prompt."""
 
     text: str
     reward: float | None
     step: int | None
-    """None where it was made in the end, of a held-out prompt."""
+    """None for a held-out prompt after the last step."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, with the newest completion of each group; None where a group has none."""
+    """A prompt with each group's newest completion. None if a group has none."""
 
     prompt: str
     held_out: bool
@@ -101,21 +101,21 @@ class Comparison:
     runs: list[ShownRun]
     notes: list[str]
     settings: dict[str, list[str | None]]
-    """Those that differ, a value a group."""
+    """Settings that differ, one value per group."""
     measures: list[Measure]
     differences: list[Difference]
     sentences: list[str]
-    """Of the differences."""
+    """The differences in words."""
     charts: list[Chart]
     front: int
-    """How many charts stand in front."""
+    """Number of charts at the top."""
     samples: list[Sample]
 
 
 def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
     """Compare runs: how their settings and results differ. The group of the first run is the base.
 
-    `seed`: of what is resampled. ConfigError where they cannot be compared, as `make_groups` says.
+    `seed`: seed of the resampling. Raises ConfigError if the runs cannot be compared, like `make_groups`.
     """
     groups = make_groups(runs)
     notes = [f"{run.folder}: {note}" for run in runs for note in run.notes]
@@ -144,7 +144,7 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
 
 
 def _uneven(group: Group) -> list[str]:
-    """What is amiss between the runs of a group."""
+    """Describe problems between the runs of a group."""
     notes: list[str] = []
     for seed in sorted(set(group.seeds)):
         same = [run.name for run, own in _seeded(group) if own == seed]
@@ -187,7 +187,7 @@ def _split(run: Record) -> Mapping[str, float] | None:
 
 
 def _charts(groups: Sequence[Group]) -> list[Chart]:
-    """A chart for each number that is not one and the same in all runs."""
+    """A chart for each number that varies."""
     lines = [line for group in groups for run in group.runs for line in (*run.metrics, *run.evaluations)]
     names = dict.fromkeys(name for line in lines for name in line if name not in _NO_CURVES)
     found = ((name, [_line(group, number, name) for number, group in enumerate(groups)]) for name in names)
@@ -216,7 +216,7 @@ def _told(values: Values) -> list[float]:
 
 
 def _common(group: Group, name: str) -> tuple[np.typing.NDArray[np.int64], Values]:
-    """A number of those runs of a group that have it, at the steps that all of these have: [steps], [runs, steps]."""
+    """Values of the runs that have this number, at the steps that all of them have: [steps], [runs, steps]."""
     every = [Curves(run.metrics).get(name) or Curves(run.evaluations).get(name) for run in group.runs]
     curves = [curve for curve in every if curve]
     if not curves:
@@ -224,7 +224,7 @@ def _common(group: Group, name: str) -> tuple[np.typing.NDArray[np.int64], Value
     steps = curves[0].steps
     for curve in curves[1:]:
         steps = np.intersect1d(steps, curve.steps)
-    # A step that a fork or an interruption wrote twice counts as it was last.
+    # If a fork or an interruption wrote a step twice, the last value counts.
     return np.unique(steps), np.stack([_at(curve, np.unique(steps)) for curve in curves])
 
 
@@ -234,7 +234,7 @@ def _at(curve: Curve, steps: np.typing.NDArray[np.int64]) -> Values:
 
 
 def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], Values]:
-    """The rewards of the last steps: [steps], [runs, steps]."""
+    """Rewards of the last steps: [steps], [runs, steps]."""
     steps, rewards = _common(group, "reward")
     last = max(_LEAST, len(steps) // 10)
     return steps[-last:], rewards[:, -last:]
@@ -242,20 +242,20 @@ def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], Values]:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """The final rewards of a group's held-out prompts."""
+    """Final rewards of a group's held-out prompts."""
 
     places: Mapping[str, int]
-    """Of the prompts that have a reward in each run."""
+    """Column of each prompt that has a reward in every run."""
     rewards: Values
     """float64[runs, prompts]."""
 
     def of(self, prompts: Sequence[str]) -> Values:
-        """The rewards of these prompts."""
+        """Rewards of these prompts."""
         return self.rewards[:, [self.places[prompt] for prompt in prompts]]
 
 
 def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
-    """By kind, of the runs that kept the same prompts as the first that kept any; empty where none did."""
+    """Held-out rewards by kind, of the runs whose prompts equal those of the first run that has any."""
     kept = [(run, [str(line.get("prompt")) for line in run.held_out]) for run in group.runs]
     prompts = next((own for _, own in kept if own), None)
     if prompts is None:
@@ -267,7 +267,7 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
     found: dict[str, _HeldOut] = {}
     for kind, name in _HELD_OUT.items():
         every = [[finite(line.get(kind)) for line in run.held_out] for run, own in kept if own == prompts]
-        rewards = np.array(every, np.float64)  # None is nan
+        rewards = np.array(every, np.float64)  # None becomes nan
         there = np.flatnonzero(np.isfinite(rewards).all(axis=0))
         if len(there) < len(prompts):
             missing = f"{len(prompts) - len(there)} of the {len(prompts)} held-out prompts"
@@ -298,7 +298,7 @@ def _of_held_out(
     seed: int,
     notes: list[str],
 ) -> list[Difference]:
-    """What the prompts that both groups held out tell."""
+    """Compare the prompts that both groups held out."""
     found: list[Difference] = []
     names = f"{groups[0].name} and {groups[1].name}"
     if without := [group.name for group, own in zip(groups, kept, strict=True) if not own]:
@@ -319,7 +319,7 @@ def _of_held_out(
 
 
 def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
-    """What the last steps tell."""
+    """Compare the last steps."""
     (steps, rewards), (others, theirs) = (_end(group) for group in groups)
     if min(len(steps), len(others)) < _LEAST:
         short = " and ".join(
@@ -346,9 +346,9 @@ def _difference(
 
 
 def _samples(groups: Sequence[Group]) -> list[Sample]:
-    """Prompts of which more than one group has a completion.
+    """Prompts with completions of several groups.
 
-    Held-out ones come first, those whose rewards differ most before others, then by step, the newest first.
+    Held-out prompts come first, sorted by how much their rewards differ. Others follow, the newest step first.
     """
     found: dict[tuple[bool, str], list[Completion | None]] = {}
     for number, group in enumerate(groups):
@@ -367,7 +367,7 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _apart(sample: Sample) -> float:
-    """How far apart the rewards are."""
+    """The range of the rewards."""
     rewards = [each.reward for each in sample.completions if each and each.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
 

@@ -20,15 +20,15 @@ from meshrl.report.quantities import FRONT, quantity
 from meshrl.report.reading import Line, Record
 
 POINTS = 1000
-"""The most points of a curve; of more, neighbours are averaged."""
+"""Points of a curve at most. Beyond it, neighbours are averaged."""
 GAUGE = 240
-"""The most points of a gauge; of more, means over equal times are shown."""
+"""Points of a gauge at most. Beyond it, means over equal times are shown."""
 STEPS = 120
-"""The most bars of steps; of more, neighbours are averaged."""
+"""Bars of steps at most. Beyond it, neighbours are averaged."""
 SAMPLES = 300
-"""The most samples, spread over the run."""
+"""Samples at most, spread over the run."""
 TEXT = 4000
-"""The most characters of a text of a sample."""
+"""Characters of a sample's text at most."""
 
 _NO_CURVES = {"step", "seconds"}
 
@@ -41,18 +41,18 @@ class Curve:
     x: list[float]
     y: list[float | None]
     band: tuple[list[float], list[float]] | None = None
-    """The lowest and the highest about each point, where `y` are means."""
+    """Lowest and highest value around each point, if `y` are means."""
     unit: str = ""
     hue: str = "plain"
-    """The side whose colour it has."""
+    """The side that gives it its colour."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What ran in each step, seconds, column by column."""
+    """Seconds by side in each step, column by column."""
 
     first: list[int]
-    """The number of the first step of a bar."""
+    """Number of the first step of each bar."""
     last: list[int]
     both: list[float]
     rollout_alone: list[float]
@@ -65,14 +65,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class IdleRow:
-    """A line of the table of idle time."""
+    """A row of the table of idle time."""
 
     mesh: str
     rank: int
     busy: float
     idle: float
     reasons: list[tuple[str, str, float]]
-    """Why, blocked by what, seconds; the longest first."""
+    """Reason, what blocked it, and seconds, the longest first."""
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,26 @@ class Content:
     notes: list[str]
     summary: Line
     units: dict[str, str]
-    """Of the summary's numbers; of those before and after training by the name that they share."""
+    """Units of the summary's numbers. Numbers before and after training share an entry."""
     names: list[str]
     sides: list[str]
-    """The side of each name: rollout, training, scoring, sync or wait."""
+    """Side of each name: rollout, training, scoring, sync or wait."""
     texts: list[str]
     lanes: list[Lane]
     steps: list[tuple[int, float, float]]
     swaps: list[tuple[float, int]]
     total: Share | None
     efficiency: float | None
-    """Of a run whose rollouts are drawn ahead."""
+    """Overlap efficiency, if rollouts run ahead."""
     busy: dict[str, float]
-    """The mean share of each side's ranks that ran it."""
+    """Mean share of busy time over each side's ranks."""
     bound: dict[str, int]
-    """How many steps each side bounded."""
+    """Number of steps that each side bounded."""
     bounds: Bounds | None
     idle: list[IdleRow]
     curves: list[Curve]
     front: int
-    """How many curves stand in front."""
+    """Number of curves at the top."""
     gauges: list[Curve]
     staleness: list[int]
     dropped: dict[str, int]
@@ -160,7 +160,7 @@ def _told(restart: Restart) -> str:
 
 
 def _used(table: Mapping[str, object]) -> dict[str, object]:
-    """What a table says that matters: no empty tables, and of a role none of another backend's."""
+    """Leave out empty tables, and in a role the tables of other backends."""
     others = _backends() - {table.get("backend")} if "backend" in table else set[str]()
     found: dict[str, object] = {}
     for key, value in table.items():
@@ -172,7 +172,7 @@ def _used(table: Mapping[str, object]) -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def _backends() -> frozenset[str]:
-    """Those that are installed, by name: looking for them takes long."""
+    """Names of the installed backends. Cached, because the search is slow."""
     return frozenset(entry_points(group="meshrl.backends").names)
 
 
@@ -182,13 +182,13 @@ def _units(names: Sequence[str]) -> dict[str, str]:
 
 
 def _is_in_front(curve: Curve) -> bool:
-    """Whether people look at it first, and it changes."""
+    """True for a curve that users look at first and that varies."""
     there = [value for value in curve.y if value is not None]
     return curve.name in FRONT and (len(there) < 2 or len(set(there)) > 1)
 
 
 def _so_far(record: Record) -> Line:
-    """What a summary would say, of a run that left none."""
+    """A summary of a run that has not written one."""
     rewards = [line["reward"] for line in record.metrics if isinstance(line.get("reward"), float | int)]
     ends = [line["seconds"] for line in record.metrics[-1:] if "seconds" in line]
     return {
@@ -229,7 +229,7 @@ def _idle_row(each: Idleness) -> IdleRow:
 
 
 def _curves(metrics: Sequence[Line], notes: list[str]) -> list[Curve]:
-    """A curve for each number that the steps have."""
+    """A curve for each number of the steps."""
     names = list(dict.fromkeys(name for line in metrics for name in line if name not in _NO_CURVES))
     if len(metrics) > POINTS:
         notes.append(f"Curves have {POINTS:,} points for {len(metrics):,} steps, each a mean of neighbours.")
@@ -242,7 +242,7 @@ def _numbers(values: Sequence[object]) -> npt.NDArray[np.float64]:
 
 
 def _number(value: object) -> float:
-    """NaN, a gap in the curve, for what is no number and for an integer that no float64 reaches."""
+    """The number. NaN, a gap in the curve, for other values and for integers beyond float64."""
     try:
         return float(value) if isinstance(value, float | int) else math.nan
     except OverflowError:
@@ -272,7 +272,7 @@ def _named(
 
 
 def _gauges(events: Sequence[Gauge]) -> list[Curve]:
-    """A gauge holds its value until the next. One with many is shown as means over equal times, and their extremes."""
+    """A gauge holds its value until the next event. One with many events becomes means over equal times."""
     found: list[Curve] = []
     for name in sorted({event.name for event in events}):
         own = sorted((event for event in events if event.name == name), key=lambda event: event.at)
@@ -287,7 +287,7 @@ def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64
     edges = np.linspace(at[0], at[-1], GAUGE + 1)
     area = np.concatenate([[0.0], np.cumsum(np.diff(at) * value[:-1])])
     means = np.diff(np.interp(edges, at, area)) / np.diff(edges)
-    # What held when a piece began is one of its values.
+    # The value at the beginning of a piece is one of its values.
     pieces = np.searchsorted(at, edges, "right")
     held = [value[max(0, first - 1) : last] for first, last in pairwise(pieces)]
     band = [float(each.min()) for each in held], [float(each.max()) for each in held]
@@ -295,7 +295,7 @@ def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64
 
 
 def _staleness(deliveries: Sequence[Delivery]) -> list[int]:
-    """Rows that were 0, 1, 2, ... publications behind when they were delivered."""
+    """Number of rows that were 0, 1, 2, ... publications behind at delivery."""
     counts = np.zeros(max((len(each.staleness) for each in deliveries), default=0), np.int64)
     for each in deliveries:
         counts[: len(each.staleness)] += np.array(each.staleness, np.int64)
@@ -315,6 +315,6 @@ def _cut(value: object) -> object:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the numbers below `count`, evenly spread, the first and the last among them."""
+    """At most `most` of the numbers below `count`, evenly spread, including the first and the last."""
     chosen: list[int] = np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.int64)).tolist()
     return chosen

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PART: Final = 10
-"""The first and the last so many-th of a curve are its ends."""
+"""The first and the last tenth of a curve are its ends."""
 _LEAST: Final = 5
-"""Points of an end, at least."""
+"""Lowest number of points of an end."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +23,37 @@ class Curve:
 
     @property
     def first(self) -> float:
-        """The median of its beginning."""
+        """Median of the first end."""
         return float(np.median(self.values[: self._end]))
 
     @property
     def last(self) -> float:
-        """The median of its end."""
+        """Median of the last end."""
         return float(np.median(self.values[-self._end :]))
 
     @property
     def scale(self) -> float:
-        """The largest magnitude."""
+        """Largest magnitude."""
         return float(np.abs(self.values).max())
 
     @property
     def chance(self) -> float:
-        """How far apart two means of as many points as an end has may be where nothing but noise is between them.
+        """The largest difference between means of two ends that noise alone explains.
 
-        Four standard errors, since the highest of many means is one of the two; the noise is that between neighbours.
+        Four standard errors, because one of the two is the highest of many means. The noise is estimated from
+        neighbours.
         """
         noise = float(np.sqrt(np.mean(np.diff(self.values) ** 2) / 2)) if len(self.values) > 1 else 0.0
         return 4 * noise * float(np.sqrt(2 / self._end))
 
     def smooth(self, part: int = _PART) -> NDArray[np.float64]:
-        """float64[points]: each point as the mean of so-many-th of the curve around it, five points at least."""
+        """float64[points]: for each point the mean of 1/`part` of the curve around it, at least five points."""
         kernel = np.ones(min(max(_LEAST, len(self.values) // part), len(self.values)))
         weights = np.convolve(np.ones(len(self.values)), kernel, "same")
         return np.convolve(self.values, kernel, "same") / weights
 
     def at(self, step: int) -> float:
-        """The smooth value where this step is, or the next one that has any."""
+        """The smoothed value at this step, or at the next step that has one."""
         return float(self.smooth()[min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)])
 
     @property
@@ -61,17 +62,17 @@ class Curve:
 
 
 class Curves:
-    """Of the lines of a file, by name."""
+    """The curves of a file's lines, by name."""
 
     def __init__(self, lines: Sequence[Mapping[str, object]]) -> None:
         self._lines = lines
 
     def __len__(self) -> int:
-        """Lines."""
+        """Number of lines."""
         return len(self._lines)
 
     def get(self, name: str) -> Curve | None:
-        """A number's curve; None where no line has it."""
+        """A number's curve. None if no line has the number."""
         points = [
             (step, value)
             for line in self._lines
@@ -82,7 +83,7 @@ class Curves:
         return Curve(np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64))
 
     def without_number(self, name: str) -> list[int]:
-        """The steps whose number is infinite or none."""
+        """Steps whose number is infinite or no number."""
         return [
             step
             for line in self._lines
@@ -91,7 +92,7 @@ class Curves:
 
 
 def finite(value: object) -> float | None:
-    """A number that a float64 holds; None for anything else, such as an infinite one or 10 ** 400."""
+    """A number that float64 can hold. None for others, such as infinity or 10 ** 400."""
     return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 

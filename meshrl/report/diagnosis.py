@@ -1,6 +1,6 @@
 """Why a run does not learn: warning signs in its numbers, each with evidence and advice.
 
-A sign is told only where a healthy run does not show it: a number that is low because the task is solved is none.
+A sign must not appear in healthy runs: a number that is low because the task is solved is no sign.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from meshrl.report.curves import Curve, Curves, finite
 from meshrl.report.reading import Line, Record
 
 STEPS: Final = 30
-"""A run of fewer steps tells nothing yet."""
+"""Steps that a run needs before it is diagnosed."""
 _SOLVED: Final = 0.9
-"""Of what can be had: from there on low entropy, groups without signal and full length are what learning ends in."""
+"""Share of the best result. Above it, low entropy, groups without signal and full length are normal."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Finding:
 
     name: str
     evidence: str
-    """The numbers, and over which steps."""
+    """The numbers and their steps."""
     advice: str
     """What to try first."""
 
@@ -36,20 +36,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Story:
-    """What the signs are looked for in."""
+    """The data in which signs are sought."""
 
     steps: Curves
     evaluations: Curves
     after: float | None
-    """The share of held-out prompts that were solved at the end, or their reward of 0 to 1; None if nobody looked."""
+    """Final share of solved held-out prompts, or their reward between 0 and 1. None if not measured."""
 
     def held_out(self) -> tuple[str, Curve] | None:
-        """The measure on held-out prompts, by its name; None where there was none."""
+        """Name and curve of the measure on held-out prompts. None without one."""
         curves = ((name, self.evaluations.get(name)) for name in ("eval/greedy", "eval/reward"))
         return next(((name, curve) for name, curve in curves if curve is not None), None)
 
     def is_solved(self) -> bool:
-        """Whether almost all that can be had is had. Of rewards beyond 0 to 1 nobody knows what can."""
+        """True if the result is almost the best possible. Unknown for rewards outside 0 to 1."""
         held_out, reward = self.held_out(), self.steps.get("reward")
         if self.after is not None:
             return self.after >= _SOLVED
@@ -59,7 +59,7 @@ class Story:
 
 
 def diagnose(record: Record) -> Sequence[Finding]:
-    """Find warning signs in a run, the gravest first. Empty if the run has fewer than `STEPS` steps."""
+    """Find warning signs in a run, the most serious first. Empty if the run has fewer than `STEPS` steps."""
     steps = Curves(record.metrics)
     story = Story(steps, Curves(record.evaluations), _after(record.summary, steps.get("reward")))
     if len(story.steps) < STEPS:
@@ -69,7 +69,7 @@ def diagnose(record: Record) -> Sequence[Finding]:
 
 
 def _after(summary: Line, reward: Curve | None) -> float | None:
-    """What the summary tells of held-out prompts after the last step, where it is known what can be had."""
+    """The summary's result on held-out prompts after the last step, if its maximum is known."""
     if (exact := finite(summary.get("exact_match_after"))) is not None:
         return exact
     return finite(summary.get("reward_after")) if reward is not None and reward.scale <= 1 else None
@@ -207,4 +207,4 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
         "penalise completions that are cut (dapo's overlong reward), or raise `sampling.max_tokens`",
     ),
 )
-"""Name, what finds it (the evidence, empty where it is not there), and what to try first."""
+"""Name, check (returns evidence, or nothing without the sign), and advice."""

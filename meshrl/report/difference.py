@@ -8,39 +8,39 @@ from numpy.typing import NDArray
 
 _RESAMPLES: Final = 4000
 _NORMAL: Final = 1.959964
-"""Beyond which one in forty normal variables lies."""
+"""97.5 percent quantile of the normal distribution."""
 _BLOCK: Final = 1 << 22
-"""Numbers of resampled weights at a time."""
+"""Resampled weights held in memory at once."""
 
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A measure of a group, less that of the first group, with the 95 percent interval."""
+    """A group's measure minus that of the first group, with the 95 percent interval."""
 
     measure: str
     base: str
     """The name of the first group."""
     other: str
     values: tuple[float, float]
-    """Of the first group and of the other."""
+    """Value of the first group, then of the other."""
     value: float
     low: float
     high: float
     over: str
     """What was resampled, such as `512 prompts`."""
     seeds: tuple[int, int]
-    """How many different ones are in each group."""
+    """Number of different seeds in each group."""
 
     @property
     def is_seen(self) -> bool:
-        """Whether chance explains less."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     @property
     def sentence(self) -> str:
-        """What was found, for a person."""
+        """The result in words."""
         first, second = self.values
         if self.value == self.low == self.high == 0:
             return f"{self.measure}: the same in {self.other} and in {self.base}, {first:.3g}"
@@ -62,14 +62,14 @@ class Difference:
 
 
 def resampled(base: Values, other: Values, seed: int, *, paired: bool) -> tuple[float, float, float]:
-    """The mean of `other` less that of `base`, and the ends of its 95 percent interval.
+    """Return the mean of `other` minus that of `base`, and the ends of its 95 percent interval.
 
-    These are percentiles, moved away from the difference by what few items hide: a resample of n varies by the root of
-    (n - 1) / n of what n drawn items do, and has the tails of a normal variable in place of Student's t.
+    The ends are percentiles, widened for few items: resampling n items underestimates the spread by the root of (n - 1)
+    / n, and has the tails of a normal distribution instead of Student's t.
 
-    `base`, `other`: float64[runs, items], items such as prompts. Runs are drawn anew for each of the two, and items
-    too: the same of both where they are `paired`, item i of one being item i of the other, which takes what makes a
-    prompt hard out of the difference. The seed decides every bit.
+    `base`, `other`: float64[runs, items], where items are prompts, for example. Runs are drawn separately for each.
+    Items are too, unless `paired`: then item i of both is the same prompt, and both use the same draws. This removes
+    the difficulty of prompts from the difference. The seed determines every bit.
     """
     random = np.random.default_rng(seed)
     found: list[Values] = []
@@ -86,9 +86,10 @@ def resampled(base: Values, other: Values, seed: int, *, paired: bool) -> tuple[
 
 
 def _widened(items: int) -> float:
-    """How many times as wide as percentiles an interval of so many items is, at least two of them.
+    """The factor by which an interval of `items` items, at least two, is wider than its percentiles.
 
-    Student's quantile is from the normal one, by its series in 1 / (items - 1) (Abramowitz and Stegun, 26.7.5).
+    Student's quantile is computed from the normal one, by its series in 1 / (items - 1) (Abramowitz and Stegun,
+    26.7.5).
     """
     z, v = _NORMAL, items - 1
     terms = (
@@ -102,18 +103,18 @@ def _widened(items: int) -> float:
 
 
 def _counts(items: int) -> list[int]:
-    """Resamples, so many at a time that they need little memory."""
+    """Numbers of resamples per block, small enough to need little memory."""
     most = max(1, _BLOCK // items)
     return [min(most, _RESAMPLES - done) for done in range(0, _RESAMPLES, most)]
 
 
 def _weights(random: np.random.Generator, items: int, count: int) -> Values:
-    """How often each item is drawn, as shares: float64[count, items]."""
+    """Share of each item in each resample: float64[count, items]."""
     return random.multinomial(items, np.full(items, 1 / items), size=count) / items
 
 
 def _means(random: np.random.Generator, values: Values, items: Values) -> Values:
-    """The mean in each resample, float64[count]."""
+    """Mean of each resample, float64[count]."""
     runs = _weights(random, len(values), len(items))
     drawn: Values = runs * (items @ values.T)
     total: Values = drawn.sum(axis=1)

@@ -11,14 +11,14 @@ from meshrl.report.reading import Line, Record
 
 SEED: Final = "run.seed"
 FORKED: Final = "forked from"
-"""The line of a fork among the settings."""
+"""Name of a fork's origin among the settings."""
 _OF_A_RUN: Final = (
     *("name", "folder", "resume", "restarts", "restart_wait", "checkpoint_every", "checkpoints_kept"),
     *("checkpoint_async", "log", "project", "samples_every", "slow_after", "deterministic", "replay", "otlp"),
 )
-"""Keys of [run] that say how a run is kept and told of, not what it computes."""
+"""Keys of [run] that affect how a run is kept and reported, not what it computes."""
 _TASK: Final = ("task.source", "task.options")
-"""What other rows are another task."""
+"""Keys that determine the task."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Group:
 
     runs: Sequence[Record]
     settings: Mapping[str, str]
-    """By dotted key."""
+    """Settings by dotted key."""
 
     @property
     def name(self) -> str:
-        """That of its first run."""
+        """Name of the first run."""
         return self.runs[0].name
 
     @property
     def seeds(self) -> Sequence[str]:
-        """Of its runs."""
+        """Seeds of its runs."""
         return [settings_of(run.table).get(SEED, "") for run in self.runs]
 
 
 def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
-    """The runs by their settings, in the order in which they are given.
+    """Group the runs by their settings, in the given order.
 
-    ConfigError where there are not two runs with steps and a configuration, of the same task.
+    Raises ConfigError unless there are two runs with steps and a configuration, of the same task.
     """
     for run in runs:
         if not run.metrics:
@@ -72,21 +72,21 @@ def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
     found: dict[frozenset[tuple[str, str]], tuple[list[Record], Mapping[str, str]]] = {}
     for run, every in zip(runs, settings, strict=True):
         own = {key: value for key, value in every.items() if key != SEED} | dict(_forked(run.lineage))
-        # Forks of several seeds are a group: those of one step, whichever run each comes from.
+        # Forks with several seeds form a group if they have the same step, whichever run they come from.
         alike = {key: value.rpartition(", ")[2] if key == FORKED else value for key, value in own.items()}
         found.setdefault(frozenset(alike.items()), ([], own))[0].append(run)
     return [Group(same, own) for same, own in found.values()]
 
 
 def differing(groups: Sequence[Group]) -> Mapping[str, Sequence[str | None]]:
-    """The settings that are not the same in all groups, by key: a value a group, None where it is not set."""
+    """Settings that differ between groups: one value per group by key, None where it is not set."""
     keys = dict.fromkeys(key for group in groups for key in group.settings)
     every = {key: [group.settings.get(key) for group in groups] for key in sorted(keys, key=lambda key: key != FORKED)}
     return {key: values for key, values in every.items() if len(set(values)) > 1}
 
 
 def told_lineage(lineage: Line) -> str:
-    """Where a fork comes from, and what is otherwise; empty where the run is none."""
+    """Origin and changes of a fork in words. Empty if the run is none."""
     if not lineage:
         return ""
     changed = cast("Sequence[object]", lineage.get("changed") or ())
@@ -101,7 +101,7 @@ def _forked(lineage: Line) -> Mapping[str, str]:
 
 
 def settings_of(table: Mapping[str, object]) -> Mapping[str, str]:
-    """What the run computes with, as texts by dotted keys; without the seeds that roles have of the run."""
+    """The settings that affect results, as text by dotted key. Seeds that roles take from the run are left out."""
     found = {".".join(path): value for path, value in _flat(table) if path[0] != "run" or path[1] not in _OF_A_RUN}
     of_roles = {f"{key}.seed" for key, value in table.items() if isinstance(value, Mapping) and "backend" in value}
     return {key: value for key, value in found.items() if key not in of_roles or value != found.get(SEED)}

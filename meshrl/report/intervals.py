@@ -11,7 +11,7 @@ Intervals: TypeAlias = npt.NDArray[np.float64]
 
 
 def union(pairs: Iterable[tuple[float, float]] | Intervals) -> Intervals:
-    """The moments in any of the pairs (began, ended), which may overlap and stand in any order."""
+    """The moments in any of the pairs (began, ended), which may overlap and be in any order."""
     given = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.float64).reshape(-1, 2)
     given = given[given[:, 1] > given[:, 0]]
     if not len(given):
@@ -36,12 +36,12 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
 
 
 def seconds(one: Intervals) -> float:
-    """How long all of it lasts."""
+    """Total duration."""
     return float((one[:, 1] - one[:, 0]).sum())
 
 
 def seconds_in(one: Intervals, windows: Intervals) -> npt.NDArray[np.float64]:
-    """How long it lasts in each of the windows, [n, 2], which may touch or overlap: float64[n]."""
+    """Duration in each of the windows, [n, 2], which may touch or overlap: float64[n]."""
     if not len(one):
         return np.zeros(len(windows))
     passed = np.zeros(one.size)
@@ -52,14 +52,14 @@ def seconds_in(one: Intervals, windows: Intervals) -> npt.NDArray[np.float64]:
 
 
 def running(pairs: Intervals, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """How many of the pairs run between each edge and the next: int64[len(edges) - 1]. All their ends are edges."""
+    """Number of pairs that run between each two edges: int64[len(edges) - 1]. All their ends must be edges."""
     began, ended = (np.bincount(np.searchsorted(edges, ends), minlength=len(edges)) for ends in pairs.T)
     count: npt.NDArray[np.int64] = np.cumsum(began - ended)[:-1]
     return count
 
 
 def alone(pairs: Intervals) -> npt.NDArray[np.float64]:
-    """The seconds that each pair would last if it had its rank for itself, float64[n]: of k at a time each has 1/k."""
+    """Seconds that each pair would last without sharing its rank, float64[n]. Each of k concurrent pairs has 1/k."""
     edges = np.unique(pairs)
     count = running(pairs, edges)
     share = np.divide(np.diff(edges), count, out=np.zeros(len(count)), where=count > 0)
@@ -70,7 +70,7 @@ def alone(pairs: Intervals) -> npt.NDArray[np.float64]:
 
 
 def within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Which of these moments lie in it: bool[n]."""
+    """Whether each moment is in the set: bool[n]."""
     if not len(one):
         return np.zeros(len(moments), np.bool_)
     nearest = np.searchsorted(one[:, 0], moments, "right") - 1
@@ -79,7 +79,7 @@ def within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.b
 
 
 def tracks(began: Sequence[float], ended: Sequence[float]) -> list[int]:
-    """The lowest row for each of these spans, in order of `began`, such that no two in a row overlap."""
+    """The lowest row for each span, in order of `began`, such that spans in a row do not overlap."""
     chosen: list[int] = []
     free: list[int] = []
     taken: list[tuple[float, int]] = []
@@ -93,6 +93,6 @@ def tracks(began: Sequence[float], ended: Sequence[float]) -> list[int]:
 
 
 def _pieces(one: Intervals, other: Intervals) -> tuple[Intervals, npt.NDArray[np.float64]]:
-    """The pieces between all ends of both, and their middles."""
+    """The pieces between all ends of both sets, and their middles."""
     edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
     return np.stack([edges[:-1], edges[1:]], axis=1), (edges[:-1] + edges[1:]) / 2

@@ -1,4 +1,4 @@
-"""Lanes of the timeline: spans of each rank and of each part that waits. Many short spans are drawn as one."""
+"""Lanes of the timeline: spans of each rank and of each waiting part. Many short spans are drawn as one."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,30 +11,30 @@ from meshrl.report.analysis import SCRIPT, Idleness
 from meshrl.report.intervals import Intervals, tracks, union, within
 
 SPANS = 20_000
-"""The most spans that the page holds; more are drawn together where they are short."""
+"""Spans on the page at most. Beyond it, short ones are drawn together."""
 RANKS = 64
-"""The most ranks that the page shows."""
+"""Ranks on the page at most."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A span as it is drawn."""
+    """A drawn span."""
 
     began: float
     ended: float
     name: str
-    """`Actor.endpoint`, or what is waited for."""
+    """`Actor.endpoint`, or the awaited thing."""
     about: str = ""
-    """By what a wait was blocked."""
+    """What blocked a wait."""
     rows: int = 0
     tokens: int = 0
     count: int = 1
-    """How many spans are drawn together here."""
+    """Number of spans drawn together."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """The idle moments of a lane, column by column; `why` are numbers of the page's reasons."""
+    """Idle moments of a lane, column by column. `why` holds indices of the page's reasons."""
 
     began: list[float] = field(default_factory=list)
     lasted: list[float] = field(default_factory=list)
@@ -43,12 +43,12 @@ class Idle:
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane of the timeline, column by column; names and texts are numbers of the page's tables."""
+    """A lane of the timeline, column by column. Names and texts are indices of the page's tables."""
 
     group: str
     label: str
     rows: int
-    """Rows of the lane: as many as spans overlap."""
+    """Number of rows: the most spans that overlap."""
     began: list[float]
     lasted: list[float]
     name: list[int]
@@ -61,14 +61,14 @@ class Lane:
 
 
 class Names:
-    """Texts by number, each once."""
+    """Texts by index, each once."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
         self._known: dict[str, int] = {}
 
     def __call__(self, text: str) -> int:
-        """The number of a text."""
+        """The index of a text."""
         if text not in self._known:
             self._known[text] = len(self.all)
             self.all.append(text)
@@ -78,7 +78,7 @@ class Names:
 def make_lanes(
     events: Sequence[Event], idleness: Iterable[Idleness], names: Names, texts: Names
 ) -> tuple[list[Lane], list[str]]:
-    """The lanes: the script's waits, the stream's, and the ranks by mesh. Also what the page must say of them."""
+    """The lanes: waits of the script and the stream, then ranks by mesh. Also notes for the page."""
     bars = _bars(events)
     notes: list[str] = []
     ranks = [key for key in bars if key[0] == 1]
@@ -109,7 +109,7 @@ def make_lanes(
 
 
 def merge(bars: Sequence[Bar], grain: float, whole: Intervals) -> list[Bar]:
-    """Bars shorter than `grain` seconds of one name that begin in the same `grain` become one, but not in `whole`."""
+    """Join bars of one name that are shorter than `grain` seconds and begin in the same `grain`, except in `whole`."""
     found: list[Bar] = []
     short: dict[tuple[int, str], Bar] = {}
     kept = within(whole, np.array([bar.began for bar in bars]))
@@ -135,7 +135,7 @@ def merge(bars: Sequence[Bar], grain: float, whole: Intervals) -> list[Bar]:
 
 
 def _bars(events: Sequence[Event]) -> dict[tuple[int, str, int], list[Bar]]:
-    """The bars of each lane, by begin. The key says the order: who waits, then meshes; group; rank or lane."""
+    """The bars of each lane, by begin. Keys sort the lanes: waits before meshes, then group, then rank or lane."""
     calls: Mapping[int, Call] = {event.id: event for event in events if isinstance(event, Call)}
     found: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
     for event in events:
@@ -152,7 +152,7 @@ def _bars(events: Sequence[Event]) -> dict[tuple[int, str, int], list[Bar]]:
 
 
 def _whole(bars: Mapping[tuple[int, str, int], Sequence[Bar]], steps: Sequence[Step]) -> Intervals:
-    """The first, the middle and the last seconds of the steps: half of the spans that the page holds."""
+    """The first, middle and last seconds of the steps, which hold half of the page's spans."""
     began = np.sort([bar.began for each in bars.values() for bar in each])
     count = SPANS // 6
     places = [0, len(began) // 2, len(began) - 1]
@@ -200,5 +200,5 @@ def _longer(when: Intervals, grain: float, whole: Intervals) -> Intervals:
 
 
 def rounded(value: float) -> float:
-    """To 10 microseconds: digits that no screen shows take space in the page."""
+    """Round to 10 microseconds. More digits would only make the page larger."""
     return round(value, 5)

@@ -1,4 +1,4 @@
-"""The report page: one HTML file with its style, code and data inside, which loads nothing from a network."""
+"""The report page: one HTML file that contains its style, code and data, and loads nothing from a network."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from meshrl.report.content import Content, make_content
 from meshrl.report.reading import Record
 
 STYLES = ("theme.css", "style.css", "parts.css")
-"""Files of this folder: how the page looks."""
+"""Style sheets in this folder."""
 SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
-"""The parts of the page; what puts them there is `whole.js`."""
+"""The page's scripts, which `whole.js` inserts."""
 _COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
 
 
@@ -31,7 +31,7 @@ def _page(title: str, content: Content | Comparison, styles: Sequence[str], scri
     parts = {
         "title": _escaped(title),
         "style": joined(styles),
-        # Text of the run that looks like a tag must not end the element that the data stands in.
+        # The run's text must not end the element that contains the data.
         "data": data.replace("<", "\\u003c"),
         "script": joined(scripts),
     }
@@ -42,7 +42,7 @@ def _page(title: str, content: Content | Comparison, styles: Sequence[str], scri
 
 
 def joined(files: Sequence[str]) -> str:
-    """Files of this folder as one text."""
+    """Join files of this folder."""
     return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in files)
 
 

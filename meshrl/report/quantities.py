@@ -11,7 +11,7 @@ class Quantity(NamedTuple):
     """A number's unit, colour and meaning."""
 
     unit: str = ""
-    """Empty if there is none, or if it is unknown."""
+    """Empty if it has no unit or the unit is unknown."""
     hue: Hue = "plain"
     meaning: str = ""
     """A sentence or two, for the reference."""
@@ -147,7 +147,7 @@ QUANTITIES: Final[dict[str, Quantity]] = {
     "critic_*": Quantity("", "training", "A number of the critic's update."),
     "*_s": Quantity("seconds", "plain", "A duration, as its name says."),
 }
-"""The numbers by name, where `*` stands for any text. The first pattern that matches a name counts."""
+"""The numbers by name. `*` matches any text, and the first matching pattern counts."""
 
 
 def quantity(name: str) -> Quantity:

@@ -12,12 +12,12 @@ from meshrl.errors import ConfigError, did_you_mean
 from meshrl.events import Event
 
 FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summary.json")
-"""What a run's folder has, or some of it."""
+"""Files of a run's folder. Any may be missing."""
 _WRITTEN = FILES[1:]
-"""What a run alone writes; a configuration lies in the folder of a project too."""
+"""Files that only a run writes. A project's folder may contain a configuration too."""
 
 _WITHOUT = {"events.jsonl": ", so nothing tells when the ranks ran what"}
-"""What the page cannot show without a file."""
+"""What the page lacks without a file."""
 
 Line = dict[str, object]
 T = TypeVar("T")
@@ -34,16 +34,16 @@ class Record:
     events: Sequence[Event] = ()
     config: str = ""
     notes: Sequence[str] = ()
-    """What is missing or damaged, a sentence each."""
+    """Missing or damaged files, one sentence each."""
     evaluations: Sequence[Line] = ()
     held_out: Sequence[Line] = ()
-    """A held-out prompt each, with what it got in the end."""
+    """Held-out prompts with their final results."""
     lineage: Line = field(default_factory=dict)
-    """Of a fork: `run`, the folder that it comes from, `step`, and `changed`, a list of settings."""
+    """Of a fork: `run`, the folder of the earlier run, `step`, and `changed`, a list of settings."""
 
     @property
     def table(self) -> Line:
-        """The configuration; an empty table where it cannot be read."""
+        """The configuration. Empty if it cannot be read."""
         try:
             return tomllib.loads(self.config)
         except tomllib.TOMLDecodeError:
@@ -51,14 +51,14 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
 
 def find_run(name: str) -> Path:
-    """The folder of this path, or the run of this name under runs/; ConfigError where neither is one, or both are.
+    """Return the folder at this path, or the run of this name under runs/. Raises ConfigError if neither or both exist.
 
-    A folder with a config.toml alone is where somebody writes a run's configuration. `./NAME` is a path alone.
+    A folder that contains only a config.toml counts as a project, not as a run. `./NAME` is always a path.
     """
     runs = Path("runs")
     is_path = name.startswith((".", "/")) or Path(name).parts[:1] == runs.parts
@@ -135,7 +135,7 @@ def _object(file: Path, notes: list[str]) -> Line:
 
 
 def _lines_if_there(file: Path, notes: list[str]) -> Sequence[Line]:
-    """The lines of a file that not every run has."""
+    """The lines of a file that may be missing."""
     return _lines(file, msgspec.json.Decoder(Line), notes) if file.is_file() else ()
 
 
@@ -146,8 +146,8 @@ def _lines(file: Path, decoder: msgspec.json.Decoder[T], notes: list[str]) -> li
     content = file.read_bytes()
     try:
         return decoder.decode_lines(content)
-    except ValueError:  # also of text that is no UTF-8
-        pass  # one of the lines: they are tried one by one
+    except ValueError:  # includes invalid UTF-8
+        pass  # a single line is invalid: the lines are read one by one
     found: list[T] = []
     bad = 0
     for line in filter(None, content.splitlines()):

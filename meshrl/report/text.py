@@ -11,19 +11,19 @@ from meshrl.report.analysis import Share, idleness, overlap
 from meshrl.report.reading import Record
 
 _RANKS: Final = 16
-"""The most ranks whose idle time is told."""
+"""Ranks at most whose idle time is reported."""
 
 BOUND: Final = {"sync": "new weights"}
-"""What bounds a step, in the words of the parts of a step, where its name differs."""
+"""Names of bottlenecks that differ from the names of a step's parts."""
 
 Idle = tuple[str, int, float, Mapping[str, float]]
-"""Of a rank: its mesh and number, idle seconds a step, and these by reason, the longest first."""
+"""A rank's mesh and number, idle seconds per step, and these by reason, the longest first."""
 
 
 def run_lines(record: Record) -> list[tuple[str, str]]:
-    """What bounded a run's steps, how old its rows were, and who waited: a name and a value each.
+    """A run's bottlenecks, staleness and idle ranks, as names with values.
 
-    Empty if no events tell of steps. The names are those that `meshrl simulate` prints.
+    Empty if the events contain no steps. The names are those that `meshrl simulate` prints.
     """
     lengths = [event.ended - event.began for event in record.events if isinstance(event, Step)]
     if not lengths:
@@ -60,7 +60,7 @@ def time_lines(
     dropped: Mapping[str, int],
     idle: Iterable[Idle],
 ) -> list[tuple[str, str]]:
-    """What a forecast and a run tell alike. `bound`: shares of the steps; `staleness`: rows by publications behind."""
+    """Lines common to forecasts and runs. `bound`: shares of the steps. `staleness`: rows by publications behind."""
     told = [
         ("overlap efficiency", f"{efficiency:.2f}"),
         ("bound by", listed({BOUND.get(name, name): f"{share:.0%}" for name, share in bound.items() if share})),
@@ -74,7 +74,7 @@ def time_lines(
 
 
 def deliveries_of(deliveries: Iterable[Delivery]) -> tuple[Counter[int], Counter[str]]:
-    """Count the rows by the versions that they were behind, and the dropped groups by why."""
+    """Count rows by the number of versions they were behind, and dropped groups by reason."""
     staleness: Counter[int] = Counter()
     dropped: Counter[str] = Counter()
     for delivery in deliveries:
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 
 
 def _parts(total: Share) -> str:
-    """The parts of the steps' time, as the page names them."""
+    """The parts of the steps' time, named as on the page."""
     parts = {
         "both at once": total.both,
         "rollout alone": total.rollout_alone,

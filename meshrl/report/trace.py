@@ -14,16 +14,16 @@ Entry: TypeAlias = Mapping[str, object]
 E = TypeVar("E", Call, Span, Wait, Step)
 
 _CONTROLLER = 0
-"""The process that stands for the controller; meshes are 1, 2, ..."""
+"""Process id of the controller. Meshes are 1, 2, ..."""
 _ROWS = 1000
-"""Threads a lane may take: concurrent calls of one rank each need a row."""
+"""Threads of a lane at most. Concurrent calls of one rank each need a row."""
 
 
 def make_trace(events: Sequence[Event]) -> dict[str, object]:
-    """The trace: a process a mesh, a thread a rank (more where its calls overlap), times in microseconds.
+    """Make the trace: one process per mesh, one thread per rank (more if calls overlap), times in microseconds.
 
-    The controller is a process of its own: its steps, its calls, its waits, counters from gauges, and instants for new
-    weights and for deliveries.
+    The controller is a separate process, with its steps, calls and waits, counters for gauges, and instants for new
+    weights and deliveries.
     """
     calls = [event for event in events if isinstance(event, Call)]
     about = {call.id: {"rows": call.rows, "tokens": call.tokens, "error": call.error} for call in calls}
@@ -57,7 +57,7 @@ def _title(call: Call | Span) -> str:
 
 
 def _lane(pid: int, lane: int, name: str, items: Sequence[tuple[E, str, str, Mapping[str, object]]]) -> list[Entry]:
-    """Complete events; two that overlap stand in different threads, as a thread's events must nest."""
+    """Complete events. Overlapping ones get different threads, because a thread's events must nest."""
     items = sorted(items, key=lambda item: item[0].began)
     rows = tracks([item[0].began for item in items], [item[0].ended for item in items])
     entries: list[Entry] = []

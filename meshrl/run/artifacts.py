@@ -23,20 +23,21 @@ class _Source(NamedTuple):
     path: Path
     """A Hugging Face folder, or a checkpoint."""
     at: int
-    """When, in nanoseconds."""
+    """Modification time in nanoseconds."""
 
 
 async def newest_model(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[Path, Path]:
-    """What a run wrote last, its model or a checkpoint, and a Hugging Face folder of it, perhaps made in `scratch`.
+    """Return the run's newest model or checkpoint, and a Hugging Face folder of it, which may be made in `scratch`.
 
-    Adapters are merged into their model. ConfigError where there is neither; ModelError where it cannot be read.
+    Adapters are merged into their model. Raises ConfigError if the run has neither, and ModelError if it cannot be
+    read.
     """
     source, folder = await newest_source(run, policy, scratch)
     return source.path, folder
 
 
 async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
-    """Where a run's newest model is from, and its folder; ConfigError where it has none."""
+    """Return the source and the folder of a run's newest model. Raises ConfigError if it has none."""
     found = await newest_folder(run, policy, scratch)
     if found is None and models_of(policy.backend) == "ignored" and summary_of(run):
         raise ConfigError(
@@ -52,9 +53,9 @@ async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple
 
 
 async def merge_adapters(run: Path, folder: Path) -> Path:
-    """Write a run's newest adapters, merged into their model, as a Hugging Face folder; what they were read from.
+    """Write a run's newest adapters, merged into their model, as a Hugging Face folder. Returns what was read.
 
-    ConfigError where the run has no adapters, and where the folder is there already.
+    Raises ConfigError if the run has no adapters or the folder exists.
     """
     file = run / "config.toml"
     policy = validate(PolicyConfig, table_of(load_toml(file), "policy"), file)
@@ -75,13 +76,13 @@ def _check_free(folder: Path) -> None:
 
 
 def table_of(table: Mapping[str, object], name: str) -> Table:
-    """A table in a table; an empty one where it is not there."""
+    """Return a table of a table. A missing one is empty."""
     found = table.get(name)
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def summary_of(run: Path) -> Table:
-    """What a run that has ended wrote into summary.json; an empty table where it has not."""
+    """Return the content of summary.json. Empty if the run has not ended."""
     try:
         return msgspec.json.decode((run / "summary.json").read_bytes(), type=dict[str, object])
     except (OSError, msgspec.DecodeError):
@@ -89,7 +90,7 @@ def summary_of(run: Path) -> Table:
 
 
 def sample_prompt(run: Path, model: str | NewModel) -> str:
-    """One that the run was trained on, where it has kept some; else one that the model can read."""
+    """Return a prompt of the run's samples, or without samples one that the model can read."""
     try:
         with (run / "samples.jsonl").open("rb") as samples:
             line = msgspec.json.decode(next(samples, b"{}"), type=dict[str, object])
@@ -99,7 +100,7 @@ def sample_prompt(run: Path, model: str | NewModel) -> str:
 
 
 def newest(run: Path) -> _Source | None:
-    """What it wrote last; None where nothing is there."""
+    """Return the newest model or checkpoint. None if there is none."""
     checkpoint, model = newest_checkpoint(run), run / "model"
     files = [model / "config.json", model / "adapter_config.json", *([checkpoint / "run.json"] if checkpoint else [])]
     found: list[_Source] = []
@@ -111,20 +112,20 @@ def newest(run: Path) -> _Source | None:
 
 
 async def newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path] | None:
-    """The newest model, and a Hugging Face folder of it; None where there is none."""
+    """Return the newest model and a Hugging Face folder of it. None if there is none."""
     while (source := newest(run)) is not None:
         try:
             folder = await _whole(policy, source.path, scratch)
         except (MeshrlError, OSError):
             if source.path.is_dir():
                 raise
-            continue  # a newer one has taken its place
+            continue  # a newer one has replaced it
         return source, folder
     return None
 
 
 async def _whole(policy: PolicyConfig, source: Path, scratch: Path) -> Path:
-    """A Hugging Face folder of what a run has written, with adapters merged into their model."""
+    """Return a Hugging Face folder of a model or checkpoint, with adapters merged into their model."""
     folder = source if source.name == "model" else await _saved(policy, scratch / "model", _state(source))
     if not (folder / "adapter_config.json").is_file():
         return folder
@@ -132,12 +133,12 @@ async def _whole(policy: PolicyConfig, source: Path, scratch: Path) -> Path:
 
 
 async def _saved(policy: PolicyConfig, folder: Path, state: Path | None = None) -> Path:
-    """The folder, in which a policy has been saved, perhaps as of a checkpoint."""
+    """Save a policy into the folder, after restoring its state if there is one, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     engine = LocalEngine()
     try:
         mesh = await Mesh.reserve(engine, 1)
-        # One rank reads what any number of them has written.
+        # A single rank can read what any number of ranks has written.
         alone = with_options(policy, *(type(value)() for _, value in policy if isinstance(value, BackendOptions)))
         actor = await mesh.spawn(implementation(Policy, policy.backend), alone)
         if state is not None:
@@ -149,7 +150,7 @@ async def _saved(policy: PolicyConfig, folder: Path, state: Path | None = None) 
 
 
 def _state(checkpoint: Path) -> Path:
-    """Where the first policy's state is."""
+    """Return the folder of the first policy's state."""
     states = list(checkpoint.glob("*-policy"))
     if not states:
         raise ModelError(f"{checkpoint} has no policy to serve")

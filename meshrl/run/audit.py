@@ -1,8 +1,8 @@
 """Audit a run: check its guarantees by the files of its folder.
 
-Four promises: each prompt is delivered to one step or dropped, versions never fall, no delivered row is older than the
-bound, and steps follow each other. What a script does with a batch, the files do not tell. `groups.jsonl` says what
-became of the prompts; `metrics.jsonl` and `config.toml` are held against it.
+Four guarantees: each prompt is delivered to one step or dropped, versions never fall, no delivered row is older than
+the bound, and steps follow each other. The files do not show what a script does with a batch. `groups.jsonl` records
+what happened to the prompts. `metrics.jsonl` and `config.toml` are compared with it.
 """
 
 import tomllib
@@ -30,27 +30,27 @@ class Audit:
 
     folder: Path
     status: str
-    """Of summary.json; `not ended` where there is none."""
+    """Status in summary.json, or `not ended` without that file."""
     steps: int
     resumed: int
-    """How often it went on from a checkpoint."""
+    """Number of times that the run resumed from a checkpoint."""
     drawn: int
-    """Prompts that the script or a stream took."""
+    """Number of prompts that the script or a stream took."""
     trained: int
-    """Prompts that were delivered to a step, or that the script took in it."""
+    """Number of prompts that were delivered to a step, or that the script took in it."""
     dropped: Mapping[str, int]
-    """By why: `filtered`, `stale`, or `closed`, which were left when their stream ended."""
+    """Number of dropped prompts by reason: `filtered`, `stale`, or `closed` for those left when their stream ended."""
     under_way: int
-    """Prompts that were neither trained nor dropped when the files end, as they may be."""
+    """Number of prompts that are still in progress when the files end."""
     held_back: int
-    """Prompts that the script took before its loop, or its own iterator left out, and that no step trained."""
+    """Number of untrained prompts that the script took before its loop, or that its iterator left out."""
     missing: Ranges
     twice: Sequence[int]
-    """What was delivered more than once, or delivered and dropped."""
+    """Prompts that were delivered more than once, or both delivered and dropped."""
     staleness: int | None
-    """The largest; None where no stream delivered anything."""
+    """Largest staleness. None if no stream delivered anything."""
     bound: int | None
-    """The largest `ahead` of a stream."""
+    """Largest `ahead` of a stream."""
     verdicts: Sequence[Verdict]
 
     @property
@@ -66,9 +66,9 @@ class _Summary(msgspec.Struct, frozen=True):
 def audit_run(folder: Path) -> Audit:
     """Check a run's guarantees by its files.
 
-    A prompt that a stream took and that is lost at a checkpoint shows when the run that goes on takes one that it had
-    never taken: prompts come in the same order again. DataError where the files cannot say: without groups.jsonl, which
-    runs of versions before did not write, with lines that no run wrote, or where no step has trained on a prompt.
+    If a prompt in progress at a checkpoint is lost, the audit notices it because prompts come in the same order again:
+    the resumed run takes a new prompt before the lost one. Raises DataError if the files cannot tell: without
+    groups.jsonl, which older versions did not write, with invalid lines, or if no step has trained on a prompt.
     """
     summary = folder / "summary.json"
     status = _decoded(summary, summary.read_bytes(), _Summary).status if summary.is_file() else "not ended"
@@ -119,7 +119,7 @@ def audit_run(folder: Path) -> Audit:
 
 
 def _lines(file: Path, kind: type[T], *, may_be_cut: bool) -> Iterator[T]:
-    """The lines of a file. `may_be_cut`: whether the last one may be less than a line, of a run that was killed."""
+    """Read the lines of a file. `may_be_cut`: a killed run may have left an incomplete last line."""
     whole, _, rest = file.read_bytes().rpartition(b"\n") if file.is_file() else (b"", b"", b"")
     lines = whole.split(b"\n") if whole else []
     if rest and not may_be_cut:
@@ -131,12 +131,12 @@ def _lines(file: Path, kind: type[T], *, may_be_cut: bool) -> Iterator[T]:
 def _decoded(where: object, content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
-    except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
+    except (ValueError, RecursionError) as error:  # from msgspec and from UTF-8
         raise DataError(f"{where}: is not as a run wrote it: {error}. Restore the file, or run it again") from error
 
 
 def _ahead(folder: Path) -> int | None:
-    """The bound that the configuration has, where it has one."""
+    """The `ahead` of the configuration. None without one."""
     file = folder / "config.toml"
     try:
         ahead = tomllib.loads(file.read_text("utf-8")).get("ahead")

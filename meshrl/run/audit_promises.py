@@ -12,27 +12,27 @@ import msgspec
 from meshrl.tasks import APART, Happening, Ranges, StepAccount, as_ranges, in_ranges
 
 _WHY: Final = {"stale": "too old"}
-"""For users, of what an account calls shorter."""
+"""Reasons in words for users."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one promise."""
+    """The result for one guarantee."""
 
     promise: str
     told: str
-    """Its numbers, as a text."""
+    """Its numbers in words."""
     breaches: Sequence[str]
-    """A sentence each, with the step and the group."""
+    """Violations, one sentence each, with the step and the group."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True if there are no violations."""
         return not self.breaches
 
 
 class MetricsLine(msgspec.Struct, frozen=True):
-    """What an audit reads of a line of metrics.jsonl."""
+    """The fields of a line of metrics.jsonl that an audit reads."""
 
     step: int
     staleness_max: float | None = None
@@ -40,32 +40,32 @@ class MetricsLine(msgspec.Struct, frozen=True):
 
 @dataclass
 class PromptAudit:
-    """What became of each prompt."""
+    """What happened to each prompt."""
 
     taken: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
-    """What the script took before its loop."""
+    """Prompts that the script took before its loop."""
     trained: dict[int, str] = field(default_factory=dict)
-    """To which step it was delivered, or which took it."""
+    """The step of each prompt that was delivered, or taken by the script in a step."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Why."""
+    """The reason for each dropped prompt."""
     open: set[int] = field(default_factory=set)
-    """What streams have taken, and neither delivered nor dropped."""
+    """Prompts that streams have taken and neither delivered nor dropped."""
     again: set[int] = field(default_factory=set)
-    """What was under way at the checkpoint that the run went on from, and has not been taken again."""
+    """Prompts in progress at the checkpoint of the resumed run that have not been taken again."""
     missing: set[int] = field(default_factory=set)
     lost: Ranges = ()
-    """What was dealt, and nobody had."""
+    """Prompts that were dealt but never taken."""
     twice: set[int] = field(default_factory=set)
     breaches: list[str] = field(default_factory=list)
     beginnings: int = 0
     held_back: int = 0
     streams: bool = False
     dealt: dict[int, int] = field(default_factory=dict)
-    """By deal, the number after its last."""
+    """For each deal, the number after its last prompt."""
 
     def enter(self, happening: Happening, where: str) -> None:
-        """Follow what happened."""
+        """Apply an event."""
         groups = list(in_ranges(happening.groups))
         match happening.what:
             case "begin":
@@ -90,7 +90,7 @@ class PromptAudit:
                 pass
 
     def close(self, account: StepAccount, where: str) -> None:
-        """Hold what should be under way against what the run says that is."""
+        """Compare the prompts in progress with those that the run reports."""
         said = set(in_ranges(account.under_way))
         for group in sorted(self.open - said):
             self.missing.add(group)
@@ -102,10 +102,10 @@ class PromptAudit:
         self.dealt |= {deal: max(end, self.dealt.get(deal, 0)) for deal, end in enumerate(account.dealt)}
 
     def end(self) -> None:
-        """After the last account: what was dealt and never taken."""
+        """After the last account, find prompts that were dealt but never taken."""
         lost = [gap for deal, end in self.dealt.items() for gap in self._gaps(deal * APART, end)]
         self.held_back = len(self.held - self.taken)
-        if self.streams:  # the script's own iterator stands between the task and the stream
+        if self.streams:  # the script's own iterator is between the task and the stream
             self.held_back += sum(end - first for first, end in lost)
         else:
             self.lost = lost
@@ -114,13 +114,13 @@ class PromptAudit:
 
     @property
     def missing_ranges(self) -> Ranges:
-        """All that is missing."""
+        """All missing prompts."""
         return sorted([*as_ranges(self.missing), *self.lost])
 
     def verdict(self) -> Verdict:
-        """What is to be said of them."""
+        """The result of this check."""
         dropped = Counter(self.dropped.values())
-        left = dropped.pop("closed", 0)  # when their stream ended
+        left = dropped.pop("closed", 0)  # left when their stream ended
         why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in sorted(dropped.items()))
         told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} delivered"]
         told += [f"{dropped.total():,} dropped" + (f" ({why})" if why else "")]
@@ -132,7 +132,7 @@ class PromptAudit:
         return Verdict("each prompt is delivered to one step or dropped", ", ".join(told), self.breaches)
 
     def _gaps(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a deal that nobody had."""
+        """Yield the ranges of a deal that were never taken."""
         known = sorted(group for group in self.taken | self.held | self.missing if first <= group < end)
         for one, other in pairwise([first - 1, *known, end]):
             if other > one + 1:
@@ -181,17 +181,17 @@ class _Stream:
 
     ahead: int
     published: list[int] = field(default_factory=list)
-    """Since it was opened, what ages tokens."""
+    """Versions published since it was opened that count for staleness."""
 
 
 @dataclass
 class VersionAudit:
-    """What was published, and how old what was trained on may have been."""
+    """Published versions, and the staleness of delivered rows."""
 
     configured: int | None
     streams: dict[int | None, _Stream] = field(default_factory=dict)
     last: dict[int | None, int] = field(default_factory=dict)
-    """By stream, also over processes of the run."""
+    """Last version of each stream, across all processes of the run."""
     count: int = 0
     largest: int | None = None
     bound: int | None = None
@@ -199,7 +199,7 @@ class VersionAudit:
     too_old: list[str] = field(default_factory=list)
 
     def enter(self, happening: Happening, where: str) -> None:
-        """Follow what happened."""
+        """Apply an event."""
         stream = happening.stream
         if happening.what == "begin":
             self.streams = {}
@@ -212,14 +212,14 @@ class VersionAudit:
             self._deliver(happening, where)
 
     def check_metrics(self, metrics: Sequence[MetricsLine]) -> None:
-        """Hold the recorded staleness and the configured bound against the streams'."""
+        """Compare recorded staleness and the configured bound with the streams'."""
         bound = self.bound if self.bound is not None else 0
         self.too_old += [
             f"step {line.step}: metrics.jsonl has staleness_max = {line.staleness_max:g}, and ahead = {bound}"
             for line in metrics
             if line.staleness_max is not None and line.staleness_max > bound
         ]
-        # Of the last process alone: a run may go on with another `ahead`, and config.toml is the last one's.
+        # Check the last process only: a resumed run may change `ahead`, and config.toml contains the last one's.
         for number, stream in self.streams.items():
             if self.configured is not None and stream.ahead > self.configured:
                 self.too_old.append(
@@ -227,7 +227,7 @@ class VersionAudit:
                 )
 
     def verdicts(self) -> Iterator[Verdict]:
-        """What is to be said of them."""
+        """The results of both checks."""
         last = ", ".join(f"the last {version}" for version in self.last.values())
         published = (
             f"{self.count:,} published to streams, {last}" if self.count else "nothing was published to a stream"
@@ -257,7 +257,7 @@ class VersionAudit:
         if stream is None:
             self.too_old.append(f"{where}: stream {happening.stream} delivers, but was never opened")
             return
-        # What was published before the delivery and after the oldest token: less than the trainer knew of at most.
+        # Versions published after the oldest token and before the delivery. At most as many as the trainer knew of.
         age = len(stream.published) - bisect_right(stream.published, happening.version)
         oldest = max(age, happening.staleness)
         self.largest = max(oldest, self.largest or 0)
@@ -276,14 +276,14 @@ class VersionAudit:
 
 @dataclass
 class StepAudit:
-    """The numbers of the steps."""
+    """The step numbers."""
 
     numbers: list[int] = field(default_factory=list)
     recorded: int = 0
     breaches: list[str] = field(default_factory=list)
 
     def enter(self, account: StepAccount) -> str:
-        """The next account; how it is called."""
+        """Add the next account, and return its name."""
         if account.step is None:
             return f"after step {self.numbers[-1]}" if self.numbers else "before the first step"
         if self.numbers and account.step not in (self.numbers[-1] + 1, 0):
@@ -292,12 +292,12 @@ class StepAudit:
         return f"step {account.step}"
 
     def check_metrics(self, metrics: Sequence[MetricsLine]) -> None:
-        """Each line of metrics.jsonl is one of the steps, in their order; a script need not record each."""
+        """Check that the lines of metrics.jsonl are steps in order. A script need not record every step."""
         self.recorded = len(metrics)
         coming = iter(self.numbers)
         before = "the beginning"
         for line in metrics:
-            if line.step not in coming:  # which takes all up to it
+            if line.step not in coming:  # this consumes all steps up to the line's
                 self.breaches.append(
                     f"step {line.step} comes after {before} in metrics.jsonl: no step is left for that place"
                 )
@@ -305,7 +305,7 @@ class StepAudit:
             before = f"step {line.step}"
 
     def verdict(self) -> Verdict:
-        """What is to be said of them."""
+        """The result of this check."""
         told = f"{len(self.numbers):,} steps, {self.recorded:,} of them recorded"
         return Verdict("steps follow each other", told, self.breaches)
 

@@ -9,18 +9,18 @@ from meshrl.errors import DataError
 from meshrl.losses import effective_sample_size
 
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
-"""Columns of which the mean is told, and by what name."""
+"""Columns whose mean is reported, and the metric's name."""
 
 
 def corrected(metrics: Metrics) -> dict[str, float]:
-    """What an importance-sampling correction leaves of the batch."""
+    """Statistics of an importance-sampling correction."""
     if "correction" in metrics and "correction_squared" in metrics and "effective_sample_size" not in metrics:
         return {"effective_sample_size": effective_sample_size(metrics)}
     return {}
 
 
 def _signal(batch: Batch) -> dict[str, float]:
-    """The share of the groups in which all rewards are equal, so that no completion is better than another."""
+    """The share of groups in which all rewards are equal, which give no signal to learn from."""
     if "groups" not in batch:
         return {}
     _, group, counts = np.unique(batch.row("groups"), return_inverse=True, return_counts=True)
@@ -32,10 +32,10 @@ def _signal(batch: Batch) -> dict[str, float]:
 
 
 async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
-    """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there.
+    """Compute the metrics of a batch of rollouts. Token columns that lie on ranks stay there.
 
-    DataError where the reward raised on each of its rows: nothing can be learned of them. Programs that have `worked`
-    before may all fail for a while, as where a tool of theirs is down.
+    Raises DataError if the reward failed on every row, because there is nothing to learn from. With `worked`, meaning
+    that programs have succeeded before, all may fail for a while, such as when one of their tools is down.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
     watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
@@ -44,7 +44,7 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
-    elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # of episodes, with no other tokens
+    elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # episodes have no other tokens
         found["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())

@@ -40,7 +40,7 @@ from meshrl.user_code import where_raised
 C = TypeVar("C", bound=Config)
 
 _PATIENCE: Final = 10.0
-"""Seconds for a reward to judge a row."""
+"""Seconds that a reward gets to score a row."""
 _MAIN: Final[str] = RoleConfig.model_fields["mesh"].default
 """The mesh of roles that name none."""
 
@@ -50,18 +50,18 @@ class Findings(NamedTuple):
 
     mistakes: Sequence[str]
     doubts: Sequence[str]
-    """What it may say and seldom means."""
+    """Valid settings that are rarely intended."""
 
 
 def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True) -> Findings:
-    """What `find_mistakes` and `find_doubts` find, and doubts of what a reward says of the task's first answer.
+    """Return the findings of `find_mistakes` and `find_doubts`, and doubts about the reward of the task's first answer.
 
-    And, with `memory`, doubts whether the roles of a mesh fit, where it has GPUs or says how much memory a rank has.
+    With `memory`, also doubts whether the roles of a mesh fit, if it has GPUs or sets the memory of a rank.
     """
     run = run or RunConfig()
     mistakes = [*_mistakes_of_tables(config, run)]
     doubts: list[str] = []
-    if not mistakes:  # rows and a reward are tried with what is right so far
+    if not mistakes:  # rows and rewards are only tried with a correct configuration
         mistakes += _mistakes_of_rows(config)
     if not mistakes:
         wrong, doubts = _tried_reward(config)
@@ -75,14 +75,13 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
 
 
 def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
-    """Every mistake in the tables of a configuration that is valid in itself, each with its key.
+    """Return every mistake in the tables of a configuration that is valid in itself, each with its key.
 
-    A task's source must exist and its rows fit the templates and the model, as far as they are looked at; a reward
-    function must import and not raise on the first of them, a backend be installed and have the role, a model's folder
-    or file be there, or a model of its name on the hub, with a template where it chats and room for
-    `sampling.max_tokens`, a sampler have the policy's dtype, a teacher its tokens. Each mesh of `run` must be named by
-    a role, and a role's axes fit its own; one that is not there has one rank. Its trackers must be installed, and ready
-    to take a run.
+    The task's source must exist, and the rows that are read must fit the templates and the model. A reward function
+    must import and not raise on the first row. A backend must be installed and have the role. A model must exist as a
+    folder, a file or a name on the hub, with a chat template if it chats, and with room for `sampling.max_tokens`. A
+    sampler must have the policy's dtype, and a teacher its tokens. Each mesh of `run` must be named by a role, and a
+    role's axes must fit its mesh; a mesh without a table has one rank. Trackers must be installed and ready for a run.
     """
     return [*examine(config, run, memory=False).mistakes]
 
@@ -106,7 +105,7 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
     for mesh in run.meshes:
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
-            near = nearest(mesh, named - run.meshes.keys() - {_MAIN})  # which of the two is wrong, nobody knows
+            near = nearest(mesh, named - run.meshes.keys() - {_MAIN})  # either of the two may be wrong
             if near:
                 there = ", ".join(f"{key} = {near!r}" for key, name in roles.items() if name == near)
                 hint = f"{there}: write the same name in both"
@@ -125,15 +124,15 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
 
 
 def _of(config: Config, name: str, kind: type[C]) -> C | None:
-    """A configuration's table, where it has one of this kind."""
+    """Return a table of the configuration if it has one of this kind."""
     table = getattr(config, name, None)
     return table if isinstance(table, kind) else None
 
 
 def find_doubts(config: Config) -> list[str]:
-    """What an algorithm's configuration may say and seldom means, each with its key.
+    """Return valid settings of an algorithm's configuration that are rarely intended, each with its key.
 
-    It is `top_p` or `top_k` under a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
+    These are `top_p` or `top_k` with a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
     """
     return [*_doubts_of_sampling(config), *_doubts_of_ahead(config)]
 
@@ -146,7 +145,7 @@ def _doubts_of_ahead(config: Config) -> list[str]:
     if chosen_options(sampler).samples_elsewhere or any(
         isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config)
     ):
-        return []  # training goes on while the sampler waits for servers or programs
+        return []  # training continues while the sampler waits for servers or programs
     doubt = (
         f"ahead = {ahead}: policy and sampler share the mesh {policy.mesh!r}, so rollout and training take turns: rows "
         'get older and steps no shorter. Give the sampler a mesh (sampler.mesh = "rollout"), or set ahead = 0 '
@@ -170,10 +169,10 @@ def _doubts_of_sampling(config: Config) -> list[str]:
 
 
 def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
-    """Mistakes and doubts of reward functions, called with the answer of the task's first row, and with nothing.
+    """Call the reward functions with the answer of the task's first row, and with an empty completion.
 
-    One that raises on both is a mistake. One of the user's that gives the answer nothing is a doubt. One that takes
-    longer than some seconds is not waited for, which is a doubt, too.
+    A function that raises on both is a mistake. A user's function that gives the correct answer no reward is a doubt.
+    So is one that takes longer than 10 seconds, which is not awaited.
     """
     task, reward = _of(config, "task", TaskConfig), _of(config, "reward", RewardConfig)
     mistakes: list[str] = []
@@ -238,12 +237,12 @@ def _checks(
     compares: bool,
     converses: bool,
 ) -> Iterator[Callable[[], object]]:
-    """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0.
+    """`compares`: the reference is read, because the weight of a KL penalty is above 0.
 
-    `converses`: whether agents talk to the sampler's model.
+    `converses`: agents talk to the sampler's model.
     """
     is_read = compares or type(table) is not ReferenceConfig
-    # A role with the policy's model is told there, where that is read.
+    # A role with the policy's model is reported with the policy, if that is read.
     is_told = policy and table is not policy and (_models(policy) != "ignored" or not is_read)
     shared = policy.model if policy and is_told else None
     if isinstance(table, TaskConfig):
@@ -273,7 +272,7 @@ def _models(table: RoleConfig) -> Models:
 
 
 def _check_backend(config: RoleConfig, *, is_read: bool) -> None:
-    """BackendError where there is none with the role, and of one that is read, where its packages are missing."""
+    """Raise BackendError if no backend has the role, or if the packages of a role that is read are missing."""
     if config.role and is_read:
         class_for(config.role, config.backend)
         if needs := function_of(config.backend, "NEEDS"):

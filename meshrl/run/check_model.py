@@ -19,9 +19,9 @@ _TEMPLATE: Final = "chat_template.jinja"
 def checks_of_model(
     table: ModelConfig, policy: PolicyConfig | None, sampling: Sampling | None, *, converses: bool
 ) -> Iterator[Callable[[], object]]:
-    """What is to be checked of a role beside where its model is.
+    """Yield the checks of a role's model, except the check of its path.
 
-    `policy`: whose weights a sampler takes; `converses`: whether agents talk to it.
+    `policy`: the policy whose weights a sampler loads. `converses`: agents talk to the model.
     """
     yield partial(check_chat, table, converses=converses and isinstance(table, SamplerConfig))
     if isinstance(table, SamplerConfig) and sampling:
@@ -32,7 +32,7 @@ def checks_of_model(
 
 
 def check_chat(config: ModelConfig, *, converses: bool) -> None:
-    """ModelError where prompts are to be wrapped, or agents converse, in a template that the model has not."""
+    """Raise ModelError if the model has no chat template but prompts are wrapped in one, or agents converse."""
     if not (config.chat or converses) or _has_template(config.model):
         return
     model = "a new model" if isinstance(config.model, NewModel) else config.model
@@ -45,7 +45,7 @@ def check_chat(config: ModelConfig, *, converses: bool) -> None:
 
 
 def _has_template(model: str | NewModel) -> bool:
-    """Also where nobody can tell: there is no such folder here."""
+    """True if the model has a template, and also if it is not here to be looked at."""
     if isinstance(model, NewModel):
         return model.chat_template is not None
     described, template = Path(model) / "tokenizer_config.json", Path(model) / _TEMPLATE
@@ -53,7 +53,7 @@ def _has_template(model: str | NewModel) -> bool:
 
 
 def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
-    """ConfigError where a sampler computes in another dtype than the weights have that it is sent."""
+    """Raise ConfigError if a sampler computes in another dtype than the weights that it receives."""
     if config.dtype != policy.dtype:
         raise ConfigError(
             f'dtype = "{config.dtype}", but the policy publishes {policy.dtype}, which a sampler loads unchanged: '
@@ -62,7 +62,7 @@ def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
 
 
 def check_takes(config: SamplerConfig) -> None:
-    """ConfigError where a sampler takes no weights, and there is a policy that publishes some."""
+    """Raise ConfigError if a sampler takes no weights, but a policy publishes some."""
     if key := chosen_options(config).keeps_weights:
         raise ConfigError(
             f"{config.backend}.{key} is not set, so this sampler keeps its weights, but the policy publishes new "
@@ -71,7 +71,7 @@ def check_takes(config: SamplerConfig) -> None:
 
 
 def check_room(config: ModelConfig, sampling: Sampling) -> None:
-    """ConfigError where completions may be longer than what the model takes."""
+    """Raise ConfigError if completions may exceed the model's longest sequence."""
     longest = longest_of(config.model)
     if longest is not None and sampling.max_tokens >= longest:
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_room(config: ModelConfig, sampling: Sampling) -> None:
 
 
 def longest_of(model: str | NewModel) -> int | None:
-    """The longest sequence that a model takes; None where its folder does not say."""
+    """Return the model's longest sequence in tokens. None if its folder does not say."""
     if isinstance(model, NewModel):
         return model.max_tokens
     file = Path(model) / "config.json"
@@ -92,7 +92,7 @@ def longest_of(model: str | NewModel) -> int | None:
 
 
 def _json(file: Path) -> Mapping[str, object]:
-    """A table in a file; an empty one where it is damaged, which is told when the model loads."""
+    """Read a table from a file. A damaged file gives an empty table, and is reported when the model loads."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except (OSError, msgspec.DecodeError):
@@ -100,7 +100,7 @@ def _json(file: Path) -> Mapping[str, object]:
 
 
 def check_model(model: str) -> None:
-    """ModelError where no model is at this path, in a folder or a .gguf file, and none of this name on the hub."""
+    """Raise ModelError if the path is no model's folder or .gguf file, and the hub has no model of that name."""
     path = Path(model)
     if not path.exists() and Repository.of(model):
         pinned(model)

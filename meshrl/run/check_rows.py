@@ -12,9 +12,9 @@ from meshrl.tasks import TaskConfig, counted, dialogue, fill_answer, fill_prompt
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
-"""Rows that are looked at: those that are made are all of a kind, and what is downloaded is not waited for."""
+"""Rows that are checked at most if rows are generated, which are all alike, or downloaded, which takes time."""
 _TOLD: Final = 3
-"""Rows with the same kind of mistake that are told."""
+"""Rows that are reported at most for each kind of mistake."""
 
 
 class _Prompt(NamedTuple):
@@ -25,10 +25,10 @@ class _Prompt(NamedTuple):
 def find_row_mistakes(
     task: TaskConfig, model: ModelConfig | None, sampling: Sampling | None, *, evaluates: bool = False
 ) -> list[str]:
-    """Mistakes in the first rows of a task: all of a file, unless it is long.
+    """Return mistakes in the first rows of a task. Files are read to the end unless they are long.
 
-    Each must be read, fit the templates, and leave `model` room for `sampling.max_tokens`; and where all are seen, some
-    must be left to train on, and to judge by where a run `evaluates`.
+    Each row must be readable, fit the templates, and leave `model` room for `sampling.max_tokens`. If all rows are
+    read, some must be left to train on, and some to evaluate with if the run `evaluates`.
     """
     lacking: list[str] = []
     prompts: list[_Prompt] = []
@@ -54,7 +54,7 @@ def find_row_mistakes(
 
 
 def unseen(task: TaskConfig) -> str | None:
-    """Says which rows of a task were looked at, where these are not all."""
+    """Say which rows of a task were checked, if not all."""
     most = _most(task)
     if _is_file(task) and next(islice(read_rows(task), most, None), None) is None:
         return None
@@ -75,7 +75,7 @@ def _is_file(task: TaskConfig) -> bool:
 
 def _left(task: TaskConfig, *, evaluates: bool) -> Iterator[str]:
     try:
-        held_out = load_quietly(task).held_out  # a run tells what it leaves out when it loads the task
+        held_out = load_quietly(task).held_out  # a run reports what it leaves out when it loads the task
     except DataError as error:
         yield str(error)
         return
@@ -89,7 +89,7 @@ def _left(task: TaskConfig, *, evaluates: bool) -> Iterator[str]:
 def _unreadable(
     task: TaskConfig, model: ModelConfig, sampling: Sampling | None, prompts: Sequence[_Prompt]
 ) -> Iterator[str]:
-    """Prompts with letters that the model has not, and those that leave no room for a completion."""
+    """Yield prompts with characters that the model lacks, and prompts that leave no room for a completion."""
     try:
         counts = count_tokens(model, [prompt.text for prompt in prompts])
     except ModelError as error:

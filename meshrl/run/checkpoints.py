@@ -21,47 +21,47 @@ from meshrl.tasks import CursorState
 S = TypeVar("S", bound=Stateful)
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
-"""What a script may call its own state: no name of an actor or a file."""
+"""Valid names for a script's state, distinct from those of actors and files."""
 _METHODS: Final = ("checkpoint", "written", "restore")
-"""What a checkpoint calls of a `Stateful`; an actor on a mesh has them too, and is an instance of none."""
+"""Methods of a `Stateful` that a checkpoint calls. An actor on a mesh has them too without being an instance."""
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
 _DAMAGED: Final = "damaged-"
-"""Before the name of a checkpoint that was not what had been written."""
+"""Prefix of a checkpoint whose files are not those that were written."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What the run itself has to know to go on, between two steps."""
+    """The run's own state between two steps."""
 
     loop: _Count
-    """Which of the script's calls of `run.steps`."""
+    """Index of the current call of `run.steps`."""
     step: _Count
-    """The step of that loop which comes next."""
+    """Next step of that loop."""
     done: _Count
-    """Steps of all loops so far."""
+    """Number of steps of all loops so far."""
     files: Mapping[str, _Count]
-    """Bytes of the run's files that are appended to."""
+    """Size in bytes of each file that the run appends to."""
     once: Mapping[str, Mapping[str, float | str]]
-    """What `run.once` measured; what is not finite as text."""
+    """Results of `run.once`. Values that are not finite are text."""
     data: CursorState
     fingerprints: Mapping[str, str] = {}
-    """Of the other files, by their paths; nothing in a checkpoint of a version before."""
+    """Fingerprints of the other files by path. Empty in checkpoints of older versions."""
 
 
 class Checkpoints:
-    """Those of one run, in `checkpoints/` of its folder: `step-000050` holds what was after 50 steps.
+    """Checkpoints of one run, in `checkpoints/` of its folder. `step-000050` is the state after 50 steps.
 
     run.json    a `Saved`, and in a second line its fingerprint
-    0-policy    what the first actor wrote that has a state: a folder for each, in the order of spawning
-    memory      what the script keeps by this name
+    0-policy    the state of the first actor that has one: a folder for each, in the order of spawning
+    memory      an object that the script keeps under this name
     """
 
     def __init__(self, run: Path, kept: int, resume: bool, check: Callable[[], None] = lambda: None) -> None:
-        """`kept`: how many stay. With `resume` the run goes on from the newest that is not damaged, if there is one.
+        """Keep the newest `kept` checkpoints. With `resume`, continue from the newest undamaged one, if any.
 
-        `check`: raises where the folder is another run's. DataError where all that are there are damaged.
+        `check` raises if the folder belongs to another run. Raises DataError if all checkpoints are damaged.
         """
         self._folder = run.resolve() / _FOLDER
         self._check = check
@@ -70,24 +70,24 @@ class Checkpoints:
         self._places = 0
         self._writing: asyncio.Task[None] | None = None
         self._begun = False
-        """Whether a loop has: a checkpoint may lack what comes later, and the run could not resume from it."""
+        """True after a loop has begun. Earlier checkpoints would lack what is added later, and the run could not
+        resume."""
         self._from: Path | None = None
         self.saved: Saved | None = None
-        """Where the run goes on from; None where it begins anew."""
+        """The state to resume from. None in a new run."""
         if resume:
             self._clean_up()
             self._from, self.saved = _newest_undamaged(self._folder)
 
     def place(self, role: str) -> str:
-        """The folder of an actor that is about to be spawned."""
+        """Return the folder of an actor that is about to be spawned."""
         self._places += 1
         return f"{self._places - 1}-{role.lower()}"
 
     async def keep(self, name: str, state: S) -> S:
-        """Adopt what the script keeps by a name.
+        """Keep an object of the script under a name.
 
-        DataError where that is no name, or has been given, where it is too late, and where the state has no methods
-        for that.
+        Raises DataError if the name is invalid or taken, if a loop has begun, or if the object lacks the methods.
         """
         if not _NAME.fullmatch(name):
             raise DataError(f"run.keep({name!r}): a name begins with a-z, and has a-z, 0-9 and _ alone")
@@ -107,7 +107,7 @@ class Checkpoints:
         return state
 
     async def adopt(self, place: str, actor: Stateful) -> None:
-        """Keep the state of a fresh actor from here on; where the run goes on, restore it first."""
+        """Keep the state of a new actor from here on. In a resumed run, restore it first."""
         if self._from:
             if not (self._from / place).is_dir():
                 does = "keeps" if _NAME.fullmatch(place) else "spawns"
@@ -119,7 +119,7 @@ class Checkpoints:
         self._actors[place] = actor
 
     def begin(self, loop: int) -> None:
-        """A loop begins. ConfigError where the run goes on in it, from an actor that was not spawned before."""
+        """Begin a loop. Raises ConfigError if the run resumes in it and an actor of the checkpoint was not spawned."""
         self._begun = True
         if self.saved is None or loop != self.saved.loop:
             return
@@ -130,10 +130,10 @@ class Checkpoints:
             )
 
     async def write(self, saved: Saved, *, wait: bool) -> None:
-        """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are as they were.
+        """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are left unchanged.
 
-        Nothing is written where there is one of as many steps, as where one is asked for twice. Without `wait` it
-        returns when the actors have copied their states; `settle` tells how it ended.
+        Writes nothing if a checkpoint of this step exists. Without `wait`, it returns when the actors have copied their
+        states, and `settle` raises any later error.
         """
         await self.settle()
         self._check()
@@ -153,19 +153,19 @@ class Checkpoints:
             await self.settle()
 
     async def settle(self, *, wait: bool = True) -> None:
-        """Raise where the last checkpoint could not be written. With `wait` it is written after this."""
+        """Raise if the last checkpoint could not be written. With `wait`, wait until it is written."""
         if self._writing is None or not (wait or self._writing.done()):
             return
         writing, self._writing = self._writing, None
         try:
             await writing
-        except asyncio.CancelledError:  # of whoever waits here
+        except asyncio.CancelledError:  # the caller was cancelled
             writing.cancel()
             await asyncio.wait([writing])
             raise
 
     async def close(self, error: BaseException | None) -> None:
-        """End what is being written: whole where the run failed, not at all where it was interrupted."""
+        """Finish the open checkpoint if the run failed, or discard it if the run was interrupted."""
         if self._writing is None:
             return
         if error is not None and not isinstance(error, Exception):
@@ -192,15 +192,15 @@ class Checkpoints:
         await asyncio.to_thread(self._clean_up)
 
     async def _drop(self, part: Path) -> None:
-        """Remove what is half-written, when nobody writes there any more."""
+        """Remove an incomplete checkpoint after all actors have stopped writing."""
         await asyncio.gather(*(actor.written() for actor in self._actors.values()), return_exceptions=True)
         shutil.rmtree(part, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove what is too old, or was left half-written or half-removed."""
+        """Remove old checkpoints, and any that are half-written or half-removed."""
         self._check()
         for old in _whole(self._folder)[: -self._kept]:
-            old.rename(old.with_name(f".{old.name}-gone"))  # so that one that is half removed is not taken for whole
+            old.rename(old.with_name(f".{old.name}-gone"))  # a half-removed checkpoint must not count as complete
         self._remove_parts()
 
     def _remove_parts(self) -> None:
@@ -212,32 +212,32 @@ class Checkpoints:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The folder of a run's newest checkpoint; None where it has none."""
+    """Return the folder of a run's newest checkpoint. None if there is none."""
     return next(reversed(_whole(run.resolve() / _FOLDER)), None)
 
 
 def checkpoint_until(run: Path, step: int) -> Path | None:
-    """The folder of a run's newest checkpoint that was written after at most so many steps; None where it has none."""
+    """Return the folder of a run's newest checkpoint after at most `step` steps. None if there is none."""
     found = reversed(_whole(run.resolve() / _FOLDER))
     return next((path for path in found if steps_of(path) <= step), None)
 
 
 def deal_anew(checkpoint: Path) -> None:
-    """Have a run that goes on from here deal its prompts from the beginning, in the order of whichever seed it has."""
+    """Make a run that resumes here deal its prompts from the beginning, in the order of its seed."""
     saved = _read(checkpoint)
     data = msgspec.structs.replace(saved.data, closed=len(saved.data.deals))
-    part = checkpoint.parent / f".{_RUN}.part"  # not in the checkpoint, whose files are known
+    part = checkpoint.parent / f".{_RUN}.part"  # outside the checkpoint, whose list of files is fixed
     part.write_bytes(_signed(msgspec.json.encode(msgspec.structs.replace(saved, data=data))))
     part.replace(checkpoint / _RUN)
 
 
 def steps_of(checkpoint: Path) -> int:
-    """After how many steps a checkpoint was written, by its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def as_json(once: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float | str]]:
-    """What `run.once` measured, in a form that JSON can hold."""
+    """Convert results of `run.once` to a form that JSON can hold."""
     return {
         name: {key: value if isfinite(value) else str(value) for key, value in told.items()}
         for name, told in once.items()
@@ -245,20 +245,20 @@ def as_json(once: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:
-    """Wait for the end of all, then raise what the first raised: none goes on after that."""
+    """Wait until all have ended, then raise the first error. None of them is left running."""
     for failed in await asyncio.gather(*works, return_exceptions=True):
         if failed is not None:
             raise failed
 
 
 def _whole(folder: Path) -> list[Path]:
-    """The checkpoints, the oldest first."""
+    """Return the complete checkpoints, the oldest first."""
     found = [path for path in folder.iterdir() if _WHOLE.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=steps_of)
 
 
 def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
-    """The newest checkpoint that is what was written; those after it are set aside."""
+    """Return the newest undamaged checkpoint. Newer, damaged ones are renamed."""
     damaged: list[tuple[Path, DataError]] = []
     for found in reversed(_whole(folder)):
         try:
@@ -279,12 +279,12 @@ def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
 
 
 def _read(folder: Path) -> Saved:
-    """A checkpoint's own file; DataError where it or another is not what was written."""
+    """Read the run's state in a checkpoint. Raises DataError if any file differs from what was written."""
     file = folder / _RUN
     try:
         content, _, sign = file.read_bytes().partition(b"\n")
         saved = msgspec.json.decode(content, type=Saved)
-    except (OSError, RecursionError, ValueError) as error:  # of msgspec and of UTF-8
+    except (OSError, RecursionError, ValueError) as error:  # from msgspec and from UTF-8
         raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     found = fingerprints(folder)
     del found[_RUN]
@@ -306,7 +306,7 @@ def _announce(part: Path, name: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk keep all that is in a folder: a crash of the machine must not undo what a rename announces."""
+    """Flush a folder's files to disk, so that a crash of the machine cannot undo what a rename announces."""
     for path in (*folder.rglob("*"), folder):
         _sync_one(path)
 

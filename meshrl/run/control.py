@@ -13,11 +13,11 @@ from meshrl.events import waiting
 Command: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 
 PAUSED: Final = "the end of a pause"
-"""What a script waits for that is paused."""
+"""What a paused script waits for."""
 _FOLDER: Final = "control"
 _ASKED: Final = ("pause", "checkpoint", "stop")
 _LOOKS: Final = 0.2
-"""Seconds between two looks of a run that is paused."""
+"""Seconds between two checks of a paused run."""
 
 
 def ask(run: Path, command: Command) -> None:
@@ -36,26 +36,27 @@ def asked(run: Path) -> list[str]:
 
 
 class Control:
-    """`control/` of a run's folder: it waits while `pause` is there; `checkpoint` and `stop` it obeys and removes.
+    """Requests in `control/` of a run's folder. The run waits while `pause` exists.
 
-    What cannot be removed is obeyed once, until somebody writes it anew.
+    It obeys `checkpoint` and `stop` and removes them. A file that cannot be removed is obeyed once, until it is written
+    again.
     """
 
     def __init__(self, run: Callable[[], Path]) -> None:
-        """`run`: its folder, wherever that is. What was asked of an earlier part of the run is forgotten."""
+        """`run` returns the run's folder, which may move. Requests to an earlier part of the run are ignored."""
         self._run = run
         shutil.rmtree(self._folder, ignore_errors=True)
         self._done = {each: _asked_at(self._folder / each) for each in _ASKED}
-        """By command, when the one was written that is done, or is another part's."""
+        """Modification time of each command that is done or belongs to an earlier part of the run."""
 
     @property
     def _folder(self) -> Path:
         return self._run() / _FOLDER
 
     async def obey(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
-        """Do what is asked, and wait while it is paused. KeyboardInterrupt where it is to stop, as by Ctrl-C.
+        """Carry out requests, and wait while the run is paused. Raises KeyboardInterrupt on `stop`, like Ctrl-C.
 
-        `checkpoint`: writes one; None for a run that keeps none.
+        `checkpoint` writes a checkpoint. None if the run keeps none.
         """
         if self._is_asked("pause"):
             log.info(f"paused: remove {self._folder / 'pause'} to resume")
@@ -67,7 +68,7 @@ class Control:
         if self._is_asked("stop"):
             if checkpoint:
                 await checkpoint()
-            shutil.rmtree(self._folder, ignore_errors=True)  # the next part forgets what is left
+            shutil.rmtree(self._folder, ignore_errors=True)  # the next part of the run ignores what is left
             log.info("stopped on request")
             raise KeyboardInterrupt
 
@@ -90,7 +91,7 @@ class Control:
 
 
 def _asked_at(file: Path) -> int:
-    """When a request was written, in nanoseconds; 0 where there is none, or none that can be seen."""
+    """Return when a request was written, in nanoseconds. 0 if there is no readable request."""
     try:
         found = file.stat()
     except OSError:

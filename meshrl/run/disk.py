@@ -12,9 +12,9 @@ _CLOSED: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def of_the_disk(error: BaseException, folder: Path) -> DataError | None:
-    """The error that tells what a disk did to a run's folder, in words; None for an error of anything else.
+    """Return an error that explains a disk's failure in a run's folder. None for other errors.
 
-    Also where a rank met it, which writes its part of a checkpoint there.
+    It recognises failures on a rank too, which writes its part of a checkpoint there.
     """
     while isinstance(error, MeshrlError) and error.__cause__ is not None:
         error = error.__cause__
@@ -34,7 +34,7 @@ def of_the_disk(error: BaseException, folder: Path) -> DataError | None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that is there whole, or as it was before, whenever the process ends."""
+    """Write a file atomically: it has the new or the old content, whenever the process ends."""
     part = file.with_name(f".{file.name}.part")
     part.write_bytes(content)
     part.replace(file)

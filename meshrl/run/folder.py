@@ -19,9 +19,9 @@ EVENTS: Final = "events.jsonl"
 
 
 def beginning(folder: Path) -> Path:
-    """Where a run writes until its first step: its folder, or `.NAME.next` beside it, where an earlier run's is there.
+    """Return where a run writes until its first step: its folder, or `.NAME.next` if an earlier run's exists.
 
-    What is left there of a run that made no step is removed.
+    Removes the `.NAME.next` of a run that made no step.
     """
     beside = folder.with_name(f".{folder.name}.next")
     if beside.is_dir():
@@ -30,7 +30,7 @@ def beginning(folder: Path) -> Path:
 
 
 def take(folder: Path, begun: Path) -> None:
-    """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..., and `begun` to the folder."""
+    """Rename an earlier run's folder to the first free of NAME-1, NAME-2, ..., and `begun` to the folder."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
@@ -40,7 +40,7 @@ def take(folder: Path, begun: Path) -> None:
 
 
 def was_cut_short(folder: Path) -> bool:
-    """Whether the folder is of a run to be gone on with that did not finish: it crashed, or was interrupted."""
+    """True if the run in the folder can resume and did not finish, because it crashed or was interrupted."""
     summary = folder / "summary.json"
     with suppress(OSError, ValueError, msgspec.DecodeError):
         told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
@@ -50,7 +50,7 @@ def was_cut_short(folder: Path) -> bool:
 
 
 def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
-    """What a run with `resume` is told that finds no checkpoint; nothing where it is the first, and will write some."""
+    """The message for a run with `resume` that finds no checkpoint. None for a first run that will write some."""
     if checkpoint_every is not None and not (folder.is_dir() and any(folder.iterdir())):
         return None
     hint = "" if checkpoint_every else "; set run.checkpoint_every = 50 to resume later runs"
@@ -58,7 +58,7 @@ def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
 
 
 def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
-    """Of a run that goes on: the learning rates that fall to another end than they began with, a sentence each."""
+    """Of a resumed run, yield a sentence for each learning-rate schedule whose end has changed."""
     with suppress(OSError, ValueError):
         earlier = _configuration(folder)
         for role in resolved:
@@ -73,18 +73,18 @@ def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
 
 
 def _configuration(folder: Path) -> Table:
-    """What a run recorded of it; OSError or ValueError where it cannot be read."""
+    """Return a run's recorded configuration. Raises OSError or ValueError if it cannot be read."""
     return tomllib.loads((folder / "config.toml").read_text("utf-8"))
 
 
 def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> None:
-    """Cut files that grow to the bytes that they had; what is kept of the events is a file of its own."""
+    """Cut growing files back to the given sizes. Events of the earlier part move to a separate file."""
     if unknown := sorted(sizes.keys() - set(growing)):
         raise DataError(
             f"the checkpoint of {folder} names the files {', '.join(unknown)}, but a run only cuts "
             f"{', '.join(growing)}: it was damaged or changed. Remove it to resume from the checkpoint before it"
         )
-    if not sizes:  # nothing of the attempt before counts
+    if not sizes:  # discard everything of the earlier attempt
         for file in (folder / EVENTS, *folder.glob("events.out.tfevents.*")):
             file.unlink(missing_ok=True)
     for name in growing:

@@ -21,37 +21,37 @@ from meshrl.run.recorder import GROWING
 
 LINEAGE: Final = "fork.json"
 _OWN: Final = ("run", "run.name", "run.folder", "run.resume", "run.deterministic", "run.replay")
-"""Settings that make a run a fork."""
+"""Settings that a fork sets itself."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A fork: where the earlier run is forked, and the new run."""
+    """A fork: the earlier run, the step, and the new run."""
 
     earlier: Path
-    """The folder of the run that it comes from."""
+    """The folder of the earlier run."""
     step: int
-    """Steps that both have."""
+    """Number of steps that both runs have in common."""
     checkpoint: Path | None
-    """From which the earlier run's steps are repeated up to that step; None where from the beginning."""
+    """The checkpoint from which the earlier steps are repeated. None: from the beginning."""
     folder: Path
-    """Of the new run."""
+    """The folder of the new run."""
     alike: Sequence[str]
-    """Overrides of the earlier run's configuration that repeat its steps in the new folder."""
+    """Overrides that repeat the earlier run's steps in the new folder."""
     onward: Sequence[str]
-    """Overrides with which the new run goes on from there."""
+    """Overrides with which the new run continues."""
     seed: str | None
-    """With which it goes on, where that is another."""
+    """The new run's seed, if it differs."""
 
     @property
     def has_all(self) -> bool:
-        """Whether the checkpoint is of that very step, so that nothing has to be repeated."""
+        """True if the checkpoint is of exactly that step, so that no step is repeated."""
         return self.checkpoint is not None and steps_of(self.checkpoint) == self.step
 
     def begin(self) -> None:
-        """Copy the checkpoint, and the numbers that the earlier run has written, into the new folder.
+        """Copy the checkpoint and the earlier run's recorded numbers into the new folder.
 
-        DataError where the earlier run goes on and has removed the checkpoint, or the new folder is there by now.
+        Raises DataError if the earlier run has removed the checkpoint by now, or if the new folder exists.
         """
         if self.checkpoint is None:
             return
@@ -78,22 +78,22 @@ class Fork:
         return DataError(f"{self.checkpoint} cannot be copied to {self.folder}: {error}")
 
     def reseed(self) -> None:
-        """Where it goes on with another seed: have prompts dealt in that seed's order after the common steps."""
+        """If the seed differs, deal prompts in the new seed's order after the common steps."""
         newest = newest_checkpoint(self.folder)
         if self.seed is not None and newest is not None:
             deal_anew(newest)
 
     def note(self, overrides: Sequence[str]) -> None:
-        """Write where the new run comes from, and what is otherwise, into its folder."""
+        """Write the fork's origin and changed settings into the new folder."""
         told = {"run": str(self.earlier.resolve()), "step": self.step, "changed": list(overrides)}
         write_whole(self.folder / LINEAGE, msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
 
 
 def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[str]) -> Fork:
-    """What has to be done for a run that forks from an earlier one after so many steps.
+    """Plan a fork of an earlier run after `step` steps.
 
-    ConfigError where that has fewer steps, counts none by `steps`, or repeated a schedule; where the new folder is
-    there already, or its name is a path; and where the overrides name what makes it a fork.
+    Raises ConfigError if the run has fewer steps, has no `steps`, or replays a schedule. Also if the new folder exists,
+    its name is a path, or the overrides contain settings of the fork itself.
     """
     if name is not None and (name in {"", ".."} or Path(name).name != name):
         raise ConfigError(f"--name {name!r}: a fork is next to its earlier run: write a name, such as --name slower")
@@ -136,13 +136,13 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
 
 
 def _parted(override: str) -> tuple[str, str]:
-    """The key and the value."""
+    """Split an override into key and value."""
     key, _, value = override.partition("=")
     return ".".join(part.strip() for part in key.split(".")), value.strip()
 
 
 def _seeds(table: Table, seed: str, overrides: Sequence[str]) -> Sequence[str]:
-    """Overrides that give a seed to the roles that had the run's; those that are named have what is given."""
+    """Return overrides that give a seed to the roles that used the run's. Seeds in `overrides` take precedence."""
     given = {key for key, _ in map(_parted, overrides)}
     before = table_of(table, "run").get("seed", 0)
     roles = [key for key in table if "backend" in (role := table_of(table, key)) and role.get("seed") == before]

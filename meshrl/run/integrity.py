@@ -10,12 +10,12 @@ from meshrl.errors import DataError
 
 
 def fingerprint(content: bytes) -> str:
-    """Of bytes, as `fingerprints` of a file: BLAKE2b, 128 bits, in hexadecimal digits."""
+    """Return the fingerprint of bytes: BLAKE2b, 128 bits, in hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """Of each file below a folder, by its path from there. DataError where one is a link or no file."""
+    """Return the fingerprint of each file below a folder, by path. Raises DataError for links and special files."""
     files = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
     for path in files:
         if path.is_symlink() or not path.is_file():
@@ -29,7 +29,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 def check_fingerprints(folder: Path, written: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """DataError where the files of a folder are not those that were written."""
+    """Raise DataError if the files of a folder are not those that were written."""
     for name in sorted(written.keys() | found.keys()):
         if name not in found:
             raise DataError(f"{folder / name} is missing, but was written with this checkpoint")

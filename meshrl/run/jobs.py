@@ -29,31 +29,31 @@ class Script:
 
 @dataclass(frozen=True)
 class Job(Generic[R]):
-    """A configuration file, read and found right: what to run, and with what."""
+    """A validated configuration file: what to run, and with which settings."""
 
     source: Path
     script: Script
     run: R
     config: Config
     resolved: Table
-    """The whole file with the defaults and overrides in place, and its paths absolute."""
+    """The whole file with defaults and overrides applied, and with absolute paths."""
 
 
 class _Head(Config):
-    """What has to be read of a file to know its schema."""
+    """The keys of a file that determine its schema."""
 
     algorithm: Annotated[str, PathIn(r"(.+\.py)")]
 
 
 def shipped(kind: str) -> Path:
-    """The folder `algorithms` or `configs` that comes with meshrl: in an installed wheel, or beside the sources."""
+    """Return the shipped folder `algorithms` or `configs`, in an installed wheel or next to the sources."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / kind
     return inside if inside.is_dir() else package.parent / kind
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name (`grpo/quickstart`) and file of each shipped configuration, sorted by name."""
+    """Return name (`grpo/quickstart`) and file of each shipped configuration, sorted by name."""
     folder = shipped("configs")
     named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.glob("*/*.toml")}
     return dict(sorted(named.items()))
@@ -66,7 +66,7 @@ def about(path: Path) -> str:
 
 
 def find_config(name: str) -> Path:
-    """Return the configuration file with this path or shipped name. ConfigError if there is none."""
+    """Return the configuration file with this path or shipped name. Raises ConfigError if there is none."""
     path = Path(name)
     if path.is_file():
         return path
@@ -74,7 +74,7 @@ def find_config(name: str) -> Path:
     if name in known:
         return known[name]
     if path.suffix == ".toml":
-        load_toml(path)  # raises, naming the file that was probably meant
+        load_toml(path)  # raises, and suggests the file that was probably meant
     if meant := [str(each) for each in sorted(path.glob("*.toml"))] or [each for each in known if _of(each) == name]:
         what = "is a folder" if path.is_dir() else "is an algorithm"
         raise ConfigError(f"{name}: {what}, not a configuration; did you mean {' or '.join(meant)}?")
@@ -83,22 +83,22 @@ def find_config(name: str) -> Path:
 
 
 def _of(config: str) -> str:
-    """The algorithm of a shipped configuration: `grpo` of `grpo/quickstart`."""
+    """Return the algorithm of a shipped configuration: `grpo` of `grpo/quickstart`."""
     return config.partition("/")[0]
 
 
 def root_of(source: Path) -> Path:
-    """Where the paths of a configuration start: its folder. A shipped one has none of its own: where one stands."""
+    """Return the folder that a configuration's paths are relative to: its own, or the current one if it is shipped."""
     return Path() if source.resolve().is_relative_to(shipped("configs").resolve()) else source.parent
 
 
 def shipped_scripts() -> dict[str, Path]:
-    """Name and file of each shipped algorithm, sorted."""
+    """Return name and file of each shipped algorithm, sorted by name."""
     return {path.stem: path for path in sorted(shipped("algorithms").glob("*.py"))}
 
 
 def find_script(algorithm: str, source: Path | None = None) -> Path:
-    """The shipped script of this name; with `source`, the file that names it, also a .py file."""
+    """Return the shipped script of this name. With `source`, `algorithm` may be a .py file relative to that file."""
     if source is not None and algorithm.endswith(".py"):
         path = Path(algorithm)
         if not path.is_file():
@@ -113,12 +113,12 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
 
 
 def is_shipped(script: Script) -> bool:
-    """Whether a script comes with meshrl, and is not the user's."""
+    """True if a script is shipped with meshrl."""
     return script.path.resolve().is_relative_to(shipped("algorithms").resolve())
 
 
 def load_script(path: Path) -> Script:
-    """Run the file and take the async function of its own name, and the Config class that it asks for."""
+    """Run the file, and return its async function of the same name and the Config class that this takes."""
     try:
         module = import_file(path)
     except ConfigError as error:
@@ -146,24 +146,24 @@ def load_script(path: Path) -> Script:
 
 
 def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
-    """Read a configuration file: load its script, validate the `[run]` table as `run` and all else as the script's.
+    """Read a configuration file: load its script, validate the `[run]` table as `run` and the rest as the script's.
 
-    Its paths start at `root_of(source)`, those of the overrides where one stands. Raises one ConfigError with all
+    Its paths start at `root_of(source)`, and those of overrides at the current folder. Raises one ConfigError with all
     mistakes of the file.
     """
     return make_job(source, load_toml(source, overrides), run, root_of(source), overrides)
 
 
 def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: Sequence[str] = ()) -> Job[R]:
-    """A job of the tables of a configuration, whose paths start at `folder`.
+    """Make a job of the tables of a configuration, whose paths start at `folder`.
 
-    `source`: what errors say is wrong; `overrides`: those in the tables.
+    `source`: the name in error messages. `overrides`: the overrides that the tables contain.
     """
     if not isinstance(table.get("algorithm"), str):
         raise ConfigError(as_list(_without_algorithm(source, table, run, folder, overrides)))
     named = validate(_Head, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
     script = load_script(find_script(named, source))
-    # One schema for the whole file, so that its mistakes come together and a key's nearest is sought everywhere.
+    # One schema for the whole file reports all mistakes together, and searches all keys for the nearest.
     whole = _whole(script, run)
     read = validate(whole, {**table, "algorithm": named}, source, overrides, folder)
     values = {name: getattr(read, name) for name in script.schema.model_fields}
@@ -177,7 +177,7 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
 
 
 def _placed(resolved: Table) -> Table:
-    """With the folder of runs absolute: where one stands, whichever file the configuration is of."""
+    """Make the folder of runs absolute. It starts at the current folder, whichever file contains it."""
     run = resolved.get("run")
     if isinstance(run, dict) and isinstance(folder := run.get("folder"), str):
         return {**resolved, "run": {**run, "folder": str(Path(folder).absolute())}}
@@ -191,14 +191,14 @@ def _whole(script: Script, run: type[Config]) -> type[Config]:
 def _without_algorithm(
     source: Path, table: Table, run: type[Config], folder: Path, overrides: Sequence[str]
 ) -> list[str]:
-    """The mistakes of a file that names no algorithm: it is judged as one of the shipped that fits it best.
+    """Return the mistakes of a file that names no algorithm, judged by the shipped algorithm that fits it best.
 
-    That nothing is left out of that one is not said: another may be meant.
+    Missing keys of that algorithm are not reported, because another may be meant.
     """
     scripts = shipped_scripts()
     missing = f'{source}: algorithm is missing: write algorithm = "NAME" (of {", ".join(scripts)}) or "FILE.py"'
     own = table.get("algorithm")
-    if isinstance(own, dict):  # of another project, whose keys have answers of their own
+    if isinstance(own, dict):  # of another project, whose keys have their own hints
         table = {**table, **{f"algorithm.{key}": value for key, value in own.items()}}
     judged = [
         mistakes_in(_whole(load_script(path), run), {**table, "algorithm": name}, source, overrides, folder)

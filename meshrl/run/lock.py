@@ -19,39 +19,39 @@ from meshrl import log
 from meshrl.errors import ConfigError, DataError
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What a file system says that has none."""
+"""Errors of a file system without locks."""
 _LEASE: Final = 30.0
-"""Seconds after which an owner that has not shown that it lives is taken for dead."""
+"""Seconds without a sign of life after which an owner counts as dead."""
 _BEATS: Final = 6
-"""How often an owner shows it in that time."""
+"""Number of signs of life in that time."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who writes a folder."""
+    """A process that writes a folder."""
 
     host: str
     pid: int
     token: str
-    """Told apart by this alone: a process's number comes again."""
+    """Identifies the owner. Process ids are reused."""
     machine: str = ""
-    """The kernel that it runs under: one that locks the file lets no other owner of its own live."""
+    """The kernel of its machine. If this machine locks the file, no other owner on it is alive."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 class FolderLock:
-    """Held from before a run touches its folder until it has written its last file.
+    """A lock held from before a run touches its folder until it has written its last file.
 
-    The kernel locks the file `.NAME.lock` beside the folder, and lets go when the process ends, however it ends. Some
-    file systems do not tell other hosts of locks. So the lock is a lease too: its owner touches the file every few
-    seconds, from a thread. Who finds the name of another host's process in the file watches whether it is touched, and
-    is refused if it is; the two hosts' clocks do not matter. An owner that was stopped for so long that another took
-    the folder is told by `check` before it writes.
+    The kernel locks the file `.NAME.lock` next to the folder, and releases it when the process ends, however it ends.
+    Some file systems do not report locks of other hosts, so the lock is a lease too. A thread of the owner touches the
+    file every few seconds. A process that finds another host's owner in the file watches whether the file is touched.
+    If it is, the process is refused. The clocks of the hosts do not matter. An owner that was suspended until another
+    took the folder learns it from `check` before it writes.
     """
 
     def __init__(self, folder: Path) -> None:
-        """ConfigError where another run writes the folder, and where it cannot be written."""
+        """Raises ConfigError if another run writes the folder, or if it cannot be written."""
         self._folder = folder
         self._file = folder.parent.resolve() / f".{folder.name}.lock"
         own = Owner(socket.gethostname(), os.getpid(), secrets.token_hex(8), _machine())
@@ -71,20 +71,20 @@ class FolderLock:
         beats.start()
         leased = self._file, self._descriptors, self._own, stopped, beats
         self.release: weakref.finalize[..., FolderLock] = weakref.finalize(self, _release, *leased)
-        """Let the next run have the folder."""
+        """Releases the folder for the next run."""
 
     def hold(self) -> None:
-        """Write to the folder that is there at the first call, and to no other that takes its name."""
+        """Write only to the folder that exists at the first call, and to none that takes its name later."""
         if len(self._descriptors) == 1:
             self._descriptors.append(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
     @property
     def is_held(self) -> bool:
-        """Whether the run has not let go of the folder."""
+        """True until the run releases the folder."""
         return self.release.alive
 
     def check(self) -> None:
-        """DataError where another process owns the folder by now, or it is no longer the one that was held."""
+        """Raise DataError if another process owns the folder by now, or if the folder was replaced."""
         owner = _read(self._file)
         if owner != self._own:
             raise DataError(
@@ -99,7 +99,7 @@ class FolderLock:
             )
 
     def _locked(self, own: Owner) -> int:
-        """The file, open and locked, that no living process owns."""
+        """Open and lock the file, once no living process owns it."""
         while True:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -114,14 +114,14 @@ class FolderLock:
                 raise
             if _is_at(self._file, descriptor):
                 return descriptor
-            os.close(descriptor)  # whoever had it removed it in the meantime
+            os.close(descriptor)  # its owner has just removed it
 
     def _outwait(self, before: Owner) -> None:
-        """Watch an owner of whom no lock tells, until it lets go or its lease ends. ConfigError where it lives."""
+        """Watch an owner without a visible lock until its lease ends. Raises ConfigError if it is alive."""
         log.info(f"{self._folder}: {before} has not released it: watching for {_LEASE:g} s whether it still runs")
         touched, end = _touched(self._file), time.monotonic() + _LEASE
         while touched is not None:
-            is_last = time.monotonic() >= end  # before a look: this process may be stopped at any moment, too
+            is_last = time.monotonic() >= end  # checked first, because this process may be suspended at any moment too
             time.sleep(_LEASE / _BEATS / 4)
             if (now := _touched(self._file)) is not None and now != touched:
                 self._refuse()
@@ -142,7 +142,7 @@ class FolderLock:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the kernel gives the file's lock; None where the file system has none."""
+    """Return True if the kernel grants the file's lock. None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,9 +155,9 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _beat(descriptor: int, stopped: threading.Event) -> None:
-    """Touch the file again and again."""
+    """Touch the file periodically."""
     while not stopped.wait(_LEASE / _BEATS):
-        with suppress(OSError):  # a file system that is away for a while
+        with suppress(OSError):  # the file system may be unavailable for a while
             os.utime(descriptor)
 
 
@@ -171,7 +171,7 @@ def _release(file: Path, descriptors: list[int], own: bytes, stopped: threading.
 
 
 def _machine() -> str:
-    """What tells this kernel from those of other hosts, and from itself after a restart."""
+    """Identify this kernel among all hosts and across its restarts."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text("ascii").strip() if boot.is_file() else f"{uuid.getnode():x}"
 
@@ -191,9 +191,9 @@ def _read(file: Path) -> bytes:
 
 
 def _touched(file: Path) -> int | None:
-    """When it was, in nanoseconds of whoever keeps the file; None where it is gone.
+    """Return when the file was touched, in nanoseconds of the clock that stamps it. None if it is gone.
 
-    Opened, not asked by name: file systems of networks look again what is true when a file is opened.
+    The file is opened, because network file systems refresh attributes only on open.
     """
     try:
         with file.open("rb") as opened:

@@ -26,14 +26,14 @@ from meshrl.tasks import TaskConfig
 
 GIB: Final = 2**30
 _A_GPU: Final = 80.0
-"""GiB of a GPU of which nothing is said."""
+"""Assumed memory of a GPU in GiB."""
 _CONTEXT: Final = Term("CUDA and NCCL", GIB, "", "about 1 GiB for contexts, libraries and communicators")
 _PROMPT: Final = 512
-"""Tokens of a prompt where nothing bounds it."""
+"""Assumed tokens of a prompt if nothing limits it."""
 _COMPLETION: Final = 1024
-"""And of the rest of a row, where nothing is sampled."""
+"""Assumed tokens of the rest of a row if nothing is sampled."""
 _TIGHT: Final = 0.05
-"""The share of a rank's memory that should stay free: allocators leave gaps."""
+"""Share of a rank's memory that should stay free, because allocators leave gaps."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Asked:
     """Options of `meshrl memory`. None: use the configuration."""
 
     gpus: int | None = None
-    """Ranks of its mesh, of one GPU each."""
+    """Number of ranks of the mesh, with one GPU each."""
     gib: float | None = None
-    """Of each rank."""
+    """GiB of memory of each rank."""
     prompt: int | None = None
     """Tokens of the longest prompt."""
     completion: int | None = None
@@ -58,31 +58,31 @@ class Held:
     """Its key in the configuration."""
     backend: str
     memory: Memory | None
-    """None where it is not known."""
+    """None if unknown."""
     unknown: str = ""
-    """Why it is not."""
+    """Why the memory is unknown."""
     refused: bool = False
-    """Whether that is because the backend does not take such axes."""
+    """True if it is unknown because the backend refuses the axes."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What the fullest rank of a mesh holds."""
+    """The memory of the fullest rank of a mesh."""
 
     mesh: str
     ranks: int
     axes: dict[str, int]
     has_gpu: bool
     gib: float | None
-    """Of the rank; None where it is not said."""
+    """Memory of the rank. None if not set."""
     roles: list[Held]
     beside: list[Term]
-    """What no role holds."""
+    """Memory outside the roles."""
     overlaps: bool
-    """Whether rollouts go on while roles of this rank train."""
+    """True if rollouts continue while roles of this rank train."""
 
     def terms(self, *, host: bool) -> Iterator[tuple[str, Term]]:
-        """What is in one of the rank's memories, with its role."""
+        """Yield the terms of one of the rank's memories, each with its role."""
         for held in self.roles:
             for term in held.memory.terms if held.memory else ():
                 if term.host is host:
@@ -92,7 +92,7 @@ class RankMemory:
                 yield "", term
 
     def peak(self, *, host: bool) -> tuple[int, str]:
-        """The most bytes at once, and the call in which: all that is held always, and one call's terms beside it."""
+        """Return the largest number of bytes held at once, and the call: permanent terms and those of one call."""
         always, calls = 0, dict[str, int]()
         for role, term in self.terms(host=host):
             if term.during:
@@ -100,7 +100,7 @@ class RankMemory:
                 calls[call] = calls.get(call, 0) + term.nbytes
             else:
                 always += term.nbytes
-        if self.overlaps:  # rows are drawn while something else computes
+        if self.overlaps:  # rows are drawn during other computations
             drawn = [call for call in calls if call.endswith(".generate")]
             beside = sum(calls.pop(call) for call in drawn)
             always += beside
@@ -109,19 +109,19 @@ class RankMemory:
 
     @property
     def unknown(self) -> list[str]:
-        """The roles that the sums lack, as what they need is not known."""
+        """Roles that the sums leave out, because their needs are unknown."""
         return [held.role for held in self.roles if held.memory is None]
 
     @property
     def needed(self) -> int:
-        """Bytes at most, of the memory that `gib` is of: of the roles that are known, so perhaps not of all."""
+        """Peak bytes of the memory that `gib` limits. Roles of unknown need are left out."""
         return self.peak(host=not self.has_gpu)[0]
 
     @property
     def headroom(self) -> int | None:
-        """Bytes that stay free; less than 0 where the roles do not fit.
+        """Free bytes. Negative if the roles do not fit.
 
-        None where the memory is not said, or what the known roles leave is for others of unknown need.
+        None if the memory is not set, or if roles of unknown need have to share the rest.
         """
         if self.gib is None:
             return None
@@ -131,7 +131,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Saving:
-    """A setting, and how much less the fullest rank of a mesh then holds."""
+    """A setting, and the bytes that it saves on the fullest rank of a mesh."""
 
     setting: str
     mesh: str
@@ -140,21 +140,21 @@ class Saving:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the ranks of a configuration hold."""
+    """The memory of the ranks of a configuration."""
 
     meshes: list[RankMemory]
     assumed: list[str]
-    """What the configuration does not say, and was taken for granted."""
+    """Assumptions where the configuration says nothing."""
     savings: list[Saving] = field(default_factory=list)
 
 
 def plan_memory(
     config: Config, run: RunConfig, asked: Asked = Asked(), known: dict[str, Held] | None = None
 ) -> MemoryPlan:
-    """What each mesh's fullest rank holds of the roles that are on it. Nothing is allocated, and no weights are read.
+    """Estimate what each mesh's fullest rank holds. Allocates nothing and reads no weights.
 
-    `known`: what was told before of the same tables, which is added to.
-    ConfigError where `asked.gpus` leaves open of which mesh; what a backend cannot tell is said of its role.
+    `known` caches estimates of the same tables, and is added to. Raises ConfigError if `asked.gpus` fits several
+    meshes. What a backend cannot estimate is reported with its role.
     """
     tables = [
         (dotted(path), table)
@@ -184,7 +184,7 @@ def plan_memory(
 
 
 def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[str, MeshConfig]:
-    """The meshes that roles name; with `gpus`, the only one has so many ranks of a GPU each."""
+    """Return the meshes that roles name. With `gpus`, the only mesh gets this number of ranks with one GPU each."""
     meshes = {name: run.meshes.get(name, MeshConfig()) for name in named}
     if gpus is None:
         return meshes
@@ -203,9 +203,9 @@ def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[st
 
 
 def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
-    """Of each mesh that says how much memory a rank has: whether its roles need more, or nearly all, or who knows what.
+    """For each mesh with a memory limit, say if its roles need more, nearly all, or an unknown amount.
 
-    Of a mesh with GPUs that does not say it: whether they need more than 80 GiB.
+    For a mesh with GPUs and no limit, say if they need more than 80 GiB.
     """
     if not any(mesh.gib or mesh.gpus for mesh in run.meshes.values()):
         return []
@@ -232,9 +232,9 @@ def _why(mesh: RankMemory) -> str:
 
 
 def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str], Asked], MemoryPlan]) -> list[Saving]:
-    """What each setting would save that a backend names, and more ranks: the most first.
+    """Return what each setting that a backend names would save, and what more ranks would, the most first.
 
-    `plan_with` plans the same configuration with further settings; one that it refuses is left out.
+    `plan_with` plans the configuration with further settings. Settings that it refuses are left out.
     """
     found: list[Saving] = []
     for mesh in plan.meshes:
@@ -260,7 +260,7 @@ def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str
 
 
 def _other_shapes(mesh: RankMemory) -> Iterator[Sequence[str]]:
-    """Twice the ranks, and matrices over two of them."""
+    """Yield shapes with twice the ranks, and with matrices split over two of them."""
     at, dp = f"run.meshes.{mesh.mesh}", mesh.axes.get("dp", 1)
     explicit = mesh.axes != {"dp": mesh.ranks}
     yield [f"{at}.ranks={2 * mesh.ranks}", *([f"{at}.axes.dp={2 * dp}"] if explicit else [])]
@@ -269,7 +269,7 @@ def _other_shapes(mesh: RankMemory) -> Iterator[Sequence[str]]:
 
 
 def _is_read(config: Config, table: ModelConfig) -> bool:
-    """Whether a role has this table that holds a model, and the algorithm reads it."""
+    """True if the table is a role's with a model that the algorithm reads."""
     if not table.role or models_of(table.backend) in ("none", "ignored"):
         return False
     return type(table) is not ReferenceConfig or reads_reference(config)
@@ -289,14 +289,14 @@ def _held(role: str, table: ModelConfig, work: Work) -> Held:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that a configuration's roles work on."""
+    """The rows that the configured roles process."""
 
     prompt: int
     completion: int
     drawn: int
-    """In a step."""
+    """Rows in a step."""
     updated: int
-    """In an update."""
+    """Rows in an update."""
     n: int
     assumed: list[str]
 
@@ -317,7 +317,7 @@ class _Rows:
         return cls(prompt, completion, rows, -(-rows // int(getattr(config, "minibatches", 1))), n, assumed)
 
     def work(self, table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Work:
-        """What is asked of a role."""
+        """Return the work of a role."""
         longest = longest_of(table.model) or self.prompt + self.completion
         completion = min(self.completion, longest - 1)
         rows = self.drawn if isinstance(table, SamplerConfig) else self.updated

@@ -8,10 +8,10 @@ from meshrl.config import as_list
 
 
 def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[str] = ()) -> str:
-    """One text of what `find_mistakes` finds in a configuration.
+    """Return the findings of `find_mistakes` in a configuration as one text.
 
-    Mistakes of several keys that are the same, such as a model that roles share, are told once, with all the keys; one
-    of a value that an override gave is the command line's.
+    The same mistake of several keys, such as a model that roles share, is reported once with all keys. A mistake in the
+    value of an override is attributed to the command line.
     """
     keys: dict[str, list[str]] = {}
     for mistake in mistakes:
@@ -27,7 +27,7 @@ def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[
 
 
 def _gave(override: str, key: str, text: str) -> bool:
-    """Whether a mistake at a key is of the value that an override gave there or below, or names the override itself."""
+    """True if a mistake at a key comes from an override of it or below it, or names the override itself."""
     given, value = (each.strip() for each in override.split("=", 1))
     bare = value.strip("\"'")
     if f"{given} = {value}" in text or f"{given} = {bare!r}" in text:

@@ -41,7 +41,7 @@ def reward(prompt: str, completion: str, row: dict[str, object]) -> float:
 def copy_script(algorithm: str, folder: Path) -> list[Path]:
     """Copy a shipped algorithm and its inputs into a folder as a starting point, and return the files.
 
-    These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` where the
+    These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` if the
     algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
     folder. Nothing is overwritten.
     """
@@ -63,7 +63,7 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
 
 
 def writer_of(model: Path) -> str | None:
-    """The shipped configuration whose run writes this model, as `runs/NAME/model`; None where none does."""
+    """Return the shipped configuration whose run writes this model, as `runs/NAME/model`. None without one."""
     if model.name != "model":
         return None
     for name, path in shipped_configs().items():
@@ -74,7 +74,7 @@ def writer_of(model: Path) -> str | None:
 
 
 def _config(shipped: str, script: str, folder: Path) -> str:
-    """The shipped configuration with the folder's own script, name, task and reward."""
+    """Return the shipped configuration with the folder's script, name, task and reward."""
     name = re.sub(r"[^\w.-]", "-", folder.resolve().name).lstrip("-.") or "mine"
     _, _, text = shipped.partition("\n#\n")
     # The chat template of an agent's model ends the prompt.
@@ -93,7 +93,7 @@ def _config(shipped: str, script: str, folder: Path) -> str:
 
 
 def _rows() -> Iterator[str]:
-    """Words of three to eight letters that can be spoken, and what they are spelled backward; always the same."""
+    """Yield pronounceable words of three to eight letters with their reversals, always the same."""
     letters = random.Random(0)
     words: dict[str, None] = {}
     while len(words) < _ROWS:

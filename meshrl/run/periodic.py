@@ -1,4 +1,4 @@
-"""Measurements at regular steps while the run trains: one at a time, and no step waits for them."""
+"""Measurements at regular steps while the run trains: one at a time, and in the background."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -14,34 +14,34 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, and when."""
+    """What to measure, and when."""
 
     every: int
-    """Steps: it is due before the first, after so many, and so on."""
+    """Steps between two measurements. The first is before the first step."""
     measure: Callable[[], Coroutine[Never, Never, Numbers]]
     wait: bool = False
-    """Steps wait for it."""
+    """Let the steps wait for it."""
     prepare: Callable[[], Awaitable[object]] | None = None
-    """What is to be done between the two steps, before it begins."""
+    """Prepares the measurement between two steps, before it begins."""
 
 
 class BackgroundMeasurements:
-    """Begins a measurement where one is due, between two steps, and hands what it found to `record`.
+    """Begins measurements that are due between two steps, and passes their results to `record`.
 
-    If the last one still runs when the next is due, the steps wait for it: none is left out, and when they begin does
-    not hang on how long they take.
+    If a measurement still runs when the next is due, the steps wait for it. No measurement is skipped, and their start
+    does not depend on how long they take.
     """
 
     def __init__(self, record: Callable[[int, Numbers], None]) -> None:
-        """`record`: given the steps that had been made when it began, and the numbers."""
+        """`record` gets the number of steps done when a measurement began, and its results."""
         self._record = record
         self._of: Measurement | None = None
         self._begun = -1
-        """After how many steps the last one began."""
+        """Number of steps done when the last measurement began."""
         self._task: asyncio.Task[None] | None = None
 
     def add(self, of: Measurement) -> None:
-        """Measure this from now on, in the place of what was measured before."""
+        """Replace the present measurement by this one."""
         self._of = of
 
     def __bool__(self) -> bool:
@@ -49,11 +49,11 @@ class BackgroundMeasurements:
 
     @property
     def prepared_every(self) -> int | None:
-        """The steps between two measurements that something is done for; None where nothing is."""
+        """Steps between two measurements that need preparation. None if none does."""
         return self._of.every if self._of and self._of.prepare else None
 
     async def turn(self, done: int) -> None:
-        """Between two steps, of which so many are done: begin what is due. Raises what the last one raised."""
+        """Between two steps, begin a measurement if it is due. Raises the error of the last one."""
         if self._task and self._task.done():
             await self.settle()
         of = self._of
@@ -68,14 +68,14 @@ class BackgroundMeasurements:
             await self.settle()
 
     async def wait(self) -> None:
-        """Wait until none is under way. What the last one raised, the next `turn` or `settle` does."""
+        """Wait until no measurement runs. Its error is raised by the next `turn` or `settle`."""
         if self._task is None:
             return
         with waiting("trainer", "the evaluation", lambda: f"{self._what} is still under way"):
             await asyncio.wait([self._task])
 
     async def settle(self) -> None:
-        """Wait until none is under way. MeshrlError where the last one failed."""
+        """Wait until no measurement runs. Raises MeshrlError if it failed."""
         if self._task is None:
             return
         await self.wait()
@@ -90,7 +90,7 @@ class BackgroundMeasurements:
             raise error
 
     async def close(self) -> None:
-        """End what is under way: the run ends by an error before it did."""
+        """Cancel the running measurement, because the run has failed."""
         if self._task is None:
             return
         self._task.cancel()

@@ -18,7 +18,7 @@ R = TypeVar("R", bound=Config)
 
 
 def pin(job: Job[R]) -> Job[R]:
-    """The job with `ORG/NAME@COMMIT` for each model and dataset of the hub. ModelError, DataError as of `pinned`."""
+    """Replace each model and dataset of the hub by `ORG/NAME@COMMIT`. Raises ModelError or DataError like `pinned`."""
     config = _pinned(job.config, cache(pinned), compares=_compares(job.config))
     if config is job.config:
         return job
@@ -26,7 +26,7 @@ def pin(job: Job[R]) -> Job[R]:
 
 
 def _compares(config: Config) -> bool:
-    """Whether a reference is read, now or by a fork with another loss: beside a fake policy only if it is now."""
+    """True if the reference is read now, or by a fork with another loss. With a fake policy, only if it is read now."""
     policy: object = getattr(config, "policy", None)
     is_fake = isinstance(policy, PolicyConfig) and models_of(policy.backend) == "ignored"
     return not is_fake or reads_reference(config)

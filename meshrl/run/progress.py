@@ -12,14 +12,14 @@ from meshrl import log
 
 _PLAIN_SECONDS: Final = 5.0
 _SHOWN: Final = ("reward", "loss", "kl", "clip_fraction", "entropy", "truncated", "reward_errors", "step_s")
-"""What the line shows, where a step has it."""
+"""Numbers that the line shows if a step has them."""
 
 
 class Progress:
-    """A live line on a terminal; elsewhere a logged line for the first step, the last, and one now and then."""
+    """A live line on a terminal. Elsewhere, log lines for the first step, the last, and some between."""
 
     def __init__(self, count: int, done: int = 0) -> None:
-        """`count`: of steps, `done` of which an earlier part of the run has made."""
+        """`count`: number of steps. `done`: those that an earlier part of the run has made."""
         self._count = count
         self._earlier = done
         self._done = done
@@ -34,7 +34,7 @@ class Progress:
             self._live.start()
 
     def show(self, numbers: Mapping[str, float]) -> None:
-        """One step more, with its numbers."""
+        """Count one more step and show its numbers."""
         self._done += 1
         shown = {name: f"{numbers[name]:.4g}" for name in _SHOWN if name in numbers}
         if self._live:
@@ -48,6 +48,6 @@ class Progress:
             log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
 
     def close(self) -> None:
-        """Leave the line as it is."""
+        """End the line."""
         if self._live:
             self._live.stop()

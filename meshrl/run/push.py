@@ -20,9 +20,10 @@ _MEASURES: Final = ("reward", "reward_sampled", "exact_match", "exact_match_samp
 
 
 async def push(run: Path, name: str, *, public: bool = False) -> str:
-    """Put a run's newest model into the repository `ORG/NAME`, which is private unless `public`; its address.
+    """Upload a run's newest model to the repository `ORG/NAME`, private unless `public`. Returns its address.
 
-    Adapters are merged into their model. ConfigError where the run has no model, ModelError where the hub refuses.
+    Adapters are merged into their model. Raises ConfigError if the run has no model, and ModelError if the hub refuses
+    it.
     """
     table = load_toml(run / "config.toml")
     policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
@@ -37,7 +38,7 @@ async def push(run: Path, name: str, *, public: bool = False) -> str:
 
 
 def _card(name: str, table: Table, summary: Mapping[str, object]) -> str:
-    """The text of README.md: front matter that the hub reads, then words for people."""
+    """The text of README.md: front matter for the hub, then a description."""
     algorithm, base = Path(str(table["algorithm"])).stem, table_of(table, "policy").get("model")
     source = str(table_of(table, "task").get("source", ""))
     judged = table_of(table, "reward").get("function")
@@ -69,7 +70,7 @@ def _measures(summary: Mapping[str, object]) -> list[str]:
 
 
 def _shown(value: object) -> object:
-    """A value without the folders of the machine that it was run on."""
+    """Remove folders of this machine from a value."""
     if isinstance(value, Mapping):
         return {key: _shown(each) for key, each in cast("Mapping[str, object]", value).items()}
     if isinstance(value, list):
@@ -78,6 +79,6 @@ def _shown(value: object) -> object:
 
 
 def _plain(text: object) -> str:
-    """A path as its name alone."""
+    """Reduce a path to its name."""
     path, colon, rest = str(text).partition(":")
     return f"{Path(path).name}{colon}{rest}" if Path(path).is_absolute() else str(text)

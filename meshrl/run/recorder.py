@@ -1,4 +1,4 @@
-"""Write the files of a run: configuration, numbers, samples and a summary. And its progress line."""
+"""Write the files of a run: configuration, numbers, samples and a summary. Also show its progress line."""
 
 import asyncio
 import os
@@ -31,27 +31,27 @@ _SAMPLES = "samples.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
 _GROUPS = "groups.jsonl"
 GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
-"""Files that a run adds to, and one that goes on cuts to what they were at its checkpoint."""
+"""Files that a run appends to. A resumed run cuts them back to their size at the checkpoint."""
 _PART = "summary.json.part"
 _RESERVED = 16384
-"""Bytes that the summary has on the disk from the beginning, should it be full at the end."""
+"""Bytes reserved on the disk for the summary, in case the disk is full at the end."""
 
 
 class Recorder:
-    """Writes `folder`; a folder of that name that an earlier run left is renamed, never deleted.
+    """Writes `folder`. The folder of an earlier run with that name is renamed, never deleted.
 
-    That happens when this run has made a step, or ends well: `settle`. Until then it writes into another folder, which
-    stays where the run fails before its first step.
-    A run that goes on keeps the folder: what was appended to its files after the checkpoint is cut off, and numbers
-    count from the run's first beginning. The events of each earlier part are kept as events-1.jsonl and so on.
+    `settle` renames it when this run has made a step or ends well. Until then the run writes into another folder, which
+    stays if the run fails before its first step.
+    A resumed run keeps the folder. It cuts off what was appended to files after the checkpoint, and its numbers count
+    from the run's first start. Events of earlier parts are kept as events-1.jsonl and so on.
 
     config.toml     the resolved configuration
-    metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
-    evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
-    groups.jsonl    a `StepAccount` a step: what became of which prompts; `meshrl audit` reads it
-    samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
-    logs/           what the process of each rank writes, MESH-RANK.log: see `engines.hosting.rank_log`
-    summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
+    metrics.jsonl   one object per step: `step`, `seconds` since the start, and the step's numbers
+    evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
+    groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
+    samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
+    logs/           output of each rank's process, MESH-RANK.log: see `engines.hosting.rank_log`
+    summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Recorder:
     ) -> None:
         """Open a run's folder.
 
-        `goes_on`: what `sizes` told when the checkpoint was written that the run goes on from; empty where the run
-        begins again in the folder of an attempt that had none; None for a new folder. `check`: raises where the folder
-        is another run's. `trackers`: are told the numbers and samples too, once the folder is the run's own.
+        `goes_on`: the `sizes` at the checkpoint of a resumed run. Empty if a run starts again in the folder of an
+        attempt without checkpoints. None for a new folder. `check` raises if the folder belongs to another run.
+        `trackers` get the numbers and samples too, once the run owns the folder.
         """
         self._trackers = trackers or Trackers(())
         self._place = folder
         self.folder: Path = beginning(folder) if goes_on is None else folder
-        """Where the files are now."""
+        """The present folder of the files."""
         self._check = check
         self.began: float = clock()
-        """Since when `seconds` count, on the event loop's clock."""
+        """The start of `seconds`, on the event loop's clock."""
         folder = self.folder
         if goes_on is not None:
             cut(folder, goes_on, GROWING)
@@ -82,7 +82,7 @@ class Recorder:
         self._resolved = _without_none(resolved)
         write_whole(folder / "config.toml", tomli_w.dumps(self._resolved).encode())
         self._earlier = 0.0
-        """Seconds until the checkpoint."""
+        """Seconds before the checkpoint."""
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
@@ -90,8 +90,8 @@ class Recorder:
         self._begins = self._recall()
         self._progress: Progress | None = None
         self.shows_progress = True
-        """Whether somebody looks on."""
-        with ExitStack() as opened:  # closed where one that follows fails
+        """True if a user is watching."""
+        with ExitStack() as opened:  # closed if a later one fails
             self._metrics, self._samples, self._groups = (
                 opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
             )
@@ -100,7 +100,7 @@ class Recorder:
             opened.pop_all()
 
     def settle(self) -> None:
-        """Take the run's own folder; an earlier run's makes room for it."""
+        """Take over the run's folder, and rename an earlier run's."""
         if self.folder != self._place:
             self._check()
             take(self._place, self.folder)
@@ -108,7 +108,7 @@ class Recorder:
         self._trackers.begin(self.folder, self._resolved, self._begins)
 
     def _stay(self) -> None:
-        """Leave the files of a run that has made no step where they are."""
+        """Leave the files of a run without steps where they are."""
         if self.folder != self._place:
             log.warning(
                 f"no step was made: {self._place} is the earlier run's, and this one's files are in {self.folder}"
@@ -116,16 +116,16 @@ class Recorder:
             self._place = self.folder
 
     def begin(self, count: int, done: int = 0) -> None:
-        """Show progress from here on, over `count` steps, of which so many are done."""
+        """Show progress from here on, over `count` steps with `done` of them made."""
         self._end_progress()
         if not self.shows_progress:
             return
-        from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
+        from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks do not need
 
         self._progress = Progress(count, done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
+        """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
         self._check()
         numbers = {name: float(value) for name, value in values.items()}
         _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
@@ -135,12 +135,12 @@ class Recorder:
             self._progress.show(numbers)
 
     def account(self, account: StepAccount) -> None:
-        """Write what became of prompts in a step, or between two, where anything did."""
+        """Write what happened to prompts in a step or between two, if anything did."""
         self._check()
         self._write_account(account)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what an evaluation found that began when so many steps were done."""
+        """Write the results of an evaluation that began after `step` steps."""
         self._check()
         numbers = {name: float(value) for name, value in values.items()}
         with (self.folder / _EVALUATIONS).open("ab") as file:
@@ -162,11 +162,11 @@ class Recorder:
         self._trackers.samples(step, rows)
 
     def events(self, events: Sequence[Event], began: float) -> None:
-        """Tell trackers what happened, which events.jsonl has; `began`: as `Tracker.events` has it."""
+        """Pass the events of events.jsonl to the trackers. `began`: as in `Tracker.events`."""
         self._trackers.events(events, began)
 
     def sizes(self) -> Mapping[str, int]:
-        """The bytes of the files that grow, which the disk has from here on."""
+        """Return the size in bytes of each growing file, flushed to disk."""
         sizes: dict[str, int] = {}
         for file in (self._metrics, self._samples, self._groups):
             os.fsync(file.fileno())
@@ -178,18 +178,18 @@ class Recorder:
         return sizes
 
     def summary(self, **values: object) -> None:
-        """Add to summary.json: numbers, texts, and lists and tables of them."""
+        """Add values to summary.json: numbers, texts, and lists and tables of them."""
         self._extra |= values
 
     def close(self, error: BaseException | None, rest: StepAccount | None = None) -> None:
-        """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished.
+        """Write summary.json atomically. `error`: the error that ended the run, None if it finished.
 
-        `rest`: what became of prompts since the last account. DataError, and nothing written, where the folder is
-        another run's and no error has said so. OSError where a file could not be written to its end, as on a full disk;
-        the summary is written all the same, and tells it.
+        `rest`: what happened to prompts since the last account. Raises DataError and writes nothing if the folder
+        belongs to another run and no error has said so. Raises OSError if a file could not be completed, such as on a
+        full disk. The summary is then written all the same, and reports it.
         """
         self._end_progress()
-        with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first
+        with ExitStack() as ends:  # all of them run, even if others raise, the last first
             ends.callback(self._stay)
             ends.callback(self._part.close)
             ends.push(lambda *raised: self._write_summary(raised[1] if error is None else error))
@@ -201,7 +201,7 @@ class Recorder:
                 self._write_account(rest)
 
     def _is_own(self, error: BaseException | None) -> bool:
-        """Whether the folder is this run's; DataError where it is not, and no error has said so."""
+        """True if the folder is this run's. Raises DataError if it is not and no error has said so."""
         try:
             self._check()
         except DataError:
@@ -250,13 +250,13 @@ class Recorder:
         return self._earlier + clock() - self.began
 
     def _recall(self) -> int:
-        """Count the steps that are in the file already; the one that comes next."""
+        """Count the steps in the file, and return the number of the next."""
         begins = 0
         file = self.folder / _METRICS
         for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
             try:
                 numbers = msgspec.json.decode(line, type=dict[str, float | None])
-            except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
+            except (ValueError, RecursionError) as error:  # from msgspec and from UTF-8
                 raise DataError(
                     f"{file}, line {number}, is not as a run wrote it: {error}. Restore the file, or start a run with "
                     "another name"
@@ -289,7 +289,7 @@ def _status(error: BaseException | None) -> str:
 
 
 def _without_none(value: object) -> dict[str, object]:
-    """TOML has no null: a key without a value is left out."""
+    """Leave out keys without a value, because TOML has no null."""
     plain = msgspec.to_builtins(value, enc_hook=_plain)
 
     def kept(each: object) -> object:

@@ -13,11 +13,11 @@ from meshrl.run.run import Run
 
 
 async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: None) -> Run:
-    """Run a job's script to its end; the run, which has ended.
+    """Run a job's script to its end, and return the ended run.
 
-    A fault of a machine ends the run as any error does. While `restarts` are left, the script is then called again, on
-    ranks and roles that are spawned anew, in a run that goes on from the newest checkpoint. Any other error is raised.
-    `begun`: is told of each run as it begins.
+    While `restarts` are left, a machine's fault does not end the job: the script is called again, with new ranks and
+    roles, in a run that resumes from the newest checkpoint. Any other error is raised. `begun` gets each run as it
+    begins.
     """
     config, number, fault = job.run, 0, ""
     while True:
@@ -38,14 +38,14 @@ async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: 
             f"a machine failed: the run is restarted, number {number} of {config.restarts} (run.restarts)",
             error=fault,
         )
-        if _has_its_folder(run):  # else there is only an earlier run's to go on with
+        if _has_its_folder(run):  # else only an earlier run's could be resumed
             config = config.model_copy(update={"resume": True})
         del run
-        gc.collect()  # the error and the frames that it went through are a cycle, and hold weights in shared memory
+        gc.collect()  # the error and its frames form a cycle, and hold weights in shared memory
 
 
 def is_fault_of_a_machine(error: BaseException) -> bool:
-    """Whether a rank's process is gone, what it kept, or what an actor computes with: what may not happen again."""
+    """True if a rank's process, its data or its device is lost. A new attempt may not meet the same fault."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_fault_of_a_machine, error.exceptions))
     if isinstance(error, RankDied | EngineDied | DataLost):

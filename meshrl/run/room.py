@@ -9,13 +9,13 @@ from meshrl.errors import NoRoom
 from meshrl.mesh import Mesh
 
 _PAUSE: Final = 2.0
-"""Seconds between two looks whether there is room now."""
+"""Seconds between two checks for room."""
 _WORD: Final = 60.0
-"""Seconds between two lines that say what is waited for."""
+"""Seconds between two log lines about the wait."""
 
 
 async def with_room(reserve: Callable[[], Awaitable[Mesh]], name: str, seconds: float) -> Mesh:
-    """Reserve a mesh, and wait so long for room where there is none. NoRoom, with what is missing, after that."""
+    """Reserve a mesh, and wait up to `seconds` for room. Raises NoRoom, which says what is missing, after that."""
     if not seconds:
         return await reserve()
     loop = asyncio.get_running_loop()

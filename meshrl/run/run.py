@@ -93,7 +93,7 @@ class Run:
         self._loops = count()
         self._done = 0
         self.waits: float = 0.0
-        """Seconds that it waits for room for a mesh."""
+        """Seconds to wait for room for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
         self._step = 0
@@ -108,7 +108,7 @@ class Run:
         """Read the state in the folder, and take the folder over for this run."""
         config, check = self.config, self._lock.check
         trackers = Trackers(config.trackers, config.project)
-        # Before the recorder makes room for the folder, which may be the same.
+        # Before the recorder renames the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
         self._kept_rows = read_kept_rows(Path(config.replay)) if config.replay else None
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
@@ -152,9 +152,9 @@ class Run:
         check_axes(config, self._mesh_config(config.mesh).ranks)
         self._mesh_config(config.mesh).check_takes(config)
         stateful = isinstance(cls, type) and issubclass(cls, Stateful)
-        # Before anything is awaited: of roles spawned at the same time the first to be asked for is the first.
+        # Chosen before any await: roles spawned concurrently keep the order of their calls.
         place = self._checkpoints.place(getattr(role, "__name__", cls.__name__)) if stateful else ""
-        # A task a mesh, so that roles spawned at the same time wait for one reservation.
+        # One task per mesh: roles spawned concurrently wait for one reservation.
         reserving = self._meshes.get(config.mesh)
         if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
@@ -240,7 +240,7 @@ class Run:
         if goes_on:
             self._begin_loop(loop, first, count)
         if after and self.config.checkpoint_every:
-            await self._checkpoint(loop, count, wait=True)  # from which a run of more steps goes on
+            await self._checkpoint(loop, count, wait=True)  # a run with more steps resumes from it
         if after or goes_on:
             await self._beside.turn(self._done)
         await self._beside.settle()
@@ -249,9 +249,9 @@ class Run:
 
     async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
         """Write a checkpoint, from which a run resumes with this step of this loop."""
-        await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
-        self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
-        data = self._cursor.reached()  # before anything else goes on
+        await self._beside.wait()  # a run that resumes here has its results, and its error is raised after this
+        self.recorder.account(self._cursor.account(None))  # prompts dropped by now count as used
+        data = self._cursor.reached()  # before anything else continues
         sizes, once = self.recorder.sizes(), as_json(self._once)
         await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data), wait=wait)
 
@@ -339,7 +339,7 @@ class Run:
     ) -> None:
         for reservation in self._meshes.values():
             reservation.cancel()
-        if error is None:  # a script may break off its loop
+        if error is None:  # a script may leave its loop early
             try:
                 await self._beside.settle()
             except BaseException as failed:  # noqa: BLE001 -- raised below
@@ -353,7 +353,7 @@ class Run:
             raise raised
 
     async def _end(self, error: BaseException | None) -> None:
-        with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first
+        with ExitStack() as ends:  # all of them run, even if others raise, the last first
             ends.callback(self._lock.release)
             ends.push(lambda *raised: self._close_files(raised[1] if error is None else error))
             try:
@@ -367,7 +367,7 @@ class Run:
         if self._watch:
             self._watch.stop()
         rest = self._cursor.account(self._step if self._stepping else None)
-        if sink.get() is self._events:  # not where the end is in another context than the beginning
+        if sink.get() is self._events:  # unless the end is in another context than the start
             sink.set(self._outer)
         if data_cursor.get() is self._cursor:
             data_cursor.set(None)

@@ -20,20 +20,21 @@ from meshrl.roles import (
 from meshrl.run.artifacts import newest, newest_folder, newest_source, sample_prompt, table_of
 
 _LOOKS: Final = 1.0
-"""Seconds between two looks at the run's folder."""
+"""Seconds between two checks of the run's folder."""
 
 
 async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None:
     """Serve the newest model of a run, whose folder is absolute, until this is cancelled.
 
-    ConfigError where the run has none, and what its policy and the server raise.
+    Raises ConfigError if the run has no model, and the errors of its policy and the server.
     """
     table = load_toml(run / "config.toml")
     policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
     with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
         source, folder = await newest_source(run, policy, Path(scratch))
         config, python = _server_config(run, table, policy, folder, address)
-        # A run's folder is data, and may be of anybody: what it names is not run unless the user names it.
+        # A run's folder is data, and may come from anybody. The interpreter that it names runs only if the user names
+        # it.
         unused = f"{run / 'config.toml'} names the interpreter {python}, which is not run without --python {python}"
         other = python is not None and address.python is None
         if other:
@@ -61,7 +62,7 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
 def _server_config(
     run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address
 ) -> tuple[ServerConfig, object]:
-    """What the server is told, and the interpreter that the run's sampler had."""
+    """Return the server's configuration, and the interpreter of the run's sampler."""
     sampler = table_of(table, "sampler")
     most = table_of(table, "sampling").get("max_tokens")
     backend = _server(str(sampler.get("backend")))
@@ -76,14 +77,14 @@ def _server_config(
         "chat_template_kwargs": sampler.get("chat_template_kwargs", policy.chat_template_kwargs),
         "max_tokens": most if isinstance(most, int) else 16,
     }
-    # A server runs as its backend's sampler does, but for the interpreter.
+    # A server runs like its backend's sampler, except for the interpreter.
     own = table_of(sampler, backend)
     python = own.pop("python", None)
     return validate(ServerConfig, told | ({backend: own} if own else {}), run / "config.toml"), python
 
 
 def _server(sampler: str) -> str:
-    """The backend that serves: the sampler's, or one that can."""
+    """Return the backend that serves: the sampler's, or one that can."""
     able = backends_with("Server")
     if not able:
         raise BackendError("no installed backend can serve a model: install one with the role Server")

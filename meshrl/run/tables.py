@@ -6,7 +6,7 @@ from meshrl.config import Config, Keys
 
 
 def tables_of(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
-    """The configuration and each table in it, with its keys."""
+    """Yield the configuration and each table in it, with its keys."""
     yield above, config
     for name in type(config).model_fields:
         value: object = getattr(config, name)
@@ -15,6 +15,6 @@ def tables_of(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]
 
 
 def reads_reference(config: Config) -> bool:
-    """Whether a reference is read: it is not where each weight of a KL penalty is 0."""
+    """True if the reference is read: the weight of a KL penalty is above 0."""
     weights = [getattr(table, key) for _, table in tables_of(config) for key in type(table).model_fields if key == "kl"]
     return any(weights) or not weights

@@ -79,7 +79,7 @@ async def train(
         _check(job)
     else:
         text = b"\n".join(_line(where, row) for where, row in numbered_rows(rows))
-        # Named by what is in it: another call's rows do not take its place.
+        # Named by their content, so that another call's rows do not overwrite them.
         digest = hashlib.blake2b(text, digest_size=8).hexdigest()
         source = Path(str(given.get(("run", "folder"), "runs")), f"rows-{digest}.jsonl")
         job = _job(_table(model, str(source), reward, given), reward)

@@ -1,4 +1,4 @@
-"""A run watches itself each second: which calls have been running for long, and what it does now."""
+"""A run reports each second what it does now, and which calls have been running for long."""
 
 import threading
 from collections.abc import Callable
@@ -15,36 +15,36 @@ from meshrl.mesh import running_calls, slow_calls
 from meshrl.run.disk import write_whole
 
 NOW: Final = "now.json"
-"""In the folder of a run that is under way: a `Now`, written anew each second, and removed at the run's end."""
+"""File in the folder of a running run: a `Now`, rewritten each second and removed at the run's end."""
 LOOKS: Final = 1.0
-"""Seconds between two looks, at most."""
+"""Longest time between two looks, in seconds."""
 _MOST: Final = 32
-"""Of waits, and of calls."""
+"""Waits that are reported at most, and calls."""
 _TEXT: Final = 200
-"""The most characters of a text."""
+"""Characters of a text at most."""
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Somebody waits: `trainer` for `a batch`, `3 of 64 groups are ready`."""
+    """A task that waits: `trainer` for `a batch`, `3 of 64 groups are ready`."""
 
     who: str
     what: str
     on: str
     seconds: float
-    """So far."""
+    """Seconds so far."""
 
 
 class Runs(msgspec.Struct, frozen=True):
-    """A call that has not been answered: `Policy.update` by `rank 0 (...)`."""
+    """A running call: `Policy.update` on `rank 0 (...)`."""
 
     where: str
     ranks: str
     seconds: float
-    """So far."""
+    """Seconds so far."""
 
 
 class Now(msgspec.Struct, frozen=True):
-    """What a run does at a moment."""
+    """The state of a run at one moment."""
 
     at: float
     """Seconds since its start."""
@@ -53,13 +53,13 @@ class Now(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Looks from a thread, for the loop itself may be what is blocked.
+    """Watches from a thread, because the event loop itself may be blocked.
 
-    Says in the log what has not answered for long, and writes now.json.
+    Logs calls that take long, and writes now.json.
     """
 
     def __init__(self, after: float, events: EventLog, folder: Callable[[], Path], check: Callable[[], None]) -> None:
-        """`after`: seconds before a call is told of. `folder`: where the run writes, where `check` raises no error."""
+        """`after`: seconds before a call is reported. `folder`: the run's. `check` raises if it must not be written."""
         self._after = after
         self._events = events
         self._folder = folder
@@ -69,7 +69,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stopped.set()
         self._thread.join()
         with suppress(OSError, MeshrlError):
@@ -80,7 +80,7 @@ class Watch:
         while True:
             for told in slow_calls(self._after):
                 log.warning(told)
-            # A disk that is full, or a folder that somebody moved, is for the run's own writes to tell.
+            # The run's own writes report a full disk or a moved folder.
             with suppress(OSError, MeshrlError):
                 self._check()
                 write_whole(self._folder() / NOW, msgspec.json.encode(_now(self._events)))
@@ -100,7 +100,7 @@ def _now(events: EventLog) -> Now:
 
 
 def _on(pending: Pending) -> str:
-    """By what it is blocked now; at first, where what would say so fails, as one that changes meanwhile may."""
+    """What blocks it now. If asking fails, which concurrent changes may cause, what blocked it first."""
     with suppress(Exception):
         return pending.on if isinstance(pending.on, str) else pending.on()
     return pending.at_first

@@ -1,7 +1,7 @@
 """The backend `sim`: roles that compute nothing, but take as much virtual time as real ones.
 
-They keep the roles' promises about columns and versions. `meshrl simulate` puts them in the place of a configuration's
-backends; they run on a `SimEngine` alone.
+They keep the roles' contracts for columns and versions. `meshrl simulate` substitutes them for a configuration's
+backends. They run only on a `SimEngine`.
 """
 
 import asyncio
@@ -30,36 +30,36 @@ MODELS = "ignored"
 ROLES = {
     name: f"meshrl.simulation.backend:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")
 }
-"""What the backend `sim` offers to the registry."""
+"""The roles of the backend `sim`, for the registry."""
 
 _NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ratio", "sampler_kl")
-"""What updates tell, as zeros."""
+"""Metrics of updates, all zero."""
 
 
 class Job:
-    """Work that a rank has been given."""
+    """Work of a rank."""
 
     def __init__(self, seconds: float, ends: float) -> None:
         self.seconds = seconds
         self.ends = ends
-        """In seconds of each job's own share of the rank."""
+        """End of the job, on the clock of the processor's service."""
         self.left: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """At the end, the share of the work that was not done: 0 unless it was stopped."""
+        """Set at the end to the share of work left undone: 0 unless it was stopped."""
 
 
 class Processor:
-    """A rank's time, shared equally by the jobs that run at once: each of k goes on at 1/k of the speed."""
+    """A rank's time, which concurrent jobs share equally: each of k runs at 1/k of the speed."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[float, int, Job]] = []
         self._numbers = itertools.count()
         self._served = 0.0
-        """Seconds that a job would have got that had always been there."""
+        """Seconds of service that a job present from the start would have got."""
         self._seen = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float) -> Job:
-        """Begin a job that takes so long alone."""
+        """Begin a job that takes `seconds` alone."""
         self._go_on()
         job = Job(seconds, self._served + seconds)
         heapq.heappush(self._jobs, (job.ends, next(self._numbers), job))
@@ -67,7 +67,7 @@ class Processor:
         return job
 
     def stop(self, job: Job) -> None:
-        """Leave the rest of a job undone; nothing for one that has ended."""
+        """Stop a job and leave the rest undone. Does nothing if it has ended."""
         if job.left.done():
             return
         self._go_on()
@@ -102,7 +102,7 @@ class Processor:
 
     def _end(self) -> None:
         self._go_on()
-        self._served = max(self._served, self._jobs[0][0])  # it is due, whatever rounding says
+        self._served = max(self._served, self._jobs[0][0])  # the job is due, despite rounding
         while self._jobs and self._jobs[0][0] <= self._served:
             job = heapq.heappop(self._jobs)[-1]
             if not job.left.done():
@@ -112,19 +112,19 @@ class Processor:
 
 @dataclass(frozen=True)
 class Timing:
-    """What tells a simulated role how long its calls take."""
+    """Gives a simulated role the duration of its calls."""
 
     pace: Pace
     tape: Tape
     processors: Sequence[Processor]
-    """One for each rank of its mesh, shared by the roles on it."""
+    """One processor per rank of the mesh, shared by the roles on it."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class SimEngine(LocalEngine):
-    """The local engine, where every rank is without a core and each slot has a `Processor`. Nothing is copied."""
+    """The local engine, with ranks that use no core and slots with a `Processor`. Nothing is copied."""
 
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__(inline_bytes=None, isolates=False)
@@ -133,7 +133,7 @@ class SimEngine(LocalEngine):
         self._processors: dict[LocalSlot, Processor] = {}
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
-        """Places for `count` ranks, whatever they ask for."""
+        """Reserve slots for `count` ranks, whatever resources they ask for."""
         slots = await super().reserve(count, Resources(cpus=0))
         self._processors.update((slot, Processor()) for slot in slots)
         return slots
@@ -146,7 +146,7 @@ class SimEngine(LocalEngine):
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
     ) -> Sequence[LocalMember]:
-        """Construct the actors; simulated roles are told how long their calls take."""
+        """Construct the actors, and give simulated roles their timing."""
         if issubclass(create, SimRole):
             processors = [self._processors[slot] for slot in cast("Sequence[LocalSlot]", slots)]
             keywords = {**keywords, "timing": Timing(self._pace, self.tape, processors)}
@@ -154,7 +154,7 @@ class SimEngine(LocalEngine):
 
 
 class SimRole:
-    """What the simulated roles share. Their time is told by `timing`, which a `SimEngine` adds."""
+    """The base of simulated roles. A `SimEngine` adds their `timing`."""
 
     role: ClassVar[str]
 
@@ -180,31 +180,31 @@ class SimRole:
 
 
 class SimTrained(SimRole):
-    """A role of which nothing changes but the number of its updates."""
+    """A role whose only state is the number of its updates."""
 
     _updates = 0
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """The number of updates."""
+        """Write the number of updates."""
         State(f"simulated {self.role}", self._updates).write(folder)
 
     async def restore(self, folder: str) -> None:
-        """Take it."""
+        """Read the number of updates."""
         self._updates = read_state(folder, f"simulated {self.role}").updates
 
 
 class SimPolicy(SimTrained, Policy):
-    """A policy whose weights are nothing but their version."""
+    """A policy whose weights are only a version."""
 
     role = "Policy"
 
     async def encode(self, batch: Batch) -> Batch:
-        """Rows of two tokens: one of the prompt, one of the completion."""
+        """Return rows of two tokens: one of the prompt, one of the completion."""
         await self._work("encode", len(batch))
         return batch.assign(**_tokens(len(batch)))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One version more. DataError, as of every policy, for a loss of a critic's or log-probs of another model."""
+        """Increment the version. Raises DataError for a critic's loss or another model's log-probs."""
         check_predicts(loss, "logprobs")
         check_sources(batch, loss)
         await self._work("update", len(batch))
@@ -212,12 +212,12 @@ class SimPolicy(SimTrained, Policy):
         return _metrics(len(batch))
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Log-probs of zero."""
+        """Return log-probs of zero."""
         await self._work("logprobs", len(batch))
         return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self._updates)))
 
     async def weights(self) -> Weights:
-        """A version."""
+        """Return weights with a version only."""
         await self._work("weights")
         return Weights(self._updates, {})
 
@@ -232,12 +232,12 @@ class SimReference(SimRole, Reference):
     role = "Reference"
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Log-probs of zero."""
+        """Return log-probs of zero."""
         await self._work("logprobs", len(batch))
         return batch.assign(reference_logprobs=_zeros(batch.tokens, Source("reference")))
 
     async def load(self, weights: Weights) -> None:
-        """Take nothing."""
+        """Ignore the weights."""
         await self._work("load")
 
 
@@ -247,13 +247,13 @@ class SimCritic(SimTrained, Critic):
     role = "Critic"
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
-        """Zeros."""
+        """Return zeros."""
         await self._work("advantages", len(batch))
         zeros = _zeros(batch.tokens)
         return batch.assign(values=zeros, advantages=zeros, returns=zeros)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn nothing. DataError, as of every critic, for a loss of a policy's."""
+        """Learn nothing. Raises DataError, like every critic, for a policy's loss."""
         check_predicts(loss, "values")
         check_sources(batch, loss)
         await self._work("update", len(batch))
@@ -267,7 +267,7 @@ class SimCritic(SimTrained, Critic):
 
 
 class SimReward(SimRole, Reward):
-    """Rewards of 0 and 1, each as likely: groups have a signal, nearly all of them."""
+    """Rewards of 0 and 1 with equal probability, so that almost all groups have a signal."""
 
     role = "Reward"
 
@@ -284,9 +284,9 @@ class SimReward(SimRole, Reward):
 
 
 class SimSampler(SimRole, SteppingSampler):
-    """A sampler whose calls share its rank's time; the rows of a call finish together, at its end.
+    """A sampler whose calls share its rank's time. The rows of a call finish together, at its end.
 
-    An aborted row remembers in `left`, float32, how much of its time it has still to take.
+    `left` of an aborted row, float32, is the share of its time that remains.
     """
 
     role = "Sampler"
@@ -298,7 +298,7 @@ class SimSampler(SimRole, SteppingSampler):
         self._jobs: set[Job] = set()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """All rows at once, after the time that they take."""
+        """Yield all rows at once, after their duration."""
         rows = (await _light(prompts)).repeat(sampling.n)
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
         async with self.generate_calls.begin(sampling.beside) as call:
@@ -317,14 +317,14 @@ class SimSampler(SimRole, SteppingSampler):
         return places
 
     async def abort(self) -> None:
-        """What runs ends where it is."""
+        """End the running calls where they are."""
         await self._work("abort")
         await super().abort()
         for job in list(self._jobs):
             self._processor.stop(job)
 
     async def _run(self, seconds: float) -> float:
-        """The share of the work that is left at the end: 0 unless it was aborted."""
+        """Run for `seconds`, and return the share of work left: 0 unless aborted."""
         if seconds <= 0:
             return 0.0
         job = self._processor.start(seconds)
@@ -353,7 +353,7 @@ class SimSampler(SimRole, SteppingSampler):
 
 
 class _Kept(Ref):
-    """A value as it is: simulated roles write nothing."""
+    """A value that is kept as it is, because simulated roles write nothing."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -364,7 +364,7 @@ class _Kept(Ref):
 
 
 async def _light(prompts: Batch) -> Batch:
-    """The prompts with completions. Of Python values only the numbers of rows travel: they cost the most."""
+    """The prompts with completions. Python values are replaced by row numbers, because they cost most to send."""
     here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
     texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
     return (await texts.hold(_Kept, -1).load()).assign(**here)

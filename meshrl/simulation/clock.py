@@ -1,7 +1,7 @@
 """Virtual time: an event loop in which sleeping is free, and a seed chooses what runs next.
 
-When nothing is ready, time jumps to the next timer. Where there is no timer either, nothing can ever run again,
-and the loop raises `Deadlock`, which says who waits for what.
+When nothing is ready, time jumps to the next timer. Without a timer, nothing can ever run again, and the loop raises
+`Deadlock`, which says who waits for what.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _SPIN = 1_000_000
-"""Callbacks at one instant after which the loop says that it runs in a circle."""
+"""Callbacks at one instant after which the loop reports an endless cycle."""
 _COLLECT = 100_000
-"""Callbacks between two collections of garbage, which `simulate` makes itself, always at the same places."""
+"""Callbacks between two garbage collections. `simulate` triggers them itself, always at the same places."""
 
 
 class Deadlock(MeshrlError):
@@ -32,31 +32,30 @@ class Deadlock(MeshrlError):
 
 
 class LeftRunning(MeshrlError):
-    """The program ended, but tasks or async generators that it started have not, or one failed and nobody looked."""
+    """The program ended, but tasks or async generators that it started have not, or a failed one was never awaited."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop without a clock: `time()` is in virtual seconds from 0, and jumps to the next timer.
 
-    With `seed`, the task that goes on next is a seeded choice among those that could, and so is the order of timers of
-    one instant. What asyncio promises stays: callbacks run in the order of `call_soon`, tasks take their first steps
-    in the order in which they were created, and the callbacks of one future run in order. The same seed gives the
-    same order in any process.
+    `seed` chooses which of the ready tasks continues next, and the order of timers at the same instant. The guarantees
+    of asyncio hold: callbacks run in the order of `call_soon`, tasks take their first steps in the order of their
+    creation, and the callbacks of one future run in order. The same seed gives the same order in any process.
 
-    There are no threads, no files, no sockets and no signals: `run_in_executor` and `asyncio.to_thread` run the
-    function at once. Raises `Deadlock` where nothing can run, at `time_limit` (virtual seconds), and where callbacks
-    follow each other without end while no time passes.
+    There are no threads, files, sockets or signals: `run_in_executor` and `asyncio.to_thread` run the function at once.
+    Raises `Deadlock` if nothing can run, at `time_limit` (virtual seconds), and if callbacks follow each other
+    endlessly while no time passes.
     """
 
     def __init__(
         self, seed: int | None = None, time_limit: float | None = None, before_each: Callable[[], None] | None = None
     ) -> None:
-        """`before_each`: called before each callback, also before each step of a task."""
+        """`before_each`: called before each callback, which includes each step of a task."""
         super().__init__()
         self.callbacks: int = 0
-        """How many were ready and had their turn."""
+        """Number of callbacks that have run or were skipped as cancelled."""
         self.unseen: list[Mapping[str, object]] = []
-        """What was reported to the loop's exception handler, for want of anybody who awaits it."""
+        """Failures reported to the loop's exception handler because nothing awaited them."""
         self._random = None if seed is None else Random(seed)
         self._draw: Callable[[], float] = self._random.random if self._random else lambda: 0.0
         self._limit = time_limit
@@ -92,7 +91,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def _settled(self, handle: asyncio.Handle, callback: object, future: asyncio.Future[object]) -> None:
-        """Keep a callback of a future that is done. A task's may be overtaken, but not by one of the same future."""
+        """Queue a callback of a completed future. Other tasks may overtake it, but not callbacks of the same future."""
         if _wakes_a_task(callback) and not (self._queue and any(_future(each) is future for each in self._queue)):
             self._wakes.append(handle)
             return
@@ -117,14 +116,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As in asyncio from the loop's own thread. From another one it ends the simulation with `Deadlock`."""
+        """As in asyncio from the loop's own thread. From another thread it ends the simulation with `Deadlock`."""
         if asyncio._get_running_loop() is self or not self.is_running():  # noqa: SLF001 -- None in another thread
             return self.call_soon(callback, *args, context=context)
         self._intruder = threading.current_thread().name
         return asyncio.Handle(callback, args, self, context)
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Call the function at once, in this thread: it takes no virtual time."""
+        """Call the function at once in this thread. It takes no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -145,14 +144,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         _no_files()
 
     def _make_socket_transport(self, *args: object, **kwargs: object) -> Never:
-        # asyncio's hooks: every connection, server and pipe comes here.
+        # A hook of asyncio: every connection, server and pipe comes here.
         _no_files()
 
     _make_datagram_transport = _make_subprocess_transport = _make_socket_transport
     _make_read_pipe_transport = _make_write_pipe_transport = _make_socket_transport
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        # asyncio's hook. Many timers are cancelled long before they are due, such as those of time-outs.
+        # A hook of asyncio. Many timers are cancelled long before they are due, such as timeouts.
         self._cancelled += 1
         if self._cancelled > 100 and self._cancelled > len(self._timers) // 2:
             self._timers = [timer for timer in self._timers if not timer[-1].cancelled()]
@@ -160,7 +159,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._cancelled = 0
 
     def _run_once(self) -> None:
-        # asyncio's hook: one turn of `run_forever`. Everything that is ready now, in some order.
+        # A hook of asyncio: one turn of `run_forever`. Runs all that is ready now, in some order.
         if self._intruder is not None:
             raise Deadlock(f"thread {self._intruder!r} called into virtual time, which no other thread keeps; {_ALONE}")
         if not self._queue and not self._wakes:
@@ -182,7 +181,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._stall(f"{self._since:,} callbacks ran, each after another, while the time stood still")
 
     def _next(self) -> asyncio.Handle:
-        """Of the tasks that were woken and what stands first in the queue, one that the seed chooses."""
+        """Choose by seed among the woken tasks and the first callback of the queue."""
         wakes = self._wakes
         chosen = int(self._draw() * (len(wakes) + bool(self._queue)))
         if chosen == len(wakes):
@@ -220,7 +219,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise Deadlock(f"at {self._now:g} s of virtual time {what}:\n{describe(self)}{aside}")
 
     def create_task(self, coro: Coroutine[object, object, T], **options: object) -> asyncio.Task[T]:  # type: ignore[override]
-        """As in asyncio. A task without a name is named by its number on this loop: the same in each run."""
+        """As in asyncio. A task without a name gets its number on this loop, which is the same in each run."""
         if options.get("name") is None:
             self._created += 1
             options["name"] = f"task {self._created}"
@@ -245,15 +244,15 @@ _BOUND = (BuiltinMethodType, MethodType)
 
 
 def _wakes_a_task(callback: object) -> bool:
-    """Whether a callback is the one by which a future wakes the task that awaits it: of C tasks or of Python's."""
+    """True if the callback wakes a task that awaits a future. Recognises C and Python tasks."""
     if not isinstance(callback, _BOUND):
         return False
     return callback.__name__.endswith("wakeup") and isinstance(callback.__self__, asyncio.Task)
 
 
 def _future(handle: asyncio.Handle) -> asyncio.Future[object] | None:
-    """The future whose callback it is, if it is one's."""
-    arguments = handle._args  # noqa: SLF001 -- asyncio does not say it otherwise
+    """The future whose callback this is, if any."""
+    arguments = handle._args  # noqa: SLF001 -- asyncio has no other access
     return arguments[0] if arguments and len(arguments) == 1 and isinstance(arguments[0], asyncio.Future) else None
 
 
@@ -264,14 +263,14 @@ def simulate(
     time_limit: float | None = None,
     before_each: Callable[[], None] | None = None,
 ) -> T:
-    """Run a program to its end in a `VirtualLoop` of its own, and return its result.
+    """Run a program to its end in a new `VirtualLoop`, and return its result.
 
-    `before_each`: called before each callback, also before each step of a task. Raises `Deadlock`, `LeftRunning`, or
-    what the program raises. No two simulations run at once in a process.
+    `before_each`: called before each callback, which includes each step of a task. Raises `Deadlock`, `LeftRunning`, or
+    what the program raises. A process can run only one simulation at a time.
     """
     loop = VirtualLoop(seed, time_limit, before_each)
     collecting = gc.isenabled()
-    gc.disable()  # it finalizes generators, and so schedules callbacks, at places that no seed chooses
+    gc.disable()  # automatic collections finalise generators, and so schedule callbacks, at places that no seed chooses
     try:
         result = loop.run_until_complete(main())
         _settle(loop)
@@ -283,7 +282,7 @@ def simulate(
 
 
 def _settle(loop: VirtualLoop) -> None:
-    """Let end what ends without waiting for anything, and complain of the rest."""
+    """Let everything end that can without waiting, and raise for the rest."""
     for _ in range(100):
         if not loop.left():
             break
@@ -291,10 +290,10 @@ def _settle(loop: VirtualLoop) -> None:
     if left := loop.left():
         raise LeftRunning(_lines("the program has ended, but these tasks have not: await or cancel them", left))
     generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
-    for _ in range(10):  # one that ends may have held the next
+    for _ in range(10):  # the end of one may release the next
         if not generators:
             break
-        gc.collect()  # those in cycles nobody can reach
+        gc.collect()  # for unreachable cycles
         loop.run_until_complete(asyncio.sleep(0))
     if generators:
         names = sorted(str(getattr(each, "__qualname__", each)) for each in generators)
@@ -314,7 +313,7 @@ def _lines(what: str, tasks: list[Standing]) -> str:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancel whatever is left, so that it leaves no warning behind."""
+    """Cancel what is left, to avoid warnings."""
     loop.set_exception_handler(lambda _, __: None)
     try:
         for _ in range(10):
@@ -326,6 +325,6 @@ def _end(loop: VirtualLoop) -> None:
             loop.run_until_complete(asyncio.wait(tasks, timeout=1e-9))
         loop.run_until_complete(loop.shutdown_asyncgens())
     except Deadlock:
-        pass  # the failure that brought us here is the one to tell
+        pass  # the original failure is the one to report
     finally:
         loop.close()

@@ -33,61 +33,61 @@ from meshrl.simulation.pace import Draws, Pace, Tape, step_windows
 from meshrl.simulation.records import WARM_UP, Record, fit
 
 _UNTIMED: Final = ("steps", "run.engine", "run.seed", "run.trackers")
-"""Settings that a simulated step does not depend on."""
+"""Settings that do not affect a simulated step."""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One rank, in seconds a step."""
+    """One rank, in seconds per step."""
 
     mesh: str
     rank: int
     busy: float
     idle: float
     why: dict[str, float]
-    """Of the idle seconds, the longest reason first."""
+    """Idle seconds by reason, the longest first."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What a configuration's steps would take. The first `ahead + 2` steps, in which the pipeline fills, do not count.
+    """The forecast of a configuration's steps. The first `ahead + 2` steps, which fill the pipeline, do not count.
 
-    Times are seconds.
+    Times are in seconds.
     """
 
     config: str
     steps: int
     step_seconds: float
-    """The mean."""
+    """Mean step time."""
     step_seconds_median: float
     steps_per_hour: float
     efficiency: float
-    """Overlap efficiency: max(R, T) / step time, or C / step time where scoring is the longest."""
+    """Overlap efficiency: max(R, T, C) / step time."""
     bound: dict[str, float]
-    """The share of the steps that rollout, training, scoring, sync (new weights) or other (the script itself) made as
-    long as they were."""
+    """Share of the steps by their bottleneck: rollout, training, scoring, sync (new weights) or other (the script
+    itself)."""
     staleness: list[int]
-    """How many rows were 0, 1, 2, ... publications behind."""
+    """Number of rows that were 0, 1, 2, ... publications behind."""
     dropped: dict[str, int]
-    """Groups, by why."""
+    """Dropped groups by reason."""
     idle: list[Lane]
     drawn: float
-    """Rows a step that the script was given."""
+    """Rows per step that the script received."""
     trained: float
-    """Rows a step of the policy's updates."""
+    """Rows per step in the policy's updates."""
     simulated_in: float
     """Real seconds that the simulation took."""
     recorded: str | None = None
-    """The folder of the run that the times are from."""
+    """Folder of the recorded run."""
     measured: float | None = None
-    """The median step of that run."""
+    """Median step of that run."""
     guessed: list[str] = []
-    """What the record does not tell of these ranks, and was taken for granted (`meshrl plan`)."""
+    """Assumptions about these ranks that the record does not cover (`meshrl plan`)."""
     ratio: float | None = None
-    """Its prediction, `step_seconds_median`, over `measured`."""
+    """The prediction, `step_seconds_median`, over `measured`."""
     same_settings: bool = True
-    """Whether that run had this configuration. If not, `ratio` compares two settings, and is no error."""
+    """True if that run had this configuration. Otherwise `ratio` compares two settings, and is not an error."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is printed: a name and a value each."""
+        """The printed lines, as names with values."""
         told = [
             ("step time, mean", duration(self.step_seconds)),
             ("step time, median", duration(self.step_seconds_median)),
@@ -117,11 +117,11 @@ def simulate_job(
     seed: int = 0,
     folder: Path | None = None,
 ) -> Forecast:
-    """Run a job's script in virtual time, with the roles of the backend `sim` on meshes of its configuration's shape.
+    """Run a job's script in virtual time, with the roles of the backend `sim` on meshes of the configured shape.
 
-    `record`: the folder of a run, whose calls tell what calls take. Otherwise `rollout` and `train`: the seconds of
-    `generate` and of `Policy.update` for a batch of a step. `folder`: where the simulated run's folder is kept.
-    ConfigError where neither is given; DataError where the record lacks what the script asks for.
+    `record`: the folder of a run, which gives the duration of calls. Otherwise `rollout` and `train`: the seconds of
+    `generate` and of `Policy.update` for a step's batch. `folder`: keeps the simulated run's folder there. Raises
+    ConfigError if neither is given, and DataError if the record lacks calls of the script.
     """
     (source,) = sources(job.config, [record] if record else [], rollout, train)
     fitted = fit([source], job.resolved)
@@ -137,7 +137,7 @@ def simulate_job(
 def forecast_of(
     job: Job[RunConfig], pace: Pace, *, seed: int = 0, folder: Path | None = None, quiet: bool = False
 ) -> Forecast:
-    """The same where it is known what calls cost. `quiet`: say nothing of what goes on."""
+    """Like `simulate_job`, with known costs of calls. `quiet`: log nothing."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
         where = {"folder": str(folder or temporary), "engine": "local"}
@@ -159,7 +159,7 @@ def forecast_of(
 
 @contextmanager
 def _rare_collections() -> Generator[None]:
-    """Let the garbage collector look seldom: a step makes many objects and few cycles."""
+    """Collect garbage rarely: a step makes many objects and few cycles."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 20, 100)
     try:
@@ -169,13 +169,13 @@ def _rare_collections() -> Generator[None]:
 
 
 class _SimRun(Run):
-    """A run whose script takes time of its own."""
+    """A run whose script takes virtual time itself."""
 
     own: Draws
-    """Seconds a step."""
+    """Seconds per step."""
     tape: Tape
     kept: bool
-    """Whether somebody will read what it records."""
+    """True if the recorded files are kept."""
 
     def _begin_step(self, step: int) -> None:
         self.tape.step = step
@@ -198,9 +198,9 @@ def _simulated(config: Config) -> Config:
 
 
 def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[Record]:
-    """What tells how long calls take: runs by their folders, or a guess in the place of one.
+    """The sources for the duration of calls: recorded runs by their folders, or a guess.
 
-    ConfigError where there is neither, or both, or a guess below 0; DataError where a folder has no run of some steps.
+    Raises ConfigError if neither is given, or both, or a guess below 0. Raises DataError if a folder has too few steps.
     """
     if folders:
         if rollout is not None or train is not None:
@@ -220,7 +220,7 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
 
 
 def _rows(config: Config) -> int | None:
-    """Rows of a step's batch, where the configuration tells."""
+    """Rows of a step's batch, if the configuration determines them."""
     prompts, rows = getattr(config, "prompts", None), getattr(config, "rows", None)
     sampling = getattr(config, "sampling", None)
     if isinstance(prompts, int) and isinstance(sampling, Sampling):
@@ -229,7 +229,7 @@ def _rows(config: Config) -> int | None:
 
 
 def _timed(table: Table) -> Mapping[str, str]:
-    """The settings that may change what a step takes."""
+    """The settings that may affect the time of a step."""
     return {key: value for key, value in settings_of(table).items() if key not in _UNTIMED and value != "null"}
 
 
@@ -238,7 +238,7 @@ def _is_update(call: Call) -> bool:
 
 
 def ahead_of(config: Config) -> int:
-    """How far ahead a configuration's rollouts may be; 0 where the script has none that are."""
+    """The configured `ahead`, 0 if the script has none."""
     ahead = getattr(config, "ahead", 0)
     return ahead if isinstance(ahead, int) else 0
 

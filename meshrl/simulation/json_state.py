@@ -8,11 +8,11 @@ from meshrl.errors import DataError
 
 
 class State(msgspec.Struct, frozen=True):
-    """All that there is to a role without a model."""
+    """The whole state of a role without a model."""
 
     role: str
     updates: int
-    """How many it was given."""
+    """Number of updates."""
     skill: float | None = None
     """Of a fake policy."""
 
@@ -23,7 +23,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 def read_state(folder: str, role: str) -> State:
-    """What `write` wrote. DataError where it is of another role."""
+    """Read a state. Raises DataError if it belongs to another role."""
     state = msgspec.json.decode(Path(folder, "state.json").read_bytes(), type=State)
     if state.role != role:
         raise DataError(

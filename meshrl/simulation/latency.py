@@ -21,44 +21,44 @@ from meshrl.mesh import Actor, current_rank
 
 C = TypeVar("C", bound=type[Actor])
 Before = Callable[[Actor, Batch | None], Awaitable[None]]
-"""What happens on an actor before a value is given: of a call its result, of a stream each value."""
+"""Called before an actor returns a call's result or yields a stream's value."""
 
 
 class Crash(Exception):
-    """What a role raises that was told to crash."""
+    """Raised by a role that was set to crash."""
 
 
 class Latency(ABC):
-    """How many seconds something takes."""
+    """A distribution of durations."""
 
     @abstractmethod
     def draw(self, random: Random, batch: Batch | None) -> float:
-        """Seconds, for a call with this batch among its arguments; of a stream, for a value."""
+        """Draw the seconds of a call with this batch among its arguments, or of a stream's value."""
 
 
 @dataclass(frozen=True)
 class Lognormal(Latency):
-    """Seconds of this mean; `sigma` is the standard deviation of their logarithm. Long tails: 1, as of completions."""
+    """Seconds with this mean. `sigma`: standard deviation of their logarithm, 1 for long tails as of completions."""
 
     mean: float
     sigma: float
 
     def draw(self, random: Random, batch: Batch | None) -> float:
-        """One value."""
+        """Draw one value."""
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
 
 @dataclass(frozen=True)
 class Recorded(Latency):
-    """One of these seconds, each as likely."""
+    """One of these seconds, with equal probability."""
 
     seconds: Sequence[float]
 
     @classmethod
     def of(cls, events: Path | str, endpoint: str) -> "Recorded":
-        """What the calls of an endpoint took on its ranks in a run, from its events: `"TorchPolicy.update"`.
+        """The durations of an endpoint's calls on ranks of a run, from its events: `"TorchPolicy.update"`.
 
-        Where the run noted no ranks, what the callers saw. DataError where there was no such call.
+        If the run recorded no ranks, the durations that callers saw. Raises DataError if there is no such call.
         """
         decoder = msgspec.json.Decoder(Event)
         found = [decoder.decode(line) for line in Path(events).read_bytes().splitlines() if line]
@@ -71,7 +71,7 @@ class Recorded(Latency):
         return cls([each.ended - each.began for each in spans])
 
     def draw(self, random: Random, batch: Batch | None) -> float:
-        """One of them."""
+        """Draw one of them."""
         return random.choice(self.seconds)
 
 
@@ -95,20 +95,19 @@ class _Per(Latency):
 
 
 def per_row(latency: Latency | float) -> Latency:
-    """So much for each row: of the batch that a call is given, or that a stream yields."""
+    """This time for each row of the batch that a call gets or a stream yields."""
     return _Per(_latency(latency), len)
 
 
 def per_token(latency: Latency | float) -> Latency:
-    """So much for each token: of the batch that a call is given, or that a stream yields."""
+    """This time for each token of the batch that a call gets or a stream yields."""
     return _Per(_latency(latency), lambda batch: int(batch.lengths.sum()))
 
 
 def delayed(role: C, /, *, seed: int = 0, **latencies: Latency | float) -> C:
-    """The role, with seconds that its endpoints take: `delayed(FakeSampler, generate=Lognormal(2, 0.5), load=0.1)`.
+    """Return the role with durations for its endpoints: `delayed(FakeSampler, generate=Lognormal(2, 0.5), load=0.1)`.
 
-    A call takes its time before it does its work. A stream takes it after it has made a value, so that the versions in
-    the value are those of when it was begun.
+    A call waits before its work. A stream waits after it has made a value, so the value has the versions of its start.
     """
 
     def pausing(name: str, latency: Latency) -> Before:
@@ -121,11 +120,11 @@ def delayed(role: C, /, *, seed: int = 0, **latencies: Latency | float) -> C:
 
 
 def crashing(role: C, /, *, seed: int = 0, **crashes: Collection[int] | float) -> C:
-    """The role, failing: `crashing(FakeReward, score=[3])` raises `Crash` in place of the third value, counted from 1.
+    """Return a failing role: `crashing(FakeReward, score=[3])` raises `Crash` in place of the third value, from 1.
 
-    The values of a stream count one by one, so it fails before its first one or between two. A number instead of a list
-    is the chance that a value is not given: `generate=0.05`. Values are counted over all actors of the class that is
-    returned: one that is respawned does not crash at the same place again.
+    The values of a stream count one by one, so it fails before its first value or between two. A number instead of a
+    list is the probability of a failure: `generate=0.05`. Values are counted over all actors of the returned class. So
+    a respawned actor does not crash at the same place again.
     """
 
     def failing(name: str, when: Collection[int] | float) -> Before:
@@ -148,7 +147,7 @@ def _latency(latency: Latency | float) -> Latency:
 
 
 def _random(actor: Actor, key: str) -> Random:
-    """The actor's own generator for a purpose; each rank has another one."""
+    """The actor's random generator for a purpose. Each rank has a different one."""
     generators: dict[str, Random] = vars(actor).setdefault("_meshrl_random", {})
     if key not in generators:
         generators[key] = Random(f"{key} {current_rank().index}")
@@ -156,7 +155,7 @@ def _random(actor: Actor, key: str) -> Random:
 
 
 def _derived(role: C, befores: dict[str, Before]) -> C:
-    """A subclass of the same name, in which something happens before values are given."""
+    """A subclass of the same name that calls `befores` before values are returned."""
     methods: dict[str, object] = {}
     for name, before in befores.items():
         method: object = getattr(role, name, None)

@@ -1,4 +1,4 @@
-"""How long the calls of a simulated run take: as in a recorded run, or as guessed."""
+"""The duration of calls in a simulated run: as in a recorded run, or as guessed."""
 
 import math
 from bisect import bisect_left
@@ -16,58 +16,58 @@ from meshrl.events import Call, Delivery, Event, Span, Step, Wait
 from meshrl.report import Intervals, alone, seconds_in, subtract, union
 
 ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
-"""The roles that are simulated. What a recorded call belongs to is told by the end of its actor's class name."""
+"""The simulated roles. A recorded call belongs to the role with which its actor's class name ends."""
 
 Endpoint: TypeAlias = tuple[str, str]
 """Role and endpoint."""
 
 _OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
-"""Endpoints that take no time where the record has none of them."""
+"""Endpoints that take no time if the record has no calls of them."""
 _STRETCH = 32
-"""The least steps that are drawn together, where a record has as many."""
+"""Lowest number of steps that are drawn together, if the record has that many."""
 _SCRIPT = frozenset({"trainer", "publish"})
-"""Who waits in the script, of those that a stream names."""
+"""Waiters in the script."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a recorded call cost."""
+    """The cost of a recorded call."""
 
     seconds: Sequence[float]
-    """Of each rank, if it had worked on this alone."""
+    """Seconds of each rank if it had worked on nothing else."""
     rows: float | None = None
-    """Rows a rank; None: it takes as long for any number."""
+    """Rows per rank. None if the cost does not depend on rows."""
     step: int = 0
-    """The step of the record in which it began."""
+    """The recorded step in which it began."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What the calls of each endpoint cost, and what steps cost beside them, in the order of the record."""
+    """The costs of each endpoint's calls, and the other costs of steps, in recorded order."""
 
     works: Mapping[Endpoint, Sequence[Work]]
     own: Sequence[Work] = ()
-    """The script's own work in a step: between its calls, on the way to the ranks and back, the recorder's."""
+    """The script's own work in a step: between calls, communication with ranks, and recording."""
     latency: Sequence[Work] = ()
-    """From the end of a call of `generate` to the script's batch, in which no rank works."""
+    """Time from the end of a `generate` call to the script's batch, during which no rank works."""
     steps: int = 1
-    """How many the record has."""
+    """Number of recorded steps."""
     strict: bool = False
-    """Whether an endpoint that is not there is a mistake; else it takes no time."""
+    """True if a missing endpoint is an error. Otherwise it takes no time."""
 
     @classmethod
     def guessed(cls, rollout: float, train: float, rows: int | None) -> Self:
-        """`generate` takes `rollout` and `Policy.update` takes `train` seconds for so many rows a rank."""
+        """`generate` takes `rollout` seconds and `Policy.update` takes `train` seconds for `rows` rows on a rank."""
         return cls({("Sampler", "generate"): [Work([rollout], rows)], ("Policy", "update"): [Work([train], rows)]})
 
     @classmethod
     def recorded(
         cls, events: Iterable[Event], n: int, first: int = 0, splits: Mapping[str, int] = MappingProxyType({})
     ) -> Self:
-        """What the calls of a run cost, of those within its steps from `first` on where there are any.
+        """The costs of a run's calls. If there are calls within its steps from `first` on, only these count.
 
-        `n`: completions a prompt; `splits`: of a role, how many ranks share the same rows. DataError where the run has
-        fewer than two such steps.
+        `n`: completions per prompt. `splits`: for each role, the number of ranks that share the same rows. Raises
+        DataError if the run has fewer than two such steps.
         """
         events = list(events)
         windows = step_windows(events, first)
@@ -96,7 +96,7 @@ class Pace:
         return cls(everywhere | inside, own, latency, len(windows), strict=True)
 
     def works_of(self, role: str, endpoint: str) -> Sequence[Work]:
-        """What an endpoint's calls cost; DataError where the record should have one and does not."""
+        """The costs of an endpoint's calls. Raises DataError if the record should contain some and does not."""
         found = self.works.get((role, endpoint), ())
         if not found and self.strict and endpoint not in _OPTIONAL:
             has = ", ".join(sorted(f"{role}.{name}" for role, name in self.works)) or "none at all"
@@ -108,16 +108,16 @@ class Pace:
 
 
 class Tape:
-    """Which step of the record a simulated step follows: stretches of some steps, in an order that the seed decides.
+    """Chooses the recorded step that a simulated step follows: stretches of steps, in an order set by the seed.
 
-    So what was slow together is slow together again. In each turn every stretch is followed once.
+    Calls that were slow together are slow together again. Each turn follows every stretch once.
     """
 
     def __init__(self, steps: int, seed: int) -> None:
-        """`steps`: of the record."""
+        """`steps`: number of recorded steps."""
         self.seed = seed
         self.step = 0
-        """Of the simulated run."""
+        """The simulated step."""
         self._steps = steps
         self._length = steps // max(1, steps // _STRETCH)
         self._turn = -1
@@ -125,7 +125,7 @@ class Tape:
 
     @property
     def place(self) -> int:
-        """The step of the record."""
+        """The recorded step."""
         stretch, passed = divmod(self.step, self._length)
         turn, number = divmod(stretch, self._steps // self._length)
         if turn != self._turn:
@@ -137,21 +137,21 @@ class Tape:
 
 
 class Draws:
-    """The seconds of one endpoint's calls on one rank: those that the record has in the tape's place."""
+    """The durations of an endpoint's calls on one rank, from the tape's place in the record."""
 
     def __init__(self, works: Sequence[Work], rank: int, tape: Tape) -> None:
-        """`works`: in the order of the record."""
+        """`works`: in recorded order."""
         self._works = works
         self._rank = rank
         self._tape = tape
         self._step = 0
         self._drawn = 0
-        """In this step."""
+        """Number drawn in this step."""
         self._near: dict[int, Sequence[Work]] = {}
         self._fixed, self._slope = _line(works)
 
     def next(self, rows: int | None) -> float:
-        """Seconds for a call with so many rows: of a recorded one with about as many, scaled to them."""
+        """Seconds of a call with `rows` rows, scaled from a recorded call with a similar number."""
         if not self._works or rows == 0:
             return 0.0
         key = rows or 0
@@ -169,7 +169,7 @@ class Draws:
         return self._fixed + self._slope * rows
 
     def _about_as_many(self, rows: int | None) -> Sequence[Work]:
-        """The works whose rows are the nearest to these, or little further."""
+        """The works whose number of rows is nearest to `rows`, or almost."""
         if rows is None or not all(work.rows for work in self._works):
             return self._works
         apart = [abs(math.log(work.rows / rows)) for work in self._works if work.rows]
@@ -177,7 +177,7 @@ class Draws:
 
 
 def lowest_cost(works: Sequence[Work], rows: float) -> float:
-    """Seconds that no call with so many rows, or calls with as many together, is drawn below."""
+    """A lower bound for the seconds of a call with `rows` rows, or of several calls with this sum."""
     fixed, slope = _line(works)
     costs = (
         min(work.seconds) * ((fixed + slope * rows) / (fixed + slope * work.rows) if work.rows else 1.0)
@@ -187,9 +187,9 @@ def lowest_cost(works: Sequence[Work], rows: float) -> float:
 
 
 def typical_cost(works: Sequence[Work], rows: float, others: Sequence[Work]) -> float:
-    """Seconds of the median call, if each had so many rows.
+    """Seconds of the median call, scaled to `rows` rows.
 
-    By the line of these works; where they all have one number of rows, by that of `others`, else in proportion.
+    Scaled by the line of these works. If they all have one number of rows, by the line of `others`, else in proportion.
     """
     several = len({work.rows for work in works}) > 1
     fixed, slope = _line(works if several else others)
@@ -202,7 +202,7 @@ def typical_cost(works: Sequence[Work], rows: float, others: Sequence[Work]) -> 
 
 
 def _line(works: Sequence[Work]) -> tuple[float, float]:
-    """What a call costs, but for a factor: a part of its own, and one a row. By least squares, neither below 0."""
+    """Fixed cost and cost per row of a call, up to a common factor. By least squares, neither below 0."""
     sized = np.array([(work.rows, sum(work.seconds) / len(work.seconds)) for work in works if work.rows])
     if len(sized) == 0 or np.ptp(sized[:, 0]) == 0:
         return 0.0, 1.0
@@ -214,9 +214,9 @@ def _line(works: Sequence[Work]) -> tuple[float, float]:
 
 
 def step_windows(events: Iterable[Event], first: int = 0) -> Intervals:
-    """From each step's beginning to the next one's, float64[steps, 2]: without the first ones, and without the last.
+    """Windows from each step's beginning to the next one's, float64[steps, 2], without the first steps and the last.
 
-    DataError where none is left.
+    Raises DataError if none is left.
     """
     began = sorted(each.began for each in events if isinstance(each, Step))[first:]
     if len(began) < 2:
@@ -228,7 +228,7 @@ def step_windows(events: Iterable[Event], first: int = 0) -> Intervals:
 
 
 def _costs(spans: Sequence[Span]) -> list[float]:
-    """The seconds of each span, if it had had its rank for itself: k calls at a time go on at 1/k of the speed."""
+    """Seconds of each span if it had its rank alone: each of k concurrent calls runs at 1/k of the speed."""
     costs = [0.0] * len(spans)
     of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, span in enumerate(spans):
@@ -241,11 +241,11 @@ def _costs(spans: Sequence[Span]) -> list[float]:
 
 
 def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[list[Work], list[Work]]:
-    """Of each step: when the script neither waited nor had a call run, and when it waited and nothing ran."""
+    """For each step, the time without waits or calls of the script, and the time of waits in which nothing ran."""
     waits = union([(each.began, each.ended) for each in events if isinstance(each, Wait) and each.who in _SCRIPT])
     everything = union([(span.began, span.ended) for span in spans])
     streams = any(isinstance(each, Delivery) for each in events)
-    # Without a stream the script itself waits for `generate`.
+    # Without a stream, the script itself waits for `generate`.
     called = [(span.began, span.ended) for span in spans if not (streams and span.endpoint == "generate")]
     busy = union([*called, *map(tuple, waits.tolist())])
     own = windows[:, 1] - windows[:, 0] - seconds_in(busy, windows)

@@ -1,4 +1,4 @@
-"""The durations of calls in a recorded run, where they ran, and what they would take elsewhere."""
+"""The durations of calls in a recorded run, where they ran, and their estimates for other places."""
 
 import math
 import tomllib
@@ -16,32 +16,32 @@ from meshrl.report import read_events
 from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
 
 WARM_UP: Final = 2
-"""Steps, besides `ahead`, in which the pipeline fills."""
+"""Steps, in addition to `ahead`, that fill the pipeline."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the calls of a role run: on ranks of one shape."""
+    """Where a role's calls run: on ranks of one shape."""
 
     split: int = 1
-    """Ranks that share the same rows, along all axes but dp."""
+    """Number of ranks that share the same rows, along all axes except dp."""
     cpus: int | None = None
-    """Cores of each rank; None where it is not known, or the rank computes on a GPU."""
+    """Cores per rank. None if unknown, or if the rank computes on a GPU."""
     stages: int = 1
-    """Of a pipeline, the ranks along pp."""
+    """Pipeline stages: ranks along pp."""
     passes: int = 1
-    """Micro-batches of an update on a rank, about: what keeps the stages of a pipeline busy."""
+    """Approximate number of micro-batches of an update on a rank, which keep pipeline stages busy."""
 
     @property
     def bubble(self) -> float:
-        """How much longer an update takes because the pipeline fills and drains."""
+        """Factor by which an update takes longer because the pipeline fills and drains."""
         return 1 + (self.stages - 1) / self.passes
 
 
 def places_of(table: Table, cores: int | None = None) -> dict[str, Place]:
-    """Where each role of a configuration's tables runs, by the role's name.
+    """The place of each role of a configuration's tables, by the role's name.
 
-    `cores`: of the machine, which a mesh has that is alone and does not say how many it takes.
+    `cores`: cores of the machine, which a single mesh without `cpus` uses.
     """
     meshes = _table(_table(table, "run"), "meshes")
     tables = {role: _table(table, role.lower()) for role in ROLES}
@@ -60,7 +60,7 @@ def places_of(table: Table, cores: int | None = None) -> dict[str, Place]:
 
 
 def _passes(table: Table, own: Table, shares: int) -> int:
-    """Micro-batches of an update on a rank, if each completion had its most tokens."""
+    """Micro-batches of an update on a rank, if all completions have the maximal length."""
     sampling = _table(table, "sampling")
     rows = number(table, "prompts", 1) * number(sampling, "n", 1) / number(table, "minibatches", 1)
     tokens = rows * number(sampling, "max_tokens", 1) / shares
@@ -76,11 +76,11 @@ class Record:
     """Its configuration."""
     pace: Pace
     measured: float
-    """Seconds of its median step."""
+    """Its median step in seconds."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a run's folder. DataError where it has too few steps, or no events."""
+        """Read a run's folder. Raises DataError if it has too few steps or no events."""
         notes: list[str] = []
         events = read_events(folder / "events.jsonl", notes)
         if not events:
@@ -97,40 +97,41 @@ class Record:
 
     @classmethod
     def guessed(cls, pace: Pace) -> Self:
-        """In the place of a record: what somebody guesses of one rank, whatever it computes with."""
+        """A guess in place of a record, for one rank on any device."""
         return cls(Path(), {"run": {"meshes": {"main": {"gpus": 1}}}}, pace, 0.0)
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What is taken for granted where no record tells."""
+    """Assumptions for what no record shows."""
 
     cores: float = 0.4
-    """A call goes at cores ** this of its speed on one: small models gain little from threads."""
+    """On n cores a call runs n to this power times as fast as on one. Small models gain little from threads."""
     split: float = 0.9
-    """Of each doubling of the ranks that share the same rows, along tp, pp or cp, so much is gained."""
+    """Efficiency of each doubling of the ranks that share the same rows, along tp, pp or cp."""
 
 
 GUESSES: Final = Guesses()
 _ENDS: Final = [Guesses(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
-"""What might hold in place of them."""
+"""Extremes of the assumptions."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What calls cost in a configuration."""
+    """The costs of calls in a configuration."""
 
     pace: Pace
     guessed: Sequence[str] = ()
-    """What no record tells, and was taken for granted."""
+    """Assumptions that no record covers."""
 
 
 def fit(records: Sequence[Record], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Fit:
-    """What records tell of calls in a configuration: of each role, those of the record that is most like it.
+    """Estimate the costs of calls in a configuration: for each role, from the most similar record.
 
-    That is the one with as many cores a rank, and as many ranks to the same rows; of two, the one given first. On other
-    cores a call goes at `cores ** e` of its speed on one, with the e that records with different cores tell of the
-    endpoint. `table`: of the configuration, with its defaults; `cores`: of the machine, as in `places_of`.
+    That is the record with the nearest number of cores per rank and of ranks that share rows, or the first of equal
+    ones. On n cores a call runs at n ** e times its speed on one core. The exponent e comes from records of the
+    endpoint with different cores. `table`: the configuration with its defaults. `cores`: of the machine, as in
+    `places_of`.
     """
     asked, places = places_of(table, cores), [places_of(record.table, cores) for record in records]
     works: dict[Endpoint, Sequence[Work]] = {}
@@ -157,9 +158,10 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
 
 
 def fit_ends(records: Sequence[Record], table: Table, cores: int | None = None) -> tuple[Pace, Pace]:
-    """What calls would cost if all were as slow as guesses may have them, and if all were as fast.
+    """The costs of calls if all are as slow as the assumptions allow, and if all are as fast.
 
-    Of each endpoint by itself: where one role has fewer cores and another more, not the same guess makes both slow.
+    Chosen for each endpoint separately, because a role with fewer cores and one with more are slow by different
+    guesses.
     """
     paces = [fit(records, table, cores, guesses).pace for guesses in _ENDS]
     slow, fast = (
@@ -184,12 +186,12 @@ def _nearest(places: Sequence[Place], wanted: Place) -> int:
 
 
 def _gain(split: int, each: float) -> float:
-    """How many times as fast so many ranks are with the same rows, as one is."""
+    """The speed-up of `split` ranks that share the same rows over one rank."""
     return float(split * each ** math.log2(split))
 
 
 def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | None:
-    """How a call's speed grows with cores, by the two records whose ranks have the fewest and the most; or None.
+    """The exponent with which a call's speed grows with cores, from the records with the fewest and most. Or None.
 
     Both are compared at the rows of the one with the fewest.
     """
@@ -205,7 +207,7 @@ def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | 
 
 
 def number(table: Table, name: str, default: int) -> int:
-    """A whole number of a table."""
+    """An integer of a table."""
     value = table.get(name, default)
     return value if isinstance(value, int) else default
 

@@ -26,7 +26,7 @@ class Standing:
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:
-    """Who waits for what on a loop, and where each task stands."""
+    """Describe who waits for what on a loop, and where each task stands."""
     waits = [f"  {pending}" for pending in Pending.of(loop)]
     return "\n".join([*waits, *(f"  {task}" for task in standing_tasks(loop))]) or "  no task is left"
 
@@ -38,7 +38,7 @@ def standing_tasks(loop: asyncio.AbstractEventLoop) -> list[Standing]:
 
 
 def _where(task: asyncio.Task[object]) -> str:
-    """The innermost line that is neither Python's nor asyncio's; of meshrl's, also the script's that called it."""
+    """The innermost line outside Python and asyncio. If it is meshrl's, also the script's line that called it."""
     frames = [frame for frame in _frames(task.get_coro()) if not frame.f_code.co_filename.startswith(_STDLIB)]
     if not frames:
         return repr(task.get_coro())
@@ -64,7 +64,7 @@ def _frames(waiting: object) -> Iterator[FrameType]:
             frame, inner = waiting.ag_frame, waiting.ag_await
         elif isinstance(waiting, GeneratorType):
             frame, inner = waiting.gi_frame, waiting.gi_yieldfrom
-        elif not isinstance(waiting, asyncio.Future):  # `__anext__()` and the like do not say what they await
+        elif not isinstance(waiting, asyncio.Future):  # `__anext__()` and similar objects do not expose what they await
             inside = gc.get_referents(waiting)
             inner = next((each for each in inside if isinstance(each, AsyncGeneratorType | CoroutineType)), None)
         if frame is not None:

@@ -75,4 +75,4 @@ ROLES = {
     "Reward": "meshrl.testing:FakeReward",
     "RewardModel": "meshrl.testing:FakeRewardModel",
 }
-"""What the backend `fake` offers to the registry."""
+"""The roles of the backend `fake`, for the registry."""

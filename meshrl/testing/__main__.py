@@ -6,7 +6,7 @@ from meshrl.testing.explorer import explore, load_scenario, replay
 
 
 def main() -> None:
-    """Run a scenario under one seed, where an exception is seen as it was raised, or under many."""
+    """Run a scenario under one seed, which shows an exception unchanged, or under many seeds."""
     parser = argparse.ArgumentParser(prog="python -m meshrl.testing", description="Run a scenario in virtual time.")
     parser.add_argument("scenario", help="FILE.py:NAME or MODULE:NAME of an `async def scenario(seed)`")
     parser.add_argument("--seed", type=int, help="replay this one")

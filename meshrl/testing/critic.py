@@ -13,23 +13,23 @@ from meshrl.simulation import State, read_state
 
 
 class FakeCritic(Critic):
-    """A critic that expects nothing: its values are 0, what follows from them is real."""
+    """A critic whose values are 0. What follows from them is real."""
 
     def __init__(self, config: CriticConfig) -> None:
         self.updates: deque[Batch] = deque(maxlen=256)
-        """The batches that this rank was given last."""
+        """The last batches that this rank was given."""
         self._made = 0
-        """How many it was given in all, with those that it was restored with."""
+        """Number of all updates, including those before a restore."""
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
-        """Values of zero; advantages and returns from the rewards."""
+        """Return values of zero, and the advantages and returns that follow from the rewards."""
         zeros = Ragged(np.zeros(len(batch.tokens.values), np.float32), batch.tokens.offsets)
         return with_advantages(batch, zeros, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn nothing, and say what `ValueLoss` says.
+        """Learn nothing, and return the metrics of `ValueLoss`.
 
-        DataError where the loss is a policy's, or a column of it is missing or from elsewhere than it says.
+        Raises DataError for a policy's loss, and for a missing column or one from another source than it says.
         """
         check_predicts(loss, "values")
         check_sources(batch, loss)
@@ -45,15 +45,15 @@ class FakeCritic(Critic):
         return Metrics({name: (total, tokens) for name, total in {"loss": squares / 2, **means}.items()})
 
     async def save(self, folder: str) -> None:
-        """How often it was updated, as text."""
+        """Write the number of updates as text."""
         _write(Path(folder), self._made)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """The number of updates."""
+        """Write the number of updates."""
         State("fake critic", self._made).write(folder)
 
     async def restore(self, folder: str) -> None:
-        """Take it."""
+        """Read the number of updates."""
         self._made = read_state(folder, "fake critic").updates
         self.updates.clear()
 

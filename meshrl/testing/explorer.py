@@ -27,7 +27,7 @@ from meshrl.simulation import simulate
 from meshrl.user_code import import_file
 
 Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
-"""`async def scenario(seed: int) -> None`: whatever it draws, it draws from the seed; it asserts what must hold."""
+"""`async def scenario(seed: int) -> None`: it draws random numbers only from the seed, and asserts what must hold."""
 
 _CHUNK = 50
 _TELL_SECONDS: Final = 5.0
@@ -49,11 +49,11 @@ def explore(
 ) -> None:
     """Run a scenario in virtual time under each seed, `first` to `first + seeds - 1`.
 
-    A seed is what the scenario is given, and it also chooses which task goes on next. Raises `ScheduleFailed` for the
-    lowest seed that fails: by an assertion, any other exception, a `Deadlock`, `LeftRunning`, or the limit of virtual
-    seconds. Each five seconds a log line says how many seeds hold. `workers`: processes, which import the script that
-    was started: the scenario must be a function of a module, and a script calls this below
-    `if __name__ == "__main__":`. ConfigError if they cannot.
+    The scenario gets the seed, which also chooses the task that continues next. Raises `ScheduleFailed` for the lowest
+    seed that fails: by an assertion, any other exception, a `Deadlock`, `LeftRunning`, or the limit of virtual seconds.
+    A log line says every five seconds how many seeds hold.
+    `workers`: number of processes. They import the started script, so the scenario must be a function of a module, and
+    a script must call this below `if __name__ == "__main__":`. Raises ConfigError if they cannot.
     """
     tried = range(first, first + seeds)
     seed = (
@@ -77,7 +77,7 @@ def explore(
 
 
 def replay(scenario: Scenario, seed: int, *, time_limit: float | None = None) -> None:
-    """Run a scenario under one seed, as `explore` does; raises what it raises."""
+    """Run a scenario under one seed, as `explore` does, and raise its error."""
     simulate(lambda: scenario(seed), seed=seed, time_limit=time_limit)
 
 
@@ -114,7 +114,7 @@ def _first_failing(
 
 @contextmanager
 def _without_logs() -> Generator[None]:
-    """What thousands of schedules would log nobody reads; the one that fails is replayed with it."""
+    """Suppress the logs of thousands of schedules. Replaying the failing one shows its log."""
     configured, before = structlog.is_configured(), structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -126,10 +126,10 @@ def _without_logs() -> Generator[None]:
 
 
 def _in_processes(reference: str, seeds: range, workers: int, time_limit: float | None) -> int | None:
-    """The lowest failing seed: whichever process finds another one earlier, all lower seeds are tried."""
+    """The lowest failing seed. All lower seeds are tried, whichever process finds a failure first."""
     chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(workers, get_context("spawn"), sys.path.extend, (sys.path,)) as pool:
-        try:  # where a process ends early, `submit` may raise too
+        try:  # if a process ends early, `submit` may raise too
             pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
             progress = _Progress(len(seeds))
             for chunk, future in zip(chunks, pending, strict=True):
@@ -179,7 +179,7 @@ def _command(scenario: Scenario, seed: int, time_limit: float | None) -> str:
 
 @cache
 def load_scenario(reference: str) -> Scenario:
-    """The function that `FILE.py:NAME` or `MODULE:NAME` names."""
+    """Return the function that `FILE.py:NAME` or `MODULE:NAME` names."""
     place, _, name = reference.rpartition(":")
     if not place:
         raise ConfigError(f"{reference}: write FILE.py:SCENARIO or MODULE:SCENARIO")

@@ -1,7 +1,7 @@
-"""Fake roles. They keep the roles' guarantees about columns, versions and order, and do learn.
+"""Fake roles. They keep the roles' guarantees about columns, versions and order, and they learn.
 
-The only weight is a skill from 0 to 1, the chance that the sampler gives the right answer. An update with
-any advantage that is not zero raises it.
+The only weight is a skill from 0 to 1, the probability that the sampler gives the right answer. An update with any
+advantage other than zero raises it.
 """
 
 import hashlib
@@ -37,40 +37,40 @@ from meshrl.weights import Weights
 
 _SKILL = "skill"
 _ONE_BY_ONE, _LOTS = 12, 4
-"""Of so many rows each takes a decode step of its own; more come in so many lots, which a laptop handles in no time."""
+"""Up to 12 rows each take a separate decode step. More rows come in 4 lots, which costs a laptop almost no time."""
 _TOKENS = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
 def count_prompts(_config: ModelConfig, prompts: Sequence[str]) -> list[int]:
-    """One token a character."""
+    """Count one token per character."""
     return [len(prompt) for prompt in prompts]
 
 
 class FakePolicy(Policy):
-    """A policy that learns by `rate` an update, from a skill of `skill`."""
+    """A policy whose skill starts at `skill` and rises by `rate` per update."""
 
     def __init__(self, config: PolicyConfig, skill: float = 0.2, rate: float = 0.1) -> None:
         self.skill: float = skill
         self.rate = rate
         self.updates: deque[Batch] = deque(maxlen=256)
-        """The batches that this rank was given last."""
+        """The last batches that this rank was given."""
         self._made = 0
-        """How many it was given in all, with those that it was restored with."""
+        """Number of all updates, including those before a restore."""
 
     @property
     def version(self) -> int:
-        """How many updates made its skill."""
+        """Number of updates that made its skill."""
         return self._made
 
     async def encode(self, batch: Batch) -> Batch:
-        """One token a character."""
+        """Encode one token per character."""
         return _encoded(batch, cast("tuple[str, ...]", batch.objects("completion")))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn if there is anything to learn from.
+        """Learn if there is a signal.
 
-        DataError where the loss is a critic's, a column of it is missing or from elsewhere than it says, or a token or
-        a log-prob is newer than the policy.
+        Raises DataError for a critic's loss, for a missing column or one from another source than it says, and for a
+        token or a log-prob that is newer than the policy.
         """
         version = self.version
         newest = int(batch.row("oldest_version").max(initial=0)) if "oldest_version" in batch else 0
@@ -93,23 +93,23 @@ class FakePolicy(Policy):
         return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(float(len(batch)), 1.0))
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Log-probs of zero."""
+        """Return log-probs of zero."""
         return batch.assign(logprobs=_zeros(batch, Source.trainer(self.version)))
 
     async def weights(self) -> Weights:
-        """The skill, at a version that counts the updates."""
+        """Return the skill, with the number of updates as version."""
         return Weights(self.version, {_SKILL: np.array([self.skill])})
 
     async def save(self, folder: str) -> None:
-        """The skill as JSON."""
+        """Write the skill as JSON."""
         _write(Path(folder), self.skill)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """The skill and the number of updates."""
+        """Write the skill and the number of updates."""
         State("fake policy", self.version, self.skill).write(folder)
 
     async def restore(self, folder: str) -> None:
-        """Take them."""
+        """Read the skill and the number of updates."""
         state = read_state(folder, "fake policy")
         self._made = state.updates
         self.updates.clear()
@@ -121,14 +121,14 @@ class FakeReference(Reference):
 
     def __init__(self, config: ReferenceConfig) -> None:
         self.weights: Weights | None = None
-        """Those that it took."""
+        """The loaded weights."""
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Log-probs of zero."""
+        """Return log-probs of zero."""
         return batch.assign(reference_logprobs=_zeros(batch, Source("reference")))
 
     async def load(self, weights: Weights) -> None:
-        """Take the skill."""
+        """Load the skill."""
         if set(weights.tensors) != {_SKILL}:
             has = ", ".join(weights.tensors) or "nothing"
             raise ModelError(
@@ -139,11 +139,11 @@ class FakeReference(Reference):
 
 
 class FakeSampler(SteppingSampler):
-    """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
+    """A sampler that gives the row's `answer` with the probability in its weights, else the prompt.
 
-    It writes a token for each character and one for the end, unless a stop text or `max_tokens` comes before. A row is
-    whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no `answer`, is
-    answered as `reply` has it, or by nothing.
+    It writes a token for each character and one for the end, unless a stop text or `max_tokens` comes first. A row is
+    complete or not begun, so an aborted one has only its prompt's tokens. A conversation, which has no `answer`, is
+    answered by `reply`, or by nothing.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -151,15 +151,15 @@ class FakeSampler(SteppingSampler):
         self.weights: Weights = Weights(0, {_SKILL: np.array([0.0])})
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """A few rows at a time, shortest answer first: as from a real sampler, rows finish out of order.
+        """Yield a few rows at a time, shortest answers first: like a real sampler, rows finish out of order.
 
-        A dozen rows come one by one, more of them in four lots.
+        Up to a dozen rows come one by one, more of them in four lots.
         """
         rows = _with_answers(prompts.repeat(sampling.n))
         ended = _ended(rows)
         if ended.any():
             yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
-        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))  # in the call, however it was divided
+        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))  # of the call, however it was divided
         lengths = [-len(str(answer)) for answer in rows.objects("answer")] if len(rows) else []
         waiting = sorted(np.flatnonzero(~ended).tolist(), key=lengths.__getitem__)
         lot = 1 if len(waiting) <= _ONE_BY_ONE else -(-len(waiting) // _LOTS)
@@ -178,7 +178,7 @@ class FakeSampler(SteppingSampler):
             )
 
     async def load(self, weights: Weights) -> Batch:
-        """Take the skill."""
+        """Load the skill."""
         async with self.generate_calls.loading() as places:
             self.weights = weights
         return places
@@ -197,7 +197,7 @@ class FakeSampler(SteppingSampler):
         skill = float(self.weights.tensors[_SKILL][0])
         if sampling.temperature == 0:
             return answers if skill >= 0.5 else prompts
-        # Another turn is another draw.
+        # Another turn draws differently.
         turns = rows.tokens.lengths.tolist() if "tokens" in rows and "observation" in rows else None
         key = repr((self.seed, sampling.seed, self.weights.version))[:-1]
         completions: list[str] = []
@@ -209,7 +209,7 @@ class FakeSampler(SteppingSampler):
 
 
 class FakeReward(Reward):
-    """1 for the right answer, else 0."""
+    """Rewards 1 for the right answer, else 0."""
 
     def __init__(self, config: RewardConfig | RewardModelConfig) -> None:
         pass
@@ -232,7 +232,7 @@ def _encoded(batch: Batch, completions: Sequence[str]) -> Batch:
 
 
 def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
-    """Rows of a token a character: those that are given, then those that are learned."""
+    """Rows of one token per character: given tokens, then learned ones."""
     text = "".join(chain.from_iterable(zip(given, learned, strict=True)))
     lengths = np.array([[len(before), len(after)] for before, after in zip(given, learned, strict=True)], np.int64)
     lengths = lengths.reshape(-1, 2)
@@ -243,7 +243,7 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
 
 
 def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
-    """Rows with these tokens after those and the observations that they had, of which none is learned."""
+    """Rows with these completions, after their previous tokens and observations, none of which is learned."""
     goes_on = "observation" in rows and "tokens" in rows
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
     done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)
@@ -260,32 +260,32 @@ def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
 
 
 def _with_answers(rows: Batch) -> Batch:
-    """The right answers to conversations, which have none."""
+    """Fill in the right answers of conversations, which have none."""
     if "answer" in rows or "tokens" not in rows:
         return rows
     return rows.assign(answer=[reply("".join(map(chr, tokens.tolist()))) for tokens in rows.tokens])
 
 
 def _ended(rows: Batch) -> NDArray[np.bool_]:
-    """Which rows have a completion already, as those of a sampler have, bool[rows]."""
+    """Rows that already have a completion, such as those of a sampler, bool[rows]."""
     if not all(name in rows for name in _TOKENS):
         return np.zeros(len(rows), np.bool_)
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
 
 
 def _seen(rows: Batch) -> list[str]:
-    """The texts of rows' tokens and of their observations."""
+    """The texts of the rows' tokens and observations."""
     old = ["".join(map(chr, tokens.tolist())) for tokens in rows.tokens]
     return [f"{text}{observation or ''}" for text, observation in zip(old, rows.objects("observation"), strict=True)]
 
 
 def _kept(versions: Ragged, had: Ragged) -> Ragged:
-    """The versions of rows' tokens, the first of which are known."""
+    """Versions of the rows' tokens, the first of which are known."""
     return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, had, strict=True)], np.int32)
 
 
 def _anew(rows: Batch) -> Batch:
-    """The rows without the tokens that they had."""
+    """The rows without their previous tokens."""
     return rows.drop(*(name for name in _TOKENS if name in rows))
 
 
@@ -295,6 +295,6 @@ def _zeros(batch: Batch, source: Source) -> Ragged:
 
 def _any(batch: Batch, name: str) -> bool:
     column = batch[name]
-    if not len(batch):  # a rank without rows learns as those that have some
+    if not len(batch):  # a rank without rows learns like those with some
         return True
     return bool(np.any(column.values if isinstance(column, Ragged) else batch.row(name)))

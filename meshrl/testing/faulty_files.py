@@ -11,23 +11,23 @@ from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
 Fault: TypeAlias = Literal["EIO", "ENOSPC", "EROFS", "short"]
-"""The operation raises this OSError, or writes one byte of what it is given and says so."""
+"""The operation raises this OSError, or writes only one byte and reports that."""
 
 
 class FaultyFiles:
-    """Counts the writes and syncs of this process below a folder; one of them fails, and all after it work."""
+    """Counts this process's writes and syncs below a folder. One of them fails, and all later ones work."""
 
     def __init__(self, folder: Path, at: int | None = None, fault: Fault = "EIO") -> None:
-        """`at`: the number of the operation that fails, from 0; None: none does."""
+        """`at`: index of the operation that fails, from 0. None: none fails."""
         self._folder = folder.resolve()
         self._at = at
         self._fault: Fault = fault
         self.operations: int = 0
-        """How many there were."""
+        """Number of operations so far."""
 
     @contextmanager
     def installed(self) -> Generator["FaultyFiles"]:
-        """Files that are opened inside the block are of this disk, whichever thread opens them."""
+        """Use this disk for files that are opened inside the block, in any thread."""
         really_open, really_sync = io.open, os.fsync
 
         def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
@@ -49,7 +49,7 @@ class FaultyFiles:
         return path.resolve().is_relative_to(self._folder)
 
     def _next(self) -> Fault | None:
-        """What is wrong with the operation that comes now."""
+        """The fault of the next operation."""
         self.operations += 1
         return self._fault if self.operations - 1 == self._at else None
 

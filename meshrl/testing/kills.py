@@ -21,21 +21,21 @@ from meshrl.simulation import VirtualLoop, simulate
 T = TypeVar("T")
 
 _CHANGES: Final = ("rename", "replace", "unlink", "remove", "mkdir", "rmdir", "truncate", "ftruncate", "fsync", "link")
-"""What `os` does to a folder, beside opening a file and writing it."""
+"""Functions of `os` that change a folder, in addition to opening and writing files."""
 _LIVE: Final = ("now.json", ".now.json.part")
-"""What a thread of a run writes each second of real time, and nothing goes on from."""
+"""Files that a thread of a run writes each second of real time, and that no run resumes from."""
 _THREAD: Final = 0.01
-"""Virtual seconds that a thread takes."""
+"""Virtual seconds that a call in a thread takes."""
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What a kill leaves."""
+    """The state that a kill leaves."""
 
     folder: Path
-    """A copy of what the disk had, from which a run may go on."""
+    """A copy of the disk, from which a run can resume."""
     after: str
-    """What changed the disk last before it."""
+    """The last change of the disk before the kill."""
 
 
 class KillPoints:
@@ -44,16 +44,16 @@ class KillPoints:
         points = KillPoints(tmp_path / "runs", tmp_path / "copies", scripts=[Path("mine.py")])
         points.watch(main)
         for left in points.remains:
-            ...  # go on from left.folder, and audit it
+            ...  # resume from left.folder, and audit it
 
-    A killed process runs no handler and writes no buffer, so that what it leaves is what the disk has. The moments are:
-    before each step of each task, thus at each await at which one stands; before each line of the scripts, thus also at
-    an await that does not wait; before each change of the disk, and in the middle of each write. Moments of one state
-    of the disk are one kill for whoever goes on, and have one copy.
+    A killed process runs no handler and writes no buffer, so it leaves exactly what the disk has. The moments are:
+    before each step of each task, so at each await; before each line of the scripts, so also at an await that does not
+    wait; before each change of the disk; and in the middle of each write. Moments with the same state of the disk are
+    the same kill for a resumed run, and share one copy.
     """
 
     def __init__(self, folder: Path, copies: Path, scripts: Sequence[Path] = ()) -> None:
-        """`copies`: a folder to be, with a copy of each state. `scripts`: files whose every line is a moment."""
+        """`copies`: new folder for a copy of each state. `scripts`: files whose every line is a moment."""
         self._folder = folder
         self._copies = copies
         self._scripts = {str(path.resolve()) for path in scripts}
@@ -61,18 +61,18 @@ class KillPoints:
         self._last = "nothing"
         self._noting = False
         self.moments: int = 0
-        """How many there were."""
+        """Number of moments."""
         self.awaits: Counter[str] = Counter()
-        """Where tasks stood, `FILE:LINE in FUNCTION`, and at how many moments."""
+        """Places of waiting tasks, `FILE:LINE in FUNCTION`, with the number of moments."""
         self.lines: Counter[tuple[str, int]] = Counter()
-        """The lines of the scripts, `(FILE, LINE)`, and how often each was a moment."""
+        """Lines of the scripts, `(FILE, LINE)`, with the number of moments."""
         self.remains: list[Remains] = []
-        """What the disk had, a state once, in the order in which they came."""
+        """Each state of the disk once, in order."""
 
     def watch(self, main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None) -> T:
-        """Run the program to its end, as `simulate` does, and note each moment.
+        """Run the program to its end, as `simulate` does, and record each moment.
 
-        What it does in threads takes a moment of virtual time, in which its other tasks go on.
+        A call in a thread takes a moment of virtual time, during which other tasks continue.
         """
         tracing = sys.gettrace()
         with self._watched_disk(), patch.object(asyncio, "to_thread", _as_a_step):
@@ -98,7 +98,7 @@ class KillPoints:
         return self._line
 
     def _note(self, coming: str | None = None) -> None:
-        """A moment. `coming`: the change that follows it."""
+        """Record a moment. `coming`: the change that follows it."""
         if self._noting:
             return
         self._noting = True
@@ -149,7 +149,7 @@ class KillPoints:
 
 
 class _WatchedFile(io.FileIO):
-    """A file whose every write is two, with a moment before each."""
+    """A file that makes two writes of each, with a moment before each half."""
 
     def __init__(self, file: Any, mode: str, note: Callable[[str], None]) -> None:
         super().__init__(file, mode)
@@ -165,14 +165,14 @@ class _WatchedFile(io.FileIO):
 
 
 async def _as_a_step(function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
-    """`asyncio.to_thread`, after which others have had their turn."""
+    """`asyncio.to_thread` that lets other tasks run afterwards."""
     result = function(*arguments, **named)
     await asyncio.sleep(_THREAD)
     return result
 
 
 def _digest(folder: Path) -> bytes:
-    """Of all that is in a folder: names and contents."""
+    """Digest of all names and contents in a folder."""
     total = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*")):
         if path.name in _LIVE:

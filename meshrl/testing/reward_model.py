@@ -13,7 +13,7 @@ from meshrl.simulation import State, read_state
 
 
 class FakeRewardModel(RewardModel):
-    """A reward model that scores what is as the row's `answer` by `rate` an update, and what is not by as much below.
+    """A reward model whose scores grow by `rate` per update: positive for texts like `answer`, negative for others.
 
     Before its first update all scores are 0.
     """
@@ -21,17 +21,17 @@ class FakeRewardModel(RewardModel):
     def __init__(self, config: RewardTrainingConfig, rate: float = 0.1) -> None:
         self.rate = rate
         self.updates: deque[Batch] = deque(maxlen=256)
-        """The batches that this rank was given last."""
+        """The last batches that this rank was given."""
         self._made = 0
-        """How many it was given in all, with those that it was restored with."""
+        """Number of all updates, including those before a restore."""
 
     @property
     def version(self) -> int:
-        """How many updates made its scores."""
+        """Number of updates that made its scores."""
         return self._made
 
     async def encode(self, batch: Batch) -> Batch:
-        """One token a character, and one at the end."""
+        """Encode one token per character, and one at the end."""
         tokens: list[list[int]] = []
         masks: list[list[bool]] = []
         for prompt, steps in zip(_texts(batch, "prompt"), _steps(batch), strict=True):
@@ -60,7 +60,7 @@ class FakeRewardModel(RewardModel):
         return batch.assign(token_scores=Ragged(values, mask.offsets))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn. DataError where the loss is of another kind of model, or a column of it is missing."""
+        """Learn. Raises DataError for another kind of model's loss, or a missing column."""
         check_predicts(loss, "scores")
         for name in loss.columns:
             if name != "rows":
@@ -71,15 +71,15 @@ class FakeRewardModel(RewardModel):
         return Metrics.of(loss=(count * np.exp(-self.rate * self.version), count), rows=(float(len(batch)), 1.0))
 
     async def save(self, folder: str) -> None:
-        """How often it was updated, as text."""
+        """Write the number of updates as text."""
         _write(Path(folder), self.version)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """The number of updates."""
+        """Write the number of updates."""
         State("fake reward model", self.version).write(folder)
 
     async def restore(self, folder: str) -> None:
-        """Take it."""
+        """Read the number of updates."""
         self._made = read_state(folder, "fake reward model").updates
         self.updates.clear()
 
@@ -97,7 +97,7 @@ def _texts(batch: Batch, name: str) -> tuple[str, ...]:
 
 
 def _steps(batch: Batch) -> list[tuple[str, ...]]:
-    """The steps of each row; a completion is one."""
+    """The steps of each row. A completion is one step."""
     if "steps" in batch:
         return [tuple(cast("tuple[str, ...]", steps)) for steps in (batch.objects("steps") if len(batch) else ())]
     return [(text,) for text in _texts(batch, "completion")]

@@ -22,8 +22,8 @@ S = TypeVar("S", bound=Stateful)
 class FakeRun(Run):
     """A `Run` without files and progress line: `await algorithm(FakeRun(policy, sampler, reward), config)`.
 
-    `spawn` gives the actor that implements the role, whatever backend the configuration names. Meshes of the run have
-    no threads, so that it works in virtual time.
+    `spawn` returns the actor that implements the role, whatever backend the configuration names. Meshes of the run have
+    no threads, so it works in virtual time.
     """
 
     def __init__(self, *actors: Actor, seed: int = 0, engine: Engine | None = None) -> None:
@@ -34,21 +34,21 @@ class FakeRun(Run):
         self.recorded: list[dict[str, float]] = []
         """The numbers of each `record`."""
         self.told: dict[str, float | str] = {}
-        """What `summary` was told."""
+        """The values given to `summary`."""
         self.evaluated: list[dict[str, float]] = []
-        """What evaluations found, with the `step` after which they began."""
+        """Results of evaluations, with the `step` after which they began."""
         self._beside = BackgroundMeasurements(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
 
     @property
     def folder(self) -> Path:
-        """A folder of its own that no other user can have prepared; it goes when the run does."""
+        """A new private folder, which is removed with the run."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="meshrl-fake-run-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
     async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
-        """The first of the actors that is of this role; BackendError where none is."""
+        """Return the first actor that is of this role. Raises BackendError if there is none."""
         found = next((actor for actor in self.actors if isinstance(role, type) and isinstance(actor, role)), None)
         if found is None:
             has = ", ".join(type(actor).__name__ for actor in self.actors) or "nothing"
@@ -57,29 +57,29 @@ class FakeRun(Run):
         return cast("R", found)
 
     async def keep(self, name: str, state: S) -> S:
-        """The same object: nothing is kept."""
+        """Return the same object. Nothing is kept."""
         return state
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
-        """Ranks in the caller's own loop."""
+        """Return ranks in the caller's own loop."""
         return await Mesh.reserve(self.engine, ranks, Resources(cpus=0))
 
     def steps(self, count: int) -> AsyncIterator[int]:
-        """The numbers of the steps, 0 to count - 1."""
+        """Iterate over the steps, 0 to count - 1."""
         return Steps(range(count), lambda step: self._between(count if step is None else step, last=step is None))
 
     async def _between(self, done: int, *, last: bool) -> None:
-        """Between two steps nothing is written, and evaluations begin."""
+        """Begin due evaluations between two steps. Nothing is written."""
         await self._beside.turn(done)
         if last:
             await self._beside.settle()
 
     def beside(self, measurement: Measurement) -> None:
-        """Measure beside the steps."""
+        """Measure at regular steps."""
         self._beside.add(measurement)
 
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
-        """What is measured."""
+        """Return the measured numbers."""
         return await measure()
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:

@@ -1,4 +1,4 @@
-"""A model that says what a test has written: a sampler and its chat format. One token for each character."""
+"""A model that says what a test has written: a sampler and its chat format, with one token per character."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -16,31 +16,31 @@ _ASSISTANT: Final = "assistant: "
 
 
 class ScriptedChat:
-    """As `meshrl.agents.Chat`: a line for each message, `user: hello`, and for the tools that are offered."""
+    """Like `meshrl.agents.Chat`: one line per message, `user: hello`, and one for the available tools."""
 
     ends: frozenset[int] = frozenset({0})
     max_tokens = 1 << 20
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """The lines, each after the first at the end of a turn, and `assistant: `."""
+        """Render the lines, and `assistant: `. A turn's end precedes each line except the first."""
         offered = [f"{_TOOLS}{json.dumps(list(tools))}{END}\n"] if tools else []
         lines = [f"{message.role}: {message.content}{END}\n" for message in messages]
         return "".join([*offered, *lines, _ASSISTANT])
 
     def encode(self, text: str) -> Sequence[int]:
-        """The number of each character."""
+        """Encode each character as its code point."""
         return list(map(ord, text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The characters, without the one that ends a turn."""
+        """Decode the characters, without those that end a turn."""
         return "".join(map(chr, tokens)).replace(END, "")
 
 
 def reply(text: str) -> str:
-    """What a good model says to a conversation of `ScriptedChat`.
+    """The answer of a good model to a conversation of `ScriptedChat`.
 
-    It calls the first tool that it is offered, with what it was told last for each argument, and repeats the answer;
-    without a tool it repeats what it was told. A text that is no conversation it repeats, and to none it says nothing.
+    It calls the first available tool, with the last message as each argument, and repeats the result. Without a tool it
+    repeats the last message. It repeats a text that is no conversation, and answers nothing to an empty one.
     """
     *lines, last = text.split(f"{END}\n")
     if not lines:
@@ -76,24 +76,24 @@ def said(text: str, stop: Sequence[str], max_tokens: int) -> Said:
 
 
 def read_chat(_config: ModelConfig) -> ScriptedChat:
-    """How a model of the backend `fake` converses."""
+    """The chat format of models of the backend `fake`."""
     return ScriptedChat()
 
 
 class ScriptedSampler(SteppingSampler):
-    """Says what a script says: a function of the prompt's text, or texts, one after the other; then IndexError.
+    """Says what a script says: a function of the prompt's text, or texts in order, followed by IndexError.
 
-    Each text is a turn, ended by a token of its own where there is room for it. Log-probs are -0.5.
+    Each text is a turn, followed by an end token if there is room for it. Log-probs are -0.5.
     """
 
     def __init__(self, script: Callable[[str], str] | Iterable[str]) -> None:
         self._script = script if callable(script) else _next_of(script)
         self._version = 0
         self.asked: list[str] = []
-        """The text of each prompt that it was asked to go on from."""
+        """The text of each prompt."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Row by row."""
+        """Yield row by row."""
         rows = prompts.repeat(sampling.n)
         async with self.generate_calls.begin(sampling.beside) as call:
             for index in range(len(rows)):
@@ -101,7 +101,7 @@ class ScriptedSampler(SteppingSampler):
                 yield self._row(rows.select([index]), sampling, aborted)
 
     async def load(self, weights: Weights) -> Batch:
-        """Later texts are of this version."""
+        """Give later texts this version."""
         async with self.generate_calls.loading() as places:
             self._version = weights.version
         return places

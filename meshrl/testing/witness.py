@@ -14,49 +14,49 @@ _AGAIN: Final = "; if the script trains rows again, see docs/testing.md"
 
 
 class PromiseBroken(AssertionError):
-    """What was trained is not what the stream promises."""
+    """The trained rows violate the stream's guarantees."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One row, given to one update."""
+    """One row of one update."""
 
     group: int
     oldest: int
-    """The number of the weights that sampled its oldest token."""
+    """Version of the weights that sampled its oldest token."""
     published: int
-    """How often newer weights than those had been published."""
+    """Number of publications of newer weights than those."""
     step: int
-    """How often weights had been published at all: the updates between two times are one step of the script."""
+    """Number of publications so far. Updates between two publications are one step of the script."""
 
 
 class Witness(Policy):
-    """Stands for a policy, on a mesh or not, and keeps for each row that it is trained on how old it was.
+    """Wraps a policy, on a mesh or not, and records the age of each row that it is trained on.
 
-    `witness.prompts(...)` notes which prompts were drawn. `witness.check(...)` raises `PromiseBroken`. It
-    saves nothing, so that thousands of schedules write no files.
+    `witness.prompts(...)` records the drawn prompts. `witness.check(...)` raises `PromiseBroken`. It saves nothing, so
+    thousands of schedules write no files.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.rows: list[Trained] = []
         self.versions: list[int] = []
-        """Of the weights, as they were published."""
+        """Versions of the weights, in the order of publication."""
         self.drawn: list[int] = []
-        """The groups of the prompts that were drawn."""
+        """Groups of the drawn prompts."""
 
     def prompts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches of prompts, noted as they are drawn."""
+        """Yield the same batches of prompts, and record them."""
         for batch in batches:
             self.drawn += batch.groups.tolist()
             yield batch
 
     async def encode(self, batch: Batch) -> Batch:
-        """The policy's."""
+        """Call the policy."""
         return await self.policy.encode(batch)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """The policy's, after the rows are noted. Needs `groups` and `oldest_version`."""
+        """Call the policy after recording the rows. Needs `groups` and `oldest_version`."""
         known = await batch.load("groups", "oldest_version")
         step = len(self.versions)
         for group, oldest in zip(known.groups.tolist(), known.row("oldest_version").tolist(), strict=True):
@@ -65,11 +65,11 @@ class Witness(Policy):
         return await self.policy.update(batch, loss)
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """The policy's."""
+        """Call the policy."""
         return await self.policy.logprobs(batch)
 
     async def weights(self) -> Weights:
-        """The policy's; their version is noted as published."""
+        """Call the policy, and record the version as published."""
         weights = await self.policy.weights()
         self.versions.append(weights.version)
         return weights
@@ -78,15 +78,15 @@ class Witness(Policy):
         """Write nothing."""
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """The policy's."""
+        """Call the policy."""
         await self.policy.checkpoint(folder, wait)
 
     async def written(self) -> None:
-        """The policy's."""
+        """Call the policy."""
         await self.policy.written()
 
     async def restore(self, folder: str) -> None:
-        """The policy's."""
+        """Call the policy."""
         await self.policy.restore(folder)
 
     def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
@@ -94,8 +94,8 @@ class Witness(Policy):
 
         Weights must have been published before the first row was trained.
 
-        `n`: rows of a group. `epochs`: how often a row is trained. `dropped`: groups that account for prompts that were
-        not trained, `sum(stream.dropped.values())`; None where the script ended before the prompts did.
+        `n`: rows per group. `epochs`: number of times that a row is trained. `dropped`: number of groups that explain
+        untrained prompts, `sum(stream.dropped.values())`. None if the script ended before the prompts did.
         """
         early = sum(row.step == 0 for row in self.rows)
         _require(

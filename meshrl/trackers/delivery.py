@@ -20,20 +20,20 @@ _ID: Final = "run_id"
 _MOST: Final = 10_000
 """Messages that may wait for a tracker."""
 _PATIENCE: Final = 120.0
-"""Seconds that a run waits, at its end, for all trackers together to take the rest."""
+"""Seconds that a run waits at its end for all trackers to finish."""
 
 
 class Trackers:
-    """All the trackers of a run. What they are told before it has its folder waits until `begin`."""
+    """All trackers of a run. Messages wait until `begin`, when the run has its folder."""
 
     def __init__(self, names: Sequence[str], project: str | None = None) -> None:
-        """`names`: as in `run.log`; `project`: as `run.project`. ConfigError where one cannot be made."""
+        """`names`: as in `run.log`. `project`: as in `run.project`. Raises ConfigError if one cannot be made."""
         self._project = project
         self._queues = [_Queue(name, make_tracker(name)) for name in names]
         self._begun = False
 
     def begin(self, folder: Path, config: Mapping[str, object], first_step: int) -> None:
-        """The run has its folder; a second call does nothing."""
+        """Begin, now that the run has its folder. A second call does nothing."""
         if self._begun or not self._queues:
             return
         self._begun = True
@@ -47,25 +47,25 @@ class Trackers:
             queue.start(run)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step or an evaluation."""
+        """Send the numbers of a step or an evaluation."""
         for queue in self._queues:
             queue.put(partial(queue.tracker.metrics, step, values))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Some rows of a step's batch."""
+        """Send some rows of a step's batch."""
         for queue in self._queues:
             queue.put(partial(queue.tracker.samples, step, rows))
 
     def events(self, events: Sequence[Event], began: float) -> None:
-        """What happened; `began`: when their times count from, in seconds since 1970."""
+        """Send events. `began`: the zero of their times, in Unix seconds."""
         for queue in self._queues:
             if queue.tracker.wants_events:
                 queue.put(partial(queue.tracker.events, events, began))
 
     def end(self, folder: Path | None, summary: Mapping[str, object]) -> None:
-        """The run is over, and its files are written; None where the folder is another run's by now.
+        """End the run, after its files are written. `folder`: None if it belongs to another run by now.
 
-        Waits until the trackers have taken all. Where the run never had its folder, they were told nothing.
+        Waits until the trackers have taken all messages. If the run never had its folder, they get none.
         """
         if not self._begun:
             return
@@ -81,7 +81,7 @@ class Trackers:
 
 
 class _Queue:
-    """What one tracker is told, in order."""
+    """Messages to one tracker, in order."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -108,11 +108,11 @@ class _Queue:
             self._give_up(f"{_MOST} messages wait for it")
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Accept no more messages."""
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait until everything is taken, and no longer than until `deadline` of the monotonic clock."""
+        """Wait until all messages are taken, or until `deadline` on the monotonic clock."""
         if self._thread and not self._broken:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
@@ -126,7 +126,7 @@ class _Queue:
                 return
 
     def _taken(self, message: Callable[[], None]) -> bool:
-        """Tell the tracker; False where it raised, which was the last that it is told."""
+        """Pass a message to the tracker. False if it raised, after which it gets no more."""
         try:
             message()
         except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
@@ -143,7 +143,7 @@ def _report(folder: Path) -> Path | None:
     file = folder / "report.html"
     try:
         file.write_text(render(read_run(folder)), "utf-8")
-    except Exception as error:  # noqa: BLE001 -- the run has ended well, and does not fail by a page about it
+    except Exception as error:  # noqa: BLE001 -- a failing report does not fail a finished run
         log.warning(f"{folder}: no report could be made for the trackers: {described(error)}")
         return None
     return file

@@ -15,23 +15,23 @@ from meshrl.trackers.base import TrackedRun, Tracker
 
 _TAG: Final = "meshrl.run"
 _NOT_TAKEN: Final = re.compile(r"[^\w\-. :/]")
-"""What a metric's name may not hold: `eval/pass@1` is `eval/pass_1` there."""
+"""Characters that a metric's name must not contain: `eval/pass@1` becomes `eval/pass_1`."""
 _LONGEST: Final = 500
-"""Characters of a parameter that each of MLflow's stores takes."""
+"""Length of a parameter that each of MLflow's stores accepts, in characters."""
 _SAMPLES: Final = "samples.json"
 _TABLES: Final = "mlflow.loggedArtifacts"
-"""The tag by which MLflow's pages know that an artifact is a table."""
+"""The tag that marks an artifact as a table for MLflow's pages."""
 _ENDS: Final = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class Mlflow(Tracker):
-    """A run there: parameters, metrics, `samples.json`, `config.toml` and `report.html` as artifacts."""
+    """Writes parameters and metrics, and `samples.json`, `config.toml` and `report.html` as artifacts."""
 
     wants_report = True
 
     def __init__(self) -> None:
         mlflow = import_module("mlflow")
-        if str(mlflow.get_tracking_uri()).startswith("sqlite:"):  # as it is where nothing else was said
+        if str(mlflow.get_tracking_uri()).startswith("sqlite:"):  # the default
             import_module("sqlalchemy")
             import_module("alembic")
         self._client = mlflow.MlflowClient()
@@ -39,7 +39,7 @@ class Mlflow(Tracker):
         self._samples: list[list[object]] | None = None
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the run there, or go on with it."""
+        """Open the run, or continue it."""
         name = run.project_by("MLFLOW_EXPERIMENT_NAME")
         experiment = self._client.get_experiment_by_name(name)
         place = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -49,9 +49,9 @@ class Mlflow(Tracker):
         self._id = there.info.run_id
         if known:
             self._client.update_run(self._id, status="RUNNING")
-        # A parameter is written once: those of a run that goes on are in its config.toml alone.
+        # A parameter can be written only once. Changed ones of a resumed run are only in its config.toml.
         new = [(key, value) for key, value in _flat(run.config) if key not in there.data.params]
-        for first in range(0, len(new), 100):  # a request takes no more
+        for first in range(0, len(new), 100):  # the limit of a request
             some = [self._entities.Param(key, value) for key, value in new[first : first + 100]]
             self._client.log_batch(self._id, params=some)
         self._client.log_text(self._id, tomli_w.dumps(run.config), "config.toml")
@@ -70,7 +70,7 @@ class Mlflow(Tracker):
         self._client.log_dict(self._id, {"columns": ["step", *rows[0]], "data": self._samples}, _SAMPLES)
 
     def _sent(self) -> list[list[object]]:
-        """The samples that are there of a run that goes on; of a new one, say that there is a table."""
+        """The samples that a resumed run has sent. In a new run, announce the table."""
         if any(each.path == _SAMPLES for each in self._client.list_artifacts(self._id)):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(self._client.download_artifacts(self._id, _SAMPLES, folder))
@@ -79,7 +79,7 @@ class Mlflow(Tracker):
         return []
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
-        """Send what the run came to, and close it."""
+        """Send the summary and close the run."""
         self._client.log_dict(self._id, dict(summary), "summary.json")
         if report:
             self._client.log_artifact(self._id, str(report))
@@ -87,7 +87,7 @@ class Mlflow(Tracker):
 
 
 def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
-    """Each value with the keys that lead to it, as `policy.optimizer.lr`."""
+    """Yield each value with its dotted key, such as `policy.optimizer.lr`."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(cast("Mapping[str, object]", value), f"{above}{key}.")

@@ -24,34 +24,34 @@ from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.trackers.base import TrackedRun, Tracker
 
 _MOST: Final = 50_000
-"""Events that are kept of a step that goes on; of a step with more, the newest."""
+"""Events kept of a step in progress at most, the newest."""
 _AT_ONCE: Final = 2_000
-"""Spans of a request."""
+"""Spans per request."""
 _AWAY: Final = 30.0
-"""Seconds for which a collector that took nothing is left alone."""
+"""Seconds to wait after a collector has taken nothing."""
 _REFUSED: Final = re.compile(r"\bcode: 4(?!08|29)\d\d\b")
-"""In what the exporter says: a status that another try does not change, unlike 408, 429 and those from 500 on."""
+"""Matches statuses that a retry does not change, in the exporter's messages: 4xx except 408 and 429."""
 
 Timed: TypeAlias = Call | Span | Wait
 
 
 class Otlp(Tracker):
-    """A trace a step: the step, its calls and waits in it, and in each call what ran on which rank.
+    """Sends a trace per step: the step, its calls and waits, and within each call what ran on which rank.
 
-    A step is sent when it has ended, with what ended in it. The traces of a run have ids that begin with its own.
+    A step is sent when it has ended, with what ended in it. Trace ids begin with the run's id.
     """
 
     wants_events = True
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the way to the collector at `run.otlp`."""
-        # What its exporter logs of each try is told once, here.
+        """Open the connection to the collector at `run.otlp`."""
+        # The exporter logs every attempt. These messages are reported once, here.
         self._said = _Said()
         logging.getLogger("opentelemetry").addHandler(self._said)
         address = str(cast("Mapping[str, object]", run.config["run"])["otlp"])
         parts = urlsplit(address)
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        """The address without a user and a password."""
+        """The address without user and password."""
         self._exporter: SpanExporter = OTLPSpanExporter(f"{address.rstrip('/')}/v1/traces")
         about = {f"meshrl.{name}": value for name, value in run.links.items()}
         own = {"service.name": run.project or "meshrl", "meshrl.run": run.name, "meshrl.run_id": run.id}
@@ -74,13 +74,13 @@ class Otlp(Tracker):
             self._send(self._taken(step.ended), step)
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
-        """Send what came after the last step."""
+        """Send events after the last step."""
         self._send(self._taken(inf))
         self._exporter.shutdown()
         logging.getLogger("opentelemetry").removeHandler(self._said)
 
     def _taken(self, until: float) -> Sequence[Timed]:
-        """Those that ended until then; what ran on a rank goes with its call, which ends after it."""
+        """The events that ended until then. Spans on ranks go with their call, which ends later."""
         calls = {event.id for event in self._kept if isinstance(event, Call) and event.ended <= until}
         taken: list[Timed] = []
         for _ in range(len(self._kept)):
@@ -90,7 +90,7 @@ class Otlp(Tracker):
         return taken
 
     def _send(self, events: Sequence[Timed], step: Step | None = None) -> None:
-        """A step's trace, or what ran outside of steps."""
+        """Send a step's trace, or what ran outside of steps."""
         if not events and step is None:
             return
         self._ids.step = step.step if step else -1
@@ -118,11 +118,11 @@ class Otlp(Tracker):
         return child
 
     def _at(self, seconds: float) -> int:
-        """Nanoseconds since 1970."""
+        """Convert to nanoseconds since 1970."""
         return int((self._began + seconds) * 1e9)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send spans; drop those that the collector refuses, and all while it is away."""
+        """Send spans. Drop those that the collector refuses, and all while it is unavailable."""
         for first in range(0, len(spans), _AT_ONCE):
             if time.monotonic() < self._alone_until:
                 return
@@ -141,7 +141,7 @@ class Otlp(Tracker):
             )
 
     def _warn(self, what: str, told: str) -> None:
-        """Say once what the collector does, and what the exporter says of it."""
+        """Report the collector's problem once, with the exporter's message."""
         if what not in self._warned:
             said = f". Its exporter says: {self._said.last}" if self._said.last else ""
             log.warning(f"run.otlp: {self._shown} {what} {told}{said}")
@@ -149,12 +149,12 @@ class Otlp(Tracker):
 
 
 class _Said(logging.Handler):
-    """Keeps the last that is logged."""
+    """Keeps the last log message."""
 
     last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it, without a user and a password of an address, and so much as fits into a warning."""
+        """Keep the message, shortened and without an address's user and password."""
         self.last = re.sub(r"//[^/\s@]*@", "//", record.getMessage())[:500]
 
 
@@ -167,34 +167,34 @@ def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:
 
 
 class _Ids(IdGenerator):
-    """Ids of spans that are drawn apart from the program's random numbers, and of traces that tell run and step."""
+    """Ids of spans, independent of the program's random numbers, and of traces, made of run and step."""
 
     def __init__(self, run: str) -> None:
         self._run = int(run, 16)
         self._random = Random()
         self.step = -1
-        """Of the trace that begins next; -1 outside of steps."""
+        """Step of the next trace, -1 outside of steps."""
 
     def generate_span_id(self) -> int:
-        """Any number of 64 bits but 0."""
+        """A 64-bit number other than 0."""
         return self._random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        """The run's id, and the number of the step, from 1."""
+        """The run's id, followed by the step's number from 1."""
         return (self._run << 64) + self.step + 1
 
 
 class _Ended(SpanProcessor):
-    """Keeps the spans that have ended."""
+    """Keeps ended spans."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Keep one."""
+        """Keep a span."""
         self._spans.append(span)
 
     def take(self) -> Sequence[ReadableSpan]:
-        """All that are kept."""
+        """Return and forget the kept spans."""
         taken, self._spans = self._spans, []
         return taken

@@ -14,18 +14,18 @@ SHIPPED: Final = {
     "trackio": "meshrl.trackers.trackio:Trackio",
     "otlp": "meshrl.trackers.otlp:Otlp",
 }
-"""The trackers that come with meshrl, and where they are; all but the first are extras of the same name."""
+"""The shipped trackers and their places. All except the first need the extra of the same name."""
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of this name; ConfigError where there is none, or it cannot be made."""
+    """Construct the tracker of this name. Raises ConfigError if there is none or it cannot be constructed."""
     try:
         return _class(name)()
     except ConfigError as error:
         raise ConfigError(f"run.log: {error}") from error.__cause__
     except ModuleNotFoundError as error:
         raise ConfigError(f"run.log: {name!r} needs the package {error.name!r}: {_remedy(name)}") from error
-    except Exception as error:  # of a library or a user's code, which may raise anything
+    except Exception as error:  # a library or a user's code may raise anything
         raise ConfigError(f"run.log: the tracker {name!r} could not be made: {where_raised(error)}") from error
 
 

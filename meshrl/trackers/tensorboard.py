@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written by the tensorboard package alone."""
+"""TensorBoard's event files, written with the tensorboard package only."""
 
 import os
 import time
@@ -12,12 +12,12 @@ from meshrl.trackers.base import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
-    """Writes `events.out.tfevents.*` into the run's folder, one file for each part of a run that goes on."""
+    """Writes `events.out.tfevents.*` into the run's folder, one file for each part of a resumed run."""
 
     begins_at_once = True
 
     def __init__(self) -> None:
-        # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
+        # Not at the top of the file, because `import meshrl` should not load them. They have no types.
         self._event = import_module("tensorboard.compat.proto.event_pb2")
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
@@ -25,11 +25,11 @@ class TensorBoard(Tracker):
 
     def begin(self, run: TrackedRun) -> None:
         """Open the file."""
-        # TensorBoard knows a file of events by `tfevents` in its name.
+        # TensorBoard recognises event files by `tfevents` in their name.
         self._file = (run.folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}").open("wb")
         self._records = self._writer(self._file)
         self._add(file_version="brain.Event:2")
-        if run.first_step:  # readers forget what earlier files say of later steps
+        if run.first_step:  # readers then ignore later steps of earlier files
             log = self._event.SessionLog
             self._add(step=run.first_step, session_log=log(status=log.START))
 
@@ -45,7 +45,7 @@ class TensorBoard(Tracker):
 
     def _add(self, **fields: object) -> None:
         if self._file:
-            with ExitStack() as broken:  # what cannot be written gets no end
+            with ExitStack() as broken:  # a file that cannot be written gets no end
                 broken.callback(self._file.close)
                 self._records.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
                 self._file.flush()

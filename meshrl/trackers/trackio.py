@@ -8,7 +8,7 @@ from meshrl.trackers.base import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """A run there: configuration, numbers by step, a table `samples` and the report as an artifact."""
+    """Writes the configuration, numbers by step, a table `samples`, and the report as an artifact."""
 
     wants_report = True
 
@@ -16,7 +16,7 @@ class Trackio(Tracker):
         self._trackio = import_module("trackio")
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the run there, or go on with it."""
+        """Open the run, or continue it."""
         self._name = run.name
         self._run = self._trackio.init(
             project=run.project_by("TRACKIO_PROJECT"),
@@ -36,7 +36,7 @@ class Trackio(Tracker):
         self._run.log({"samples": self._trackio.Table(columns=list(rows[0]), data=data)}, step=step)
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
-        """Send what the run came to, and close it."""
+        """Send the summary and close the run."""
         self._run.log({key: value for key, value in summary.items() if isinstance(value, int | float)})
         if report:
             self._run.log_artifact(str(report), name=f"{self._name}-report", type="report")

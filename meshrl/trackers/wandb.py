@@ -9,18 +9,18 @@ from meshrl.trackers.base import TrackedRun, Tracker
 
 
 class Wandb(Tracker):
-    """A run there: configuration, numbers by `step`, a table `samples` and the report as an artifact."""
+    """Writes the configuration, numbers by `step`, a table `samples`, and the report as an artifact."""
 
     wants_report = True
 
     def __init__(self) -> None:
         self._wandb = import_module("wandb")
-        # A question on the terminal in the middle of a run would be answered by nobody.
+        # Nobody would answer a question on the terminal in the middle of a run.
         if self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError("'wandb' has no API key: run `wandb login`, or set WANDB_MODE=offline")
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the run there, or go on with it."""
+        """Open the run, or continue it."""
         self._name = run.name
         self._run = self._wandb.init(
             project=run.project_by("WANDB_PROJECT"),
@@ -30,7 +30,7 @@ class Wandb(Tracker):
             dir=run.folder,
             config={**run.config, "links": dict(run.links)},
         )
-        # By a number of their own: those of an evaluation come after those of later steps.
+        # A separate step axis, because an evaluation's numbers arrive after those of later steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -45,7 +45,7 @@ class Wandb(Tracker):
         self._run.log({"step": step, "samples": table})
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
-        """Send what the run came to, and close it."""
+        """Send the summary and close the run."""
         self._run.summary.update(dict(summary))
         if report:
             artifact = self._wandb.Artifact(f"{self._name}-report", "report")

@@ -10,9 +10,9 @@ _RUNS = Path("runs")
 
 
 def run_to_watch(name: str | None) -> tuple[Path, str]:
-    """A run's folder, and what to say of it: that of this name, or the newest under runs/.
+    """Return the folder of this run, or of the newest under runs/, and a message about it.
 
-    A run that is not there is waited for. ConfigError where two runs may be meant, and where none is named or there.
+    A named run need not exist yet. Raises ConfigError if the name fits two runs, or if no run is named and none exists.
     """
     if name is None:
         newest = max(_RUNS.glob("[!.]*"), key=_changed, default=_RUNS)
@@ -30,9 +30,9 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
 
 
 def _changed(folder: Path) -> float:
-    """When a run last wrote into it, in seconds since 1970; 0 where none did."""
+    """When a run last wrote into the folder, in seconds since 1970. 0 if none did."""
     times = [0.0]
     for file in FILES[1:]:
-        with suppress(OSError):  # a run that begins moves another's folder
+        with suppress(OSError):  # a run that begins renames another's folder
             times.append((folder / file).stat().st_mtime)
     return max(times)

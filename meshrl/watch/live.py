@@ -21,15 +21,15 @@ from meshrl.watch.tail import Tail
 from meshrl.watch.thinned import POINTS, Thinned
 
 EVENTS: Final = 4000
-"""The most events that are kept, the newest; of more, a quarter is left out at once."""
+"""Events kept at most, the newest. Beyond it, a quarter is dropped at once."""
 SAMPLES: Final = 64
-"""The newest that are kept."""
+"""Samples kept at most, the newest."""
 PACE: Final = 20
-"""The newest steps that tell how fast the run is."""
+"""Newest steps that determine the speed."""
 SILENT: Final = 10 * LOOKS
-"""Seconds after which a run that did not end, and writes nothing any more, is said to be silent."""
+"""Seconds without a sign of life after which an unfinished run counts as silent."""
 CLOCKS: Final = 300.0
-"""Seconds by which the clocks of two machines may differ."""
+"""Largest difference between the clocks of two machines, in seconds."""
 
 _LINES: Final = msgspec.json.Decoder(Line)
 _EVENTS: Final = msgspec.json.Decoder[Event](Event)
@@ -37,18 +37,18 @@ T = TypeVar("T")
 
 
 class Live:
-    """The files of one run's folder, which need not be there yet."""
+    """The files of one run's folder, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metrics, self._evaluations = Thinned(), Thinned()
         self._newest: deque[Line] = deque(maxlen=PACE)
         self._rewards: list[float] = []
-        """The first and the last."""
+        """The first and the last reward."""
         self._samples: deque[Line] = deque(maxlen=SAMPLES)
         self._events = Events()
         self._bad: Counter[str] = Counter()
-        """By file: lines that cannot be read."""
+        """Number of unreadable lines by file."""
         self._read: dict[str, Callable[[Sequence[bytes], bool], None]] = {
             "metrics.jsonl": self._take_metrics,
             "evaluations.jsonl": self._take_evaluations,
@@ -59,13 +59,13 @@ class Live:
         self._small = {name: _Small(folder / name) for name in ("config.toml", "summary.json", NOW)}
         self._told: tuple[str, list[str]] = "", []
         self._page: dict[str, object] | None = None
-        """What the report shows; None where something was read since."""
+        """Content of the report. None if something was read since."""
 
     def look(self) -> tuple[bool, bool]:
-        """Read what is new. Whether anything is, and whether more is there to be read at once."""
+        """Read new content. Returns whether there is any, and whether more can be read at once."""
         changed = more = False
         for name, tail in self._tails.items():
-            with suppress(OSError):  # of a folder that is moved meanwhile; the next look finds it
+            with suppress(OSError):  # the folder may be moving, and the next look finds it
                 grown = tail.read()
                 if grown.lines or grown.anew:
                     self._page, changed = None, True
@@ -81,19 +81,19 @@ class Live:
 
     @property
     def now(self) -> Now | None:
-        """What the run does; None where it does not run, or is silent."""
+        """The run's current state. None if it is not running or is silent."""
         file = self._small[NOW]
         return _read(file.content, Now) if file.age < SILENT else None
 
     def is_under_way(self) -> bool:
-        """Whether the run lives, by a look of its own: nobody may have looked for long."""
+        """True if the run is alive. Reads the file again, because the last look may be old."""
         file = self._small[NOW]
         file.read()
         return bool(file.content) and file.age < SILENT
 
     @property
     def status(self) -> str:
-        """How far the run is: not begun, running, paused, silent, not ended, or how it ended."""
+        """The run's state: not begun, running, paused, silent, not ended, or how it ended."""
         if now := self.now:
             return "paused" if any(each.what == PAUSED for each in now.waits) else "running"
         summary, alive = self._small["summary.json"], self._small[NOW]
@@ -101,7 +101,7 @@ class Live:
             return "silent"
         if summary.content:
             return str(self._summary.get("status", "not ended"))
-        with suppress(OSError):  # of a disk that does not answer
+        with suppress(OSError):  # if the disk does not respond
             if not any((self.folder / file).is_file() for file in FILES):
                 return "not begun"
         return "not ended"
@@ -111,7 +111,7 @@ class Live:
         return _read(self._small["summary.json"].content, Line) or {}
 
     def content(self) -> dict[str, object]:
-        """What the page shows, as plain values: the report's, and what is so now."""
+        """The page's content as plain values: the report's, and the current state."""
         config = self._small["config.toml"].content.decode("utf-8", "replace")
         if self._page is None:
             self._page = self._report(config)
@@ -143,13 +143,13 @@ class Live:
         return {**page, "staleness": self._events.behind(), "dropped": dict(self._events.dropped)}
 
     def _so_far(self) -> Line:
-        """What a summary would say."""
+        """A summary so far."""
         seconds = self._newest[-1].get("seconds") if self._newest else None
         first, last = (self._rewards[0], self._rewards[-1]) if self._rewards else (None, None)
         return {"steps": self._metrics.count, "wall_s": seconds, "first_reward": first, "last_reward": last}
 
     def _pace(self) -> dict[str, float]:
-        """How fast the newest steps were, and how far behind their rows; what is not known is not there."""
+        """Speed and staleness of the newest steps. Unknown values are left out."""
         found = {name: value for name in ("staleness", "step_s") if (value := self._number(-1, name)) is not None}
         first, last = self._number(0, "seconds"), self._number(-1, "seconds")
         if first is not None and last is not None and last > first:
@@ -165,7 +165,7 @@ class Live:
         return _finite(value)
 
     def _notes(self, status: str) -> list[str]:
-        """What the page must say of what it shows."""
+        """Notes for the page."""
         notes = [f"{bad:,} lines of {name} cannot be read, and are left out." for name, bad in self._bad.items() if bad]
         if status == "not begun":
             notes.append(f"There is no run in {self.folder} yet: the page shows it when it begins.")
@@ -217,19 +217,19 @@ class Live:
 
 
 class Events:
-    """The newest events of a run, and sums of all."""
+    """The newest events of a run, and sums over all."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
-        """Groups, by why."""
+        """Dropped groups by reason."""
         self.dropped_until: float | None = None
-        """When the last event ended that is not kept; None where all are."""
+        """End of the last event that was dropped. None if all are kept."""
         self._kept: deque[Event] = deque()
         self._restarts: deque[Restart] = deque(maxlen=8)
         self._staleness: Counter[int] = Counter()
 
     def add(self, event: Event) -> None:
-        """One more."""
+        """Add an event."""
         if isinstance(event, Restart):
             self._restarts.append(event)
             return
@@ -244,7 +244,7 @@ class Events:
             self.dropped_until = gone.at if isinstance(gone, Gauge | Delivery | Restart) else gone.ended
 
     def shown(self) -> list[Event]:
-        """Restarts, and what is kept, without steps of which some is not."""
+        """Restarts and kept events, without steps that are incomplete."""
         since = self.dropped_until
         return [*self._restarts, *(each for each in self._kept if since is None or not _began_before(each, since))]
 
@@ -254,19 +254,19 @@ class Events:
 
 
 class _Small:
-    """A file that is written anew each time, and what it holds."""
+    """A file that is rewritten each time, and its content."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.content = b""
-        """Empty where it is not there."""
+        """Empty if the file does not exist."""
         self.changed = 0.0
-        """When it was, in seconds since 1970, by the clock of whoever wrote it."""
+        """Modification time in seconds since 1970, by the writer's clock."""
         self._seen = -math.inf
-        """When that was seen here, by a clock that nobody sets."""
+        """When the change was seen here, on a monotonic clock."""
 
     def read(self) -> bool:
-        """Look at it; whether it changed."""
+        """Read the file. True if it changed."""
         try:
             changed = self._path.stat().st_mtime
             if changed == self.changed:
@@ -280,7 +280,7 @@ class _Small:
 
     @property
     def age(self) -> float:
-        """Seconds since it was seen to change; endless where it was written long before."""
+        """Seconds since a change was seen. Infinite if the file was old when first seen."""
         return time.monotonic() - self._seen
 
 

@@ -1,9 +1,8 @@
 """The difference of two plain values, as a patch that a browser applies (`applied` in live.js).
 
-A patch of a table is a table of the patches of its keys. A patch of a list whose elements are tables of their own, and
-which has as many as before, is a table of the patches of its places. All other patches are lists:
-[value], what stands there now; [drop, keep, more], which leaves out the first `drop` elements of a list, keeps the
-`keep` that follow, and adds `more`.
+A patch of a table is a table with the patches of its keys. A patch of a list of tables whose length stays the same is a
+table with the patches of its places. All other patches are lists: [value] replaces the value. [drop, keep, more]
+removes the first `drop` elements of a list, keeps the `keep` that follow, and adds `more`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,12 @@ SAME: Final = None
 
 
 def difference(old: object, new: object) -> Patch | None:
-    """What makes the new of the old; SAME where they are equal."""
+    """The patch that turns `old` into `new`. SAME if they are equal."""
     return _difference(old, new, 0)[0]
 
 
 def _difference(old: object, new: object, shifted: int) -> tuple[Patch | None, int]:
-    """The patch, and by how many elements a list was shifted. `shifted`: that of a list beside it, to try first."""
+    """The patch, and the shift of a list in elements. `shifted`: that of the previous list, tried first."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         return _of_tables(cast("Table", old), cast("Table", new)), shifted
     if isinstance(old, list) and isinstance(new, list):
@@ -53,13 +52,13 @@ def _of_lists(old: list[object], new: list[object], shifted: int) -> tuple[Patch
 
 
 def _kept(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
-    """How many elements to leave out and how many to keep, so that most are kept."""
+    """How many elements to drop and how many to keep, such that most are kept."""
     ways = {0, min(shifted, len(old)), old.index(new[0]) if new[0] in old else 0}
     return max(((drop, _common(old, new, drop)) for drop in ways), key=lambda way: way[1])
 
 
 def _common(old: list[object], new: list[object], drop: int) -> int:
-    """How many elements are the same from there on."""
+    """Number of equal elements from there on."""
     most = min(len(old) - drop, len(new))
     if old[drop : drop + most] == new[:most]:
         return most

@@ -28,17 +28,17 @@ from meshrl.watch.patches import SAME, difference
 HOST: Final = "127.0.0.1"
 PORT: Final = 6007
 LOOKS: Final = 0.1
-"""Seconds between two looks at the run's files, where somebody looks at the page."""
+"""Shortest time between two looks at the run's files, in seconds, while the page is open."""
 _IDLE: Final = 3
-"""A look that takes long is followed by so many times as long without one."""
+"""The pause after a look is this many times as long as the look."""
 _BROWSERS: Final = 32
-"""The most that may look at once."""
+"""Browsers at most."""
 _BEHIND: Final = 16
-"""A browser that has so many patches to take is sent the whole instead."""
+"""A browser with this many unsent patches gets the whole content instead."""
 _ALIVE: Final = 15.0
-"""Seconds after which a line says that the connection lives."""
+"""Seconds between two messages that keep the connection alive."""
 _BODY: Final = 256
-"""The most bytes of a command."""
+"""Bytes of a command at most."""
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -52,37 +52,37 @@ _HEADERS: Final = {
 }
 
 _Shown: TypeAlias = dict[str, object]
-"""What the page shows."""
+"""Content of the page."""
 
 
 class Watcher:
-    """Serves the page of one run, whose folder need not be there yet."""
+    """Serves the page of one run, whose folder need not exist yet."""
 
     def __init__(self, folder: Path, *, control: bool = False) -> None:
-        """`control`: whether who has the token may pause, checkpoint and stop the run."""
+        """`control`: clients with the token may pause, checkpoint and stop the run."""
         self.token: str | None = secrets.token_urlsafe(24) if control else None
-        """What a command must bring; None where none is taken."""
+        """Token that commands need. None if commands are refused."""
         self.app: ASGIApp = _guarded(self, _app(self))
         """The ASGI application."""
         self.port: int = 0
-        """Where it listens, while `serving`."""
+        """The port, while `serving`."""
         self._live = Live(folder)
         self._shown: _Shown = {}
-        """What the browsers have."""
+        """The content that browsers have."""
         self._browsers: set[_Browser] = set()
         self._following: asyncio.Task[None] | None = None
-        """Looks while there is a browser: alone, so that each sees every change."""
+        """The only task that reads files, while there is a browser. So every browser sees every change."""
 
     @property
     def address(self) -> str:
-        """The page's, with the token where commands are taken: behind a #, so that no browser sends it along."""
+        """URL of the page. It has the token if commands are accepted, after a #, so that browsers do not send it."""
         return f"http://{HOST}:{self.port}/{f'#{self.token}' if self.token else ''}"
 
     @asynccontextmanager
     async def serving(self, port: int | None = None) -> AsyncGenerator[Self]:
-        """Listen while the block lasts: on this port, 0 for any; without one on PORT, or any where that is taken.
+        """Listen during the block on this port, 0 for any. By default on PORT, or on any port if that is taken.
 
-        ConfigError where the port that is asked for is taken.
+        Raises ConfigError if the requested port is taken.
         """
         listening = _listening(port)
         self.port = listening.getsockname()[1]
@@ -101,7 +101,7 @@ class Watcher:
             listening.close()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """What one browser is sent: the whole, then patches, as server-sent events."""
+        """Yield the messages for one browser as server-sent events: the whole content, then patches."""
         browser = _Browser()
         self._browsers.add(browser)
         if self._following is None or self._following.done():
@@ -110,24 +110,24 @@ class Watcher:
             browser.send(b"")
         try:
             async for patches in browser.messages():
-                # From its taking to here nothing else runs: no patch is missed, and none is sent twice.
+                # Nothing else runs between taking the patches and this line, so none is missed or sent twice.
                 yield _event("whole", self._shown) if patches is None else patches
         finally:
             self._browsers.discard(browser)
 
     @property
     def is_full(self) -> bool:
-        """Whether as many look as may."""
+        """True if the limit of browsers is reached."""
         return len(self._browsers) >= _BROWSERS
 
     def ask(self, command: Command) -> None:
-        """Ask something of the run; ConfigError where none is under way."""
+        """Send a request to the run. Raises ConfigError if no run is active."""
         if not self._live.is_under_way():
             raise ConfigError(f"no run is active in {self._live.folder}: it has ended, was killed, or did not start")
         ask(self._live.folder, command)
 
     async def _follow(self) -> None:
-        """Send what is new while there is anybody to send it to. A look that fails is told, and followed by others."""
+        """Send changes while there are browsers. A failed look is reported, and the next one follows."""
         loop, failed = asyncio.get_running_loop(), False
         while self._browsers:
             began, message = loop.time(), b""
@@ -135,7 +135,7 @@ class Watcher:
                 look = asyncio.to_thread(_look, self._live, self._shown, anyway=failed or not self._shown)
                 self._shown, message = await look
                 failed = False
-            except Exception as error:  # noqa: BLE001 -- whatever the files hold: the page must not stand still unseen
+            except Exception as error:  # noqa: BLE001 -- the page must show any failure
                 if not failed:
                     self._shown, message = _failed(self._live.folder, self._shown, error)
                 failed = True
@@ -145,7 +145,7 @@ class Watcher:
 
 
 def _look(live: Live, before: _Shown, *, anyway: bool) -> tuple[_Shown, bytes]:
-    """Read all that is there; what the page shows then, and the message of what is new, empty where nothing is."""
+    """Read all new content. Returns the page's content, and the message with the changes, empty without any."""
     changed, more = live.look()
     while more:
         _, more = live.look()
@@ -153,7 +153,7 @@ def _look(live: Live, before: _Shown, *, anyway: bool) -> tuple[_Shown, bytes]:
 
 
 def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, bytes]:
-    """The page as it was, with a note."""
+    """The previous page with a note about the failure."""
     told = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
     log.warning(f"{told}; looking again")
     before = before or Live(folder).content()
@@ -167,7 +167,7 @@ def _changed(before: _Shown, after: _Shown) -> tuple[_Shown, bytes]:
 
 
 class _Browser:
-    """One that looks at the page, and what it has not been sent yet: at first the whole."""
+    """A connected browser and its unsent messages, at first the whole content."""
 
     def __init__(self) -> None:
         self._patches: list[bytes] = []
@@ -175,7 +175,7 @@ class _Browser:
         self._woken = asyncio.Event()
 
     def send(self, patch: bytes) -> None:
-        """A patch, empty where nothing is new; where too many are left, the whole stands for all of them."""
+        """Queue a patch, unless it is empty. Beyond the limit, the whole content replaces all patches."""
         if len(self._patches) == _BEHIND:
             self._patches, self._is_lost = [], True
         if patch and not self._is_lost:
@@ -184,12 +184,12 @@ class _Browser:
             self._woken.set()
 
     def leave(self) -> None:
-        """Send nothing more."""
+        """End the messages."""
         self._is_gone = True
         self._woken.set()
 
     async def messages(self) -> AsyncIterator[bytes | None]:
-        """The patches, as they come; None where the whole is to be sent instead."""
+        """Yield patches as they come, or None if the whole content must be sent."""
         while True:
             try:
                 async with asyncio.timeout(_ALIVE):
@@ -206,11 +206,11 @@ class _Browser:
 
 
 class _Server(uvicorn.Server):
-    """A server beside others' work: signals are the command's."""
+    """A server that leaves signals to the command."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave them."""
+        """Capture no signals."""
         yield
 
 
@@ -228,7 +228,7 @@ def _listening(port: int | None) -> socket.socket:
 
 
 def _app(watcher: Watcher) -> Starlette:
-    """The routes."""
+    """The application with its routes."""
     own = Path(__file__).parent
     files = {
         "/": ("text/html", (own / "page.html").read_text("utf-8")),
@@ -271,7 +271,7 @@ def _app(watcher: Watcher) -> Starlette:
 
 
 def _not_followed(watcher: Watcher, request: Request) -> Response | None:
-    """Why a run is not shown; None where it is."""
+    """A refusal to follow the run. None if the request is accepted."""
     if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # cannot read it, but would take a place
         return PlainTextResponse("only the page of this server may follow the run\n", 403)
     if watcher.is_full:
@@ -280,7 +280,7 @@ def _not_followed(watcher: Watcher, request: Request) -> Response | None:
 
 
 def _refused(watcher: Watcher, request: Request) -> Response | None:
-    """Why a command is not taken; None where it is."""
+    """A refusal of a command. None if it is accepted."""
     if watcher.token is None:
         return PlainTextResponse("this page is read-only: start `meshrl watch` with --control\n", 403)
     kind, _, token = request.headers.get("authorization", "").partition(" ")
@@ -291,7 +291,7 @@ def _refused(watcher: Watcher, request: Request) -> Response | None:
 
 
 def _guarded(watcher: Watcher, app: ASGIApp) -> ASGIApp:
-    """Only for requests that name this server, as those of a page of another site whose name leads here do not."""
+    """Accept only requests that name this server. A page of another site whose name resolves here does not."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]

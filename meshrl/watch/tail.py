@@ -5,36 +5,36 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 _CHUNK: Final = 1 << 22
-"""The most bytes of a look. A longer line is left out."""
+"""Bytes per look at most. A longer line is left out."""
 _SEEN: Final = 64
-"""Bytes before the place that was reached, by which a file is known again."""
+"""Bytes before the reached position that identify the file."""
 
 
 class Grown(NamedTuple):
-    """What a look found."""
+    """The result of a look."""
 
     lines: list[bytes]
     anew: bool = False
-    """Whether these are the first lines: of a file that is new, or was cut or replaced since the last look."""
+    """True if these are the first lines of a file that is new, or was cut or replaced since the last look."""
     more: bool = False
-    """Whether another look finds more at once."""
+    """True if another look finds more at once."""
 
 
 class Tail:
-    """The whole lines of a file, each read once."""
+    """The complete lines of a file, each read once."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: need not be there yet."""
+        """`path` need not exist yet."""
         self._path = path
         self._known: tuple[int, int, int] | None = None
-        """Inode, size and time of the last look: a file that has the same has nothing new."""
+        """Inode, size and time at the last look. If they are the same, nothing is new."""
         self._inode = -1
         self._reached = 0
         self._before = b""
-        """What stood before that place."""
+        """The bytes before the reached position."""
 
     def read(self) -> Grown:
-        """The lines since the last look. OSError where the file may not be read."""
+        """Read the lines since the last look. Raises OSError if the file must not be read."""
         try:
             found = self._path.stat()
         except FileNotFoundError:
@@ -52,7 +52,7 @@ class Tail:
             chunk = file.read(_CHUNK)
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == _CHUNK:
-            end = _CHUNK  # of a line that is too long; its end will be no line
+            end = _CHUNK  # the line is too long, and its end will not be taken as a line
         whole = chunk[:end]
         self._reached += len(whole)
         self._before = (self._before + whole)[-_SEEN:]
@@ -61,7 +61,7 @@ class Tail:
         return Grown(whole.splitlines(), anew, more)
 
     def _goes_on(self, file: BinaryIO) -> bool:
-        """Whether the file is the one of the last look, with what was read of it."""
+        """True if this is the file of the last look, with the same content up to there."""
         if os.fstat(file.fileno()).st_ino != self._inode:
             return False
         file.seek(self._reached - len(self._before))

@@ -5,24 +5,24 @@ import sys
 from meshrl.report import Line
 
 POINTS = 1000
-"""The most points, an even number: with one more, they become half as many of twice the steps each."""
+"""Points at most, an even number. With one more, pairs of points are joined."""
 NAMES = 256
-"""The most numbers of a step; others are left out."""
+"""Numbers of a step at most. Others are left out."""
 
 
 class Thinned:
-    """Lines of metrics.jsonl as they come."""
+    """Lines of metrics.jsonl, as they come."""
 
     def __init__(self) -> None:
         self.count: int = 0
-        """Of lines so far."""
+        """Number of lines so far."""
         self._names: set[str] = set()
         self._points: list[_Point] = []
         self._each = 1
-        """Lines of a point."""
+        """Lines per point."""
 
     def add(self, line: Line) -> None:
-        """One step more."""
+        """Add a step."""
         if not self._points or self._points[-1].lines == self._each:
             if len(self._points) == POINTS:
                 self._points = [_joined(*pair) for pair in zip(self._points[::2], self._points[1::2], strict=True)]
@@ -41,7 +41,7 @@ class Thinned:
 
     @property
     def lines(self) -> list[Line]:
-        """At most POINTS of them, as metrics.jsonl has them: exactly so where there were no more."""
+        """At most POINTS lines in the form of metrics.jsonl, and the original lines if there were no more."""
         return [
             {"step": point.step, **{name: total / count for name, (total, count) in point.sums.items()}}
             for point in self._points
@@ -51,7 +51,7 @@ class Thinned:
 class _Point:
     def __init__(self, step: object) -> None:
         self.step = step
-        """The first of its lines."""
+        """Step of the first of its lines."""
         self.lines = 0
         self.sums: dict[str, tuple[float, int]] = {}
 

@@ -11,7 +11,7 @@ from meshrl.testing.cluster.namespaces import Inside
 
 
 def main() -> None:
-    """Make the hosts, run the command, and end with its exit status."""
+    """Make the hosts, run the command, and exit with its status."""
     parser = argparse.ArgumentParser(prog="python -m meshrl.testing.cluster", description=__doc__)
     parser.add_argument("--hosts", type=int, default=2, help="so many (2)")
     parser.add_argument("--cores", type=int, default=2, help="of each host, as Ray counts them (2)")
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _ended(process: Inside) -> int:
-    """Hand signals on, and wait; the exit status."""
+    """Pass signals on, wait for the end, and return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, partial(_hand_on, process))
     return process.wait()

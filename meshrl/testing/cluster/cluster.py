@@ -14,18 +14,18 @@ from meshrl.testing.cluster.namespaces import missing
 from meshrl.testing.cluster.network import Network
 
 _ENVIRONMENT: Final = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Nobody else is on this network."""
+"""Nobody else is on this network, so Ray needs no token."""
 
 
 class Cluster:
-    """Hosts on a network of their own, each with a node of Ray; the first has its head.
+    """Hosts on a private network, each with a Ray node. The first one has the head node.
 
     with Cluster(3) as cluster:
         first, second, third = cluster.hosts
         second.slow(delay=0.05)
         first.run(["meshrl", "run", "my.toml", f"run.engine={cluster.address}"])
 
-    When the process that made it ends, however it ends, nothing of it is left.
+    Nothing of it is left when the process that made it ends, however it ends.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Cluster:
         shared: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Raises `ConfigError` where hosts cannot be made, with the reason.
+        """Make the hosts. Raises `ConfigError` with the reason if that is not possible.
 
-        `cores`: of each host, as Ray counts them; `ray`: whether hosts are nodes of Ray; `resources`: `custom` ones of
-        the first hosts, one after the other. Each host has 1000 of its own name too. `shared`: folders below /tmp that
-        all hosts see; the current one is among them. `environment`: more variables for all that runs on the hosts.
+        `cores`: of each host, for Ray. `ray`: True if hosts are Ray nodes. `resources`: custom resources of the first
+        hosts, in order. Each host also has 1000 of a resource with its name. `shared`: folders below /tmp that all
+        hosts see, in addition to the current one. `environment`: more variables for all programs on the hosts.
         """
         if reason := missing():
             raise ConfigError(reason)
@@ -50,7 +50,7 @@ class Cluster:
         self._ray = ray
         self._resources = resources
         self._shared = (*shared, Path.cwd())
-        # Programs that were installed beside this Python are found by their names.
+        # Find programs that are installed next to this Python by name.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         self._environment = {**_ENVIRONMENT, "PATH": path, **(environment or {})}
         self.hosts: list[Host] = []
@@ -62,15 +62,15 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """What `run.engine` is set to."""
+        """The value for `run.engine`."""
         return f"{self.hosts[0].address}:{PORT}"
 
     def add(self) -> Host:
-        """Add a host, whose node joins the others."""
+        """Add a host, whose Ray node joins the others."""
         return self._add(1)[0]
 
     def close(self) -> None:
-        """Take everything away."""
+        """Remove the cluster."""
         for host in self.hosts:
             if host.is_on:
                 host.kill()
@@ -94,13 +94,13 @@ class Cluster:
             node = Node(self._cores, self.address if index else None, own) if self._ray else None
             added.append(Host(self._network, index + 1, node, self._environment, self._shared))
             self.hosts.append(added[-1])
-        _settle(added[:1])  # the head, at the beginning
+        _settle(added[:1])  # the head first, at the beginning
         _settle(added[1:])
         return added
 
 
 def _settle(hosts: Sequence[Host]) -> None:
-    """Start the nodes of these hosts, at the same time."""
+    """Start the nodes of these hosts concurrently."""
     begun = [(host, node) for host in hosts if (node := host.begin_node())]
     for host, node in begun:
         host.wait_for_node(node)

@@ -16,33 +16,33 @@ from meshrl.testing.cluster.namespaces import Inside, Namespace
 from meshrl.testing.cluster.network import Cable, Network, address
 
 PORT: Final = 6379
-"""Of Ray's head."""
+"""Port of Ray's head node."""
 MOST: Final = 99
-"""Hosts of a cluster."""
+"""Hosts of a cluster at most."""
 _STARTED: Final = 60.0
-"""Seconds within which a node of Ray runs."""
+"""Seconds that a Ray node has to start."""
 _DAY: Final = 86_400
 _STORE: Final = 200 * 2**20
-"""Bytes of a node's object store, which lies in the shared memory."""
+"""Bytes of a node's object store in shared memory."""
 _SHARED_MEMORY: Final = 2**30
 
 
 class Node(NamedTuple):
-    """A node of Ray."""
+    """A Ray node."""
 
     cores: int
     head: str | None
-    """HOST:PORT of the head; None: this is it."""
+    """HOST:PORT of the head node. None if this is the head."""
     resources: Mapping[str, float] = {}
 
 
 class Host:
-    """One machine of a cluster. Files are the real machine's but for /tmp and /dev/shm, as on a shared disk."""
+    """One machine of a cluster. It sees the real machine's files except /tmp and /dev/shm, as on a shared disk."""
 
     def __init__(
         self, network: Network, number: int, node: Node | None, environment: Mapping[str, str], shared: Sequence[Path]
     ) -> None:
-        """`node`: what runs on it of Ray; the rest is as of `Cluster`."""
+        """`node`: its Ray node. Other arguments: as in `Cluster`."""
         self.name: str = f"node{number}"
         self.address: str = address(number)
         self._network = network
@@ -53,16 +53,16 @@ class Host:
         self._switch_on()
 
     def boot(self) -> None:
-        """Switch it on after `kill`, as another start of the same machine: its node joins the cluster again.
+        """Start the host again after `kill`, like a reboot. Its node joins the cluster again.
 
-        That of the first host is the head of another cluster.
+        The first host becomes the head of a new cluster.
         """
         self._switch_on()
         if begun := self.begin_node():
             self.wait_for_node(begun)
 
     def _switch_on(self) -> None:
-        """Another boot id, another clock, empty memory, a cable that works."""
+        """Start with a new boot id, a new clock, empty memory and a working cable."""
         furniture = {
             "name": self.name,
             "boot": str(uuid.uuid4()),
@@ -75,16 +75,16 @@ class Host:
 
     @property
     def is_on(self) -> bool:
-        """Whether it runs."""
+        """True if the host is running."""
         return self._machine.is_there
 
     def start(self, command: Sequence[str], **named: Any) -> Inside:
-        """Begin a program on the host, in this process's folder. `named` as of `subprocess.Popen`."""
+        """Start a program on the host, in this process's folder. `named`: arguments of `subprocess.Popen`."""
         environment = {**os.environ, **self._environment}
         return self._machine.start(["env", "-C", str(Path.cwd()), *command], env=environment, **named)
 
     def run(self, command: Sequence[str], timeout: float | None = None) -> str:
-        """Run a program to its end; what it writes. `CalledProcessError` if it fails, `TimeoutExpired` if it lasts."""
+        """Run a program and return its output. Raises `CalledProcessError` if it fails, and `TimeoutExpired`."""
         process = self.start(command, stdout=PIPE, stderr=STDOUT, stdin=subprocess.DEVNULL)
         try:
             said, _ = process.communicate(timeout=timeout)
@@ -97,32 +97,32 @@ class Host:
         return said
 
     def cut(self) -> None:
-        """Cut it off: what is sent to it and from it is lost, and nobody is told."""
+        """Cut the network. Whatever it sends or should receive is lost without notice."""
         self._cable.cut()
 
     def heal(self) -> None:
-        """Its network is as it was at first."""
+        """Restore its network."""
         self._cable.heal()
 
     def slow(self, *, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
-        """Make its network so bad, each way; without numbers, good.
+        """Degrade its network in both directions. Without arguments, restore it.
 
-        `delay`: seconds; `loss`: the part of the frames that is lost, 0 to 1; `rate`: bits a second.
+        `delay`: seconds. `loss`: share of lost frames, 0 to 1. `rate`: bits per second.
         """
         self._cable.slow(delay, loss, rate)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that it has sent and received since it was switched on."""
+        """Bytes sent and received since the host was started."""
         return self._cable.traffic()
 
     def kill(self) -> None:
-        """Switch it off: its processes end at once, and the others hear nothing from it any more."""
+        """Switch the host off. Its processes end at once, and others hear nothing from it."""
         self._cable.cut()
         self._machine.end()
         self._cable.take_away()
 
     def begin_node(self) -> Inside | None:
-        """Begin its node of Ray, if it is to have one."""
+        """Start its Ray node, if it has one."""
         if self._node is None:
             return None
         cores, head, resources = self._node
@@ -133,7 +133,7 @@ class Host:
         return self.start([*ray, *joins, *has, "--disable-usage-stats"], stdout=PIPE, stderr=STDOUT)
 
     def wait_for_node(self, begun: Inside) -> None:
-        """Wait until it runs. ConfigError, with what Ray said, if it does not."""
+        """Wait until the node runs. Raises ConfigError with Ray's message if it does not."""
         try:
             said, _ = begun.communicate(timeout=_STARTED)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""The first process of a host: it sets the host up, and ends all its processes when it ends.
+"""The first process of a host. It sets the host up, and ends all its processes when it ends.
 
 It is run by its path and imports nothing of meshrl. Its standard input is a pipe from the process that made the
-cluster: when that ends, however it ends, this one does, and the kernel ends every process of the host.
+cluster. When that process ends, however it ends, this one ends too, and the kernel ends every process of the host.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount as the system call does: the command of that name would follow a link to a descriptor."""
+    """Mount by the system call. The command `mount` would follow a link to a descriptor."""
     if _LIBC.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
 
 
 def furnish(name: str, boot: str, shared_memory: int, shared: list[str], names: str) -> None:
-    """Give the host its name, its identity, its shared memory, and a /tmp in which only `shared` is others' too."""
+    """Give the host a name, an identity, shared memory, and a /tmp that shares only `shared` with other hosts."""
     socket.sethostname(name)
     kept = {path: os.open(path, os.O_PATH) for path in shared if Path(path).is_relative_to("/tmp")}  # noqa: S108
     mount("tmpfs", "/dev/shm", "tmpfs", options=f"size={shared_memory}")  # noqa: S108
@@ -35,7 +35,7 @@ def furnish(name: str, boot: str, shared_memory: int, shared: list[str], names: 
         os.close(descriptor)
     texts = {
         "/etc/hosts": names,
-        "/etc/resolv.conf": "nameserver 127.0.0.1\n",  # nobody answers there, and says so at once
+        "/etc/resolv.conf": "nameserver 127.0.0.1\n",  # nobody answers there, which is reported at once
         "/proc/sys/kernel/random/boot_id": f"{boot}\n",
     }
     for place, text in texts.items():
@@ -45,7 +45,7 @@ def furnish(name: str, boot: str, shared_memory: int, shared: list[str], names: 
 
 
 def _reap(*_: object) -> None:
-    """Bury orphans, as the first process has to."""
+    """Reap orphans, as a first process must."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -54,7 +54,7 @@ def _reap(*_: object) -> None:
 
 
 def main() -> None:
-    """Furnish the host as the first line of standard input says, say so, and wait."""
+    """Set the host up as the first line of standard input says, report it, and wait."""
     signal.signal(signal.SIGCHLD, _reap)
     told = json.loads(sys.stdin.readline())
     if told is not None:

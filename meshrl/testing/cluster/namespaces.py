@@ -1,4 +1,4 @@
-"""Processes with their own namespaces, which is all that a host or a switch is to the kernel."""
+"""Processes in their own namespaces. To the kernel, a host or a switch is nothing else."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from meshrl.errors import ConfigError
 _INIT: Final = Path(__file__).with_name("init.py")
 _PROGRAMS: Final = ("ip", "tc", "unshare", "nsenter")
 _STOP: Final = 10.0
-"""Seconds within which the kernel has ended the processes of a namespace."""
+"""Seconds that the kernel has to end the processes of a namespace."""
 
 
 def missing() -> str | None:
-    """Why this machine can make no hosts; None where it can."""
+    """Why this machine cannot make hosts. None if it can."""
     if not sys.platform.startswith("linux"):
         return "hosts are namespaces of Linux, and this is another system"
     if os.geteuid() != 0:
@@ -36,15 +36,15 @@ def missing() -> str | None:
 
 
 class Inside(subprocess.Popen[str]):
-    """A program in a namespace. A signal goes to the program, not to what has put it there."""
+    """A program in a namespace. Signals go to the program, not to the command that entered the namespace."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the program has ended."""
         while self.poll() is None:
             if program := self._program():
                 os.kill(program, sig)
                 return
-            time.sleep(0.01)  # it was begun this moment
+            time.sleep(0.01)  # it has just been started
 
     def _program(self) -> int | None:
         try:
@@ -54,17 +54,17 @@ class Inside(subprocess.Popen[str]):
 
 
 class Namespace:
-    """Namespaces with a first process, and with all that runs in them gone when that ends."""
+    """Namespaces with a first process. When that ends, all other processes end too."""
 
     def __init__(self, *kinds: str, furniture: Mapping[str, object] | None = None, ahead: int = 0) -> None:
-        """`kinds`: besides that of processes; `furniture`: see `init.furnish`; `ahead`: seconds of its clock."""
+        """`kinds`: in addition to pid. `furniture`: see `init.furnish`. `ahead`: seconds to advance the clock."""
         options = [f"--{kind}" for kind in kinds]
         if ahead:
             options += ["--time", "--monotonic", str(ahead)]
         if "mount" in kinds:
             options.append("--mount-proc")
         command = ["unshare", *options, "--pid", "--fork", "--kill-child", "--", sys.executable, "-IS", str(_INIT)]
-        # In a session of its own, so that Ctrl-C reaches it through its maker alone.
+        # In a new session, so that Ctrl-C reaches it only through its maker.
         self._first = subprocess.Popen(  # noqa: S603 -- our own script
             command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
         )
@@ -73,7 +73,7 @@ class Namespace:
             piped(self._first.stdin).write(json.dumps(furniture) + "\n")
             piped(self._first.stdin).flush()
         except BrokenPipeError:
-            pass  # why it has ended stands below
+            pass  # the reason for its end is reported below
         if piped(self._first.stdout).readline() != "ready\n":
             said = piped(self._first.stderr).read().strip() or "it said nothing"
             self.end()
@@ -81,27 +81,27 @@ class Namespace:
 
     @property
     def pid(self) -> int:
-        """A process whose network is that of the namespace."""
+        """A process in the namespace's network."""
         return self._first.pid
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self._first.poll() is None
 
     def enter(self, *kinds: str) -> list[str]:
-        """What goes before a command that is to run in it; in all of its namespaces if none are named."""
+        """The prefix for a command that runs in these namespaces, by default in all."""
         folder = Path("/proc", str(self.pid), "ns")
         files = {"net": "net", "mount": "mnt", "uts": "uts", "ipc": "ipc"}
         files |= {"pid": "pid_for_children", "time": "time_for_children"}
         return ["nsenter", *(f"--{kind}={folder / files[kind]}" for kind in kinds or self._kinds), "--"]
 
     def start(self, command: Sequence[str], **named: Any) -> Inside:
-        """Begin a program in it. `named` as of `subprocess.Popen`."""
+        """Start a program in the namespace. `named`: arguments of `subprocess.Popen`."""
         return Inside([*self.enter(), *command], text=True, start_new_session=True, **named)
 
     def do(self, *command: str, lines: Sequence[str] = (), fails: bool = False) -> bool:
-        """Run a command on its network. `lines`: what it reads. ConfigError if it fails, or False with `fails`."""
+        """Run a command on its network, with `lines` as input. If it fails: ConfigError, or False with `fails`."""
         full = [*self.enter("net"), *command]
         done = subprocess.run(  # noqa: S603 -- `ip` and `tc`
             full, input="\n".join(lines), text=True, stdout=PIPE, stderr=STDOUT, check=False
@@ -111,7 +111,7 @@ class Namespace:
         return not done.returncode
 
     def end(self) -> None:
-        """End every process in it, and wait until they have."""
+        """End every process in the namespace, and wait for them."""
         first = self._first
         piped(first.stdin).close()
         try:
@@ -124,5 +124,5 @@ class Namespace:
 
 
 def piped(pipe: IO[str] | None) -> IO[str]:
-    """A pipe of a process, which was asked for when that was begun."""
+    """Narrow the type of a pipe that was requested at the start."""
     return cast("IO[str]", pipe)

@@ -1,4 +1,4 @@
-"""The network between hosts: a switch, and a cable to each that can be unplugged or made worse."""
+"""The network between hosts: a switch, and a cable to each host that can be unplugged or degraded."""
 
 import json
 import subprocess
@@ -14,13 +14,13 @@ _WIRE: Final = Path(__file__).with_name("wire.py")
 _MTU: Final = "mtu 9000"
 _SWITCH: Final = "switch"
 _QUEUED: Final = 0.02
-"""Seconds that frames wait at most before a cable that only has a rate."""
+"""Seconds that frames wait at most at a cable that only has a rate."""
 _BURST: Final = 0.002
-"""Seconds' worth of frames that it takes at once after a pause."""
+"""Length of a burst after a pause, in seconds at the rate."""
 
 
 class Network:
-    """A switch in a namespace of its own: nothing of it is seen on the machine's own network."""
+    """A switch in a separate namespace, invisible on the machine's own network."""
 
     def __init__(self) -> None:
         self.switch: Namespace = Namespace("net")
@@ -30,19 +30,19 @@ class Network:
         self.has_tbf: bool = self._has(*_tbf(1e9))
 
     def _has(self, *queue: str) -> bool:
-        """Whether the kernel has a kind of queue."""
+        """True if the kernel has a kind of queue."""
         has = self.switch.do("tc", "qdisc", "add", "dev", _SWITCH, "root", *queue, fails=True)
         if has:
             self.switch.do("tc", "qdisc", "del", "dev", _SWITCH, "root")
         return has
 
     def close(self) -> None:
-        """Take it away with all cables."""
+        """Remove the network with all cables."""
         self.switch.end()
 
 
 class Cable:
-    """Between one host and the switch."""
+    """A cable between one host and the switch."""
 
     def __init__(self, network: Network, machine: Namespace, number: int) -> None:
         """`number`: names its devices, and is the last part of the host's address."""
@@ -58,16 +58,16 @@ class Cable:
         machine.do("ip", "-batch", "-", lines=[*lines, "route add default dev eth0"])
 
     def cut(self) -> None:
-        """Pull it out of the switch: what is sent is lost, and nobody is told."""
+        """Unplug it. Whatever is sent is lost without notice."""
         self._network.switch.do("ip", "link", "set", self._plug, "nomaster")
 
     def heal(self) -> None:
-        """Plug it in again, as good as new."""
+        """Plug it in again, in its original state."""
         self.slow()
         self._network.switch.do("ip", "link", "set", self._plug, "master", _SWITCH)
 
     def slow(self, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
-        """Make it so bad, each way. `delay`: seconds; `loss`: of frames, 0 to 1; `rate`: bits a second, None: any."""
+        """Degrade it in both directions. `delay`: seconds. `loss`: 0 to 1. `rate`: bits per second, None: unlimited."""
         if self._network.has_netem:
             rated = ["rate", f"{rate:.0f}"] if rate else []
             self._queue("replace", "netem", "delay", f"{delay * 1e6:.0f}us", "loss", f"{loss * 100}%", *rated)
@@ -85,12 +85,12 @@ class Cable:
             told.flush()
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that have come from the host, and gone to it."""
+        """Bytes from the host, and bytes to it."""
         counts = self._shown(self._port)["stats64"]
         return counts["rx"]["bytes"], counts["tx"]["bytes"]
 
     def take_away(self) -> None:
-        """Remove it. The devices of a host that is gone are gone by themselves."""
+        """Remove it. The devices of a stopped host disappear by themselves."""
         if self._wire is not None:
             self._wire.kill()
             self._wire.communicate()
@@ -98,7 +98,7 @@ class Cable:
         self._network.switch.do("ip", "link", "del", self._port, fails=True)
 
     def _queue(self, verb: str, *queue: str) -> None:
-        """Have the kernel keep frames so before it sends them, at both ends."""
+        """Configure the kernel's queue at both ends."""
         for place, device in ((self._network.switch, self._port), (self._machine, "eth0")):
             place.do("tc", "qdisc", verb, "dev", device, "root", *queue)
 
@@ -107,7 +107,7 @@ class Cable:
         return f"inner{self._number}"
 
     def _wired(self) -> Inside:
-        """Put a wire between the host's port and the switch."""
+        """Connect the host's port and the switch by a wire process."""
         near, far = f"near{self._number}", f"far{self._number}"
         switch = self._network.switch
         wire = switch.start([sys.executable, "-IS", str(_WIRE), near, far], stdin=PIPE, stdout=PIPE, stderr=PIPE)
@@ -130,7 +130,7 @@ class Cable:
         return "master" in self._shown(self._plug)
 
     def _shown(self, device: str) -> dict[str, Any]:
-        """What the kernel says of a device of the switch."""
+        """The kernel's description of a device of the switch."""
         command = [*self._network.switch.enter("net"), "ip", "-json", "-stats", "link", "show", device]
         shown = subprocess.run(command, stdout=PIPE, text=True, check=True)  # noqa: S603 -- `ip`
         return cast("list[dict[str, Any]]", json.loads(shown.stdout))[0]
@@ -142,6 +142,6 @@ def address(number: int) -> str:
 
 
 def _tbf(rate: float) -> list[str]:
-    """A queue of the kernel that lets so many bits a second through."""
+    """A kernel queue that limits the rate, in bits per second."""
     burst = max(rate / 8 * _BURST, 2 * 9000)
     return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst:.0f}b", "latency", f"{_QUEUED * 1e3:.0f}ms"]

@@ -1,7 +1,7 @@
 """A cable with a delay, losses and a rate, which carries frames between two devices of the switch.
 
-It stands in for netem where the kernel has none. It is run by its path and imports nothing of meshrl; each line of its
-standard input says anew what the cable is like.
+It replaces netem where the kernel has none. It is run by its path and imports nothing of meshrl. Each line of its
+standard input sets the properties of the cable.
 """
 
 import fcntl
@@ -16,15 +16,15 @@ from collections import deque
 from contextlib import suppress
 
 _SET_NAME = 0x400454CA
-_TAP = 0x0002 | 0x1000  # whole Ethernet frames, and nothing before them
+_TAP = 0x0002 | 0x1000  # whole Ethernet frames without a header
 _FRAME = 1 << 16
 _ROOM = 1000
-"""Frames that are under way at most, as in netem: others are lost."""
+"""Frames in transit at most, as in netem. Others are lost."""
 _AT_ONCE = 64
 
 
 class Way:
-    """One direction."""
+    """One direction of the cable."""
 
     def __init__(self, end: int, seed: int) -> None:
         self.delay: float = 0.0
@@ -36,7 +36,7 @@ class Way:
         self._under_way: deque[tuple[float, bytes]] = deque()
 
     def take(self, frame: bytes) -> None:
-        """A frame has entered."""
+        """Accept a frame."""
         if self._luck.random() < self.loss or len(self._under_way) >= _ROOM:
             return
         self._free = max(self._free, time.monotonic())
@@ -45,7 +45,7 @@ class Way:
         self._under_way.append((self._free + self.delay, frame))
 
     def send(self) -> float | None:
-        """Hand out what is due. Returns the seconds until the next is, None if nothing is under way."""
+        """Send frames that are due. Returns the seconds until the next one, None if none is in transit."""
         while self._under_way:
             left = self._under_way[0][0] - time.monotonic()
             if left > 0:
@@ -56,7 +56,7 @@ class Way:
 
 
 def opened(name: str) -> int:
-    """A device of this name, which this process feeds."""
+    """Open a device of this name, which this process feeds."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _SET_NAME, struct.pack("16sH22x", name.encode(), _TAP))
     return device

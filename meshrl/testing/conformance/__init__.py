@@ -41,28 +41,28 @@ __all__ = [
 ]
 
 POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.POLICY, *checkpoints.POLICY)
-"""What a policy promises."""
+"""The guarantees of a policy."""
 
 CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoints.CRITIC)
-"""What a critic promises."""
+"""The guarantees of a critic."""
 
 REFERENCE: Final[tuple[Check, ...]] = (*numbers.REFERENCE, *refusals.REFERENCE)
-"""What a reference promises."""
+"""The guarantees of a reference."""
 
 REWARD_MODEL: Final[tuple[Check, ...]] = judging.CHECKS
-"""What a reward model promises that is trained."""
+"""The guarantees of a reward model that is trained."""
 
 CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)
-"""What a backend promises that has these three roles."""
+"""The guarantees of a backend with these three roles."""
 
 ADAPTERS: Final[tuple[Check, ...]] = numbers.ADAPTERS
-"""What a policy promises that trains adapters where its table has `lora`."""
+"""The guarantees of a policy that trains adapters if its table has `lora`."""
 
 SAMPLER_OF_NO_MODEL: Final[tuple[Check, ...]] = (*draws.ANY, *rows.ANY, *interruptions.ANY)
-"""What a sampler promises that draws from no model: its subject has `weights` for it."""
+"""The guarantees of a sampler that draws from no model. Its subject sets `weights`."""
 
 SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.MODEL, *interruptions.MODEL)
-"""What a sampler promises."""
+"""The guarantees of a sampler."""
 
-if not TYPE_CHECKING:  # else a checker would believe any name
+if not TYPE_CHECKING:  # else type checkers would accept any name
     __getattr__ = old_names("meshrl.testing.conformance")

@@ -18,7 +18,7 @@ _SCHEDULED: Final = OPTIMIZER.model_copy(update={"schedule": "cosine", "total_st
 
 
 async def a_policy_goes_on(trial: Trial) -> None:
-    """A policy that is restored goes on to the bit: weights, version, moments and learning rate; so does one in use."""
+    """A restored policy continues bit for bit: weights, version, moments and learning rate. So does one in use."""
     first, second, *rest = await trial.batches(4)
     policy = await trial.own.policy(optimizer=_SCHEDULED)
     for batch in (first, second):
@@ -37,7 +37,7 @@ async def a_policy_goes_on(trial: Trial) -> None:
 
 
 async def a_critic_goes_on(trial: Trial) -> None:
-    """A critic that is restored goes on to the bit; a policy refuses its checkpoint, and is not changed."""
+    """A restored critic continues bit for bit. A policy refuses its checkpoint, and is unchanged."""
     first, second, third = [with_returns(batch, seed) for seed, batch in enumerate(await trial.batches())]
     critic = await trial.own.critic(optimizer=_SCHEDULED)
     for batch in (first, second):
@@ -55,9 +55,9 @@ async def a_critic_goes_on(trial: Trial) -> None:
 
 
 async def a_policy_made_again(trial: Trial) -> None:
-    """A policy that is made again by `respawn`, takes its checkpoint and goes on to the bit.
+    """A policy that was respawned and restored continues bit for bit.
 
-    Where ranks are processes, one of them was killed before.
+    If ranks are processes, one of them was killed before.
     """
     one, other = await trial.batches(2)
     policy = await trial.own.policy()
@@ -84,21 +84,21 @@ class _Killer(Actor):
 
 
 async def _goes_on(policy: Policy, batch: Batch) -> tuple[dict[str, float], int, str]:
-    """The metrics of an update, the version after it and the fingerprint."""
+    """An update's metrics, and the version and the fingerprint after it."""
     metrics = await policy.update(batch, LOSS)
     weights = await loaded(policy)
     return metrics.means(), weights.version, weights.fingerprint()
 
 
 async def _values_on(critic: Critic, batch: Batch) -> tuple[dict[str, float], bytes]:
-    """The metrics of an update, and the values after it."""
+    """An update's metrics, and the values after it."""
     metrics = await critic.update(batch, ValueLoss())
     valued = await (await critic.advantages(batch, Gae())).load("values")
     return metrics.means(), valued.ragged("values").values.tobytes()
 
 
 POLICY: Final[tuple[Check, ...]] = (a_policy_goes_on, a_policy_made_again)
-"""Of a policy's checkpoints."""
+"""Checks of a policy's checkpoints."""
 
 CRITIC: Final[tuple[Check, ...]] = (a_critic_goes_on,)
-"""Of a critic's checkpoints."""
+"""Checks of a critic's checkpoints."""

@@ -13,19 +13,19 @@ from meshrl.testing.witness import PromiseBroken
 from meshrl.weights import Weights
 
 TOLERANCE: Final = 1e-5
-"""Of each number, of its size where that is above 1. Ranks, micro-batches and kernels add float32 numbers in other
-orders, each sum with a relative error of 6e-8, through two layers and three steps: 1e-7 to 1e-6 in all. The three steps
-move weights by 1e-2 and more, so that a mistake of a thousandth shows."""
+"""Largest difference of a number, relative to its size if that is above 1. Ranks, micro-batches and kernels add float32
+numbers in different orders, with a relative error of 6e-8 per sum. Two layers and three steps make that 1e-7 to 1e-6.
+The three steps move weights by 1e-2 and more, so that a mistake of a thousandth shows."""
 
 
 def require(holds: bool, text: str) -> None:
-    """Raise `PromiseBroken` unless it holds."""
+    """Raise `PromiseBroken` unless the condition holds."""
     if not holds:
         raise PromiseBroken(text)
 
 
 def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
-    """Require the same shape, and numbers within the tolerance; what is not finite is never within."""
+    """Require equal shapes, and numbers within the tolerance. Infinite values and NaN are never within it."""
     require(found.shape == expected.shape, f"{what} has shape {found.shape}, not {expected.shape}")
     one, other = found.astype(np.float64), expected.astype(np.float64)
     error = np.abs(one - other) / np.maximum(1, np.abs(other))
@@ -41,7 +41,7 @@ def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
 
 
 def close_metrics(what: str, found: Metrics, expected: Metrics, tolerance: float) -> None:
-    """Require the same names, and means within the tolerance."""
+    """Require equal names, and means within the tolerance."""
     names = sorted(found), sorted(expected)
     require(names[0] == names[1], f"{what} tells {', '.join(names[0])}, and the plain backend {', '.join(names[1])}")
     for name in expected:
@@ -49,7 +49,7 @@ def close_metrics(what: str, found: Metrics, expected: Metrics, tolerance: float
 
 
 def close_columns(what: str, found: Batch, expected: Batch, names: tuple[str, ...], tolerance: float) -> None:
-    """Require token columns of the same rows, dtype and source, and values within the tolerance."""
+    """Require token columns of equal rows, dtype and source, and values within the tolerance."""
     for name in names:
         one, other = found.ragged(name), expected.ragged(name)
         whole = f"{what}: `{name}`"
@@ -61,7 +61,7 @@ def close_columns(what: str, found: Batch, expected: Batch, names: tuple[str, ..
 
 
 def alike(what: str, found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """Require the same names, shapes and dtypes."""
+    """Require equal names, shapes and dtypes."""
     shown = [{name: f"{array.dtype}{list(array.shape)}" for name, array in each.items()} for each in (found, expected)]
     wrong = sorted(name for name in shown[0].keys() | shown[1].keys() if shown[0].get(name) != shown[1].get(name))
     told = "; ".join(
@@ -71,26 +71,26 @@ def alike(what: str, found: Mapping[str, Array], expected: Mapping[str, Array]) 
 
 
 def close_weights(what: str, found: Weights, expected: Weights, tolerance: float) -> None:
-    """Require the same version, names, shapes and dtypes, and values within the tolerance."""
+    """Require equal version, names, shapes and dtypes, and values within the tolerance."""
     same = found.version == expected.version
     require(same, f"{what}: the weights are of version {found.version}, not {expected.version}")
     close_tensors(what, found.tensors, expected.tensors, tolerance)
 
 
 def close_tensors(what: str, found: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float) -> None:
-    """Require the same names, shapes and dtypes, and values within the tolerance."""
+    """Require equal names, shapes and dtypes, and values within the tolerance."""
     alike(f"{what}: the weights", found, expected)
     for name, array in expected.items():
         close(f"{what}: weight `{name}`", found[name], array, tolerance)
 
 
 async def loaded(policy: Policy) -> Weights:
-    """A policy's weights, readable here."""
+    """A policy's weights, loaded into this process."""
     return await (await policy.weights()).load()
 
 
 async def refused(what: str, call: Awaitable[object], kind: type[MeshrlError], *words: str) -> None:
-    """Require that a call fails with an error of this kind that has these words, on a mesh or not."""
+    """Require that a call fails with an error of this kind that contains these words, on a mesh or not."""
     try:
         await call
     except MeshrlError as error:

@@ -29,12 +29,12 @@ from meshrl.testing.conformance.samples import (
 from meshrl.testing.conformance.subject import Check, Trial
 
 _DRAWS: Final = 400
-"""Of one token: a frequency is within 0.025 of its probability two times of three, or nearer."""
+"""Draws of one token. In two of three cases its frequency is within 0.025 of its probability."""
 _FREQUENCY_ERROR: Final = 0.12
 
 
 async def greedy(trial: Trial) -> None:
-    """Completions at temperature 0 are the plain backend's most probable tokens, with tied embeddings and without."""
+    """Completions at temperature 0 are the plain backend's most probable tokens, with and without tied embeddings."""
     for tied in (True, False):
         pair = await trial.pair(tied)
         sampler = await unused(trial, tied)
@@ -60,9 +60,9 @@ async def sampler_log_probs(trial: Trial) -> None:
 
 
 async def frequencies(trial: Trial) -> None:
-    """Tokens are drawn as often as the plain backend says, at several temperatures.
+    """Frequencies of tokens match the plain backend's probabilities, at several temperatures.
 
-    A temperature at which the subject does not draw is a DataError with the number, and the sampler goes on.
+    An unsupported temperature is a DataError that contains it, and the sampler continues.
     """
     sampler, pair = await begun(trial), await trial.pair()
     policy = await trial.plain.policy(model=pair.old)
@@ -86,10 +86,10 @@ async def frequencies(trial: Trial) -> None:
 
 
 async def restricted_draws(trial: Trial) -> None:
-    """`top_k` and `top_p` restrict what is drawn, and `sampler_logprobs` stay those of the whole distribution.
+    """`top_k` and `top_p` restrict the draws, and `sampler_logprobs` are those of the whole distribution.
 
-    So a policy of the same weights, which computes no other, has the ratio 1 with its own rows. What the subject does
-    not draw by is a DataError.
+    So a policy with the same weights, which always uses the whole distribution, has the ratio 1 on its own rows. An
+    unsupported restriction is a DataError.
     """
     sampler, pair = await begun(trial), await trial.pair()
     policy = await trial.plain.policy(model=pair.old)
@@ -115,7 +115,7 @@ async def restricted_draws(trial: Trial) -> None:
 
 
 def _kept(probabilities: Floats, sampling: Sampling) -> set[int]:
-    """The tokens that may be drawn: the most probable `top_k`, and of these the least that have `top_p` together."""
+    """The tokens that may be drawn: the `top_k` most probable, and of these the fewest that reach `top_p`."""
     order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
     shares = probabilities[order] / probabilities[order].sum()
     before = np.cumsum(shares) - shares
@@ -123,7 +123,7 @@ def _kept(probabilities: Floats, sampling: Sampling) -> set[int]:
 
 
 async def seeds(trial: Trial) -> None:
-    """After a load a sampler draws what a new one does by the same `Sampling.seed`, and other tokens by another."""
+    """After a load, a used sampler draws like a new one with the same `Sampling.seed`, and differently with another."""
     used, weights = await begun(trial), await old_weights(trial)
     prompts = questions(30)
     await drawn(used, prompts, Sampling(max_tokens=3))
@@ -137,7 +137,7 @@ async def seeds(trial: Trial) -> None:
 
 
 async def calls_beside(trial: Trial) -> None:
-    """Calls with `sampling.beside` draw, and others draw the same with and without them."""
+    """Calls with `sampling.beside` draw, and do not change the draws of other calls."""
     sampler, prompts, weights = await begun(trial), questions(20), await old_weights(trial)
     tokens: list[list[list[int]]] = []
     for beside in (0, 2):
@@ -151,7 +151,7 @@ async def calls_beside(trial: Trial) -> None:
 
 
 async def completions_of_a_prompt(trial: Trial) -> None:
-    """The `n` completions of a prompt are drawn apart: at temperature 1 some differ."""
+    """The `n` completions of a prompt are drawn independently: at temperature 1 some differ."""
     sampler = await begun(trial)
     prompts = questions(4)
     rollouts = await drawn(sampler, prompts, Sampling(n=24, max_tokens=12))
@@ -162,7 +162,7 @@ async def completions_of_a_prompt(trial: Trial) -> None:
 
 
 async def calls_together(trial: Trial) -> None:
-    """Rows of several calls are drawn side by side, and stay those of their calls."""
+    """Rows of concurrent calls are drawn together, and stay with their calls."""
     sampler, pair = await begun(trial), await trial.pair()
     prompts = questions(10)
     parts = [sampler.generate(prompts.select(rows), Sampling(max_tokens=8, temperature=0)) for rows in ([0, 1, 2], [3])]
@@ -174,7 +174,7 @@ async def calls_together(trial: Trial) -> None:
 
 
 MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, restricted_draws, calls_together)
-"""Of draws from a model."""
+"""Checks of draws from a model."""
 
 ANY: Final[tuple[Check, ...]] = (seeds, calls_beside, completions_of_a_prompt)
-"""Of draws from whatever."""
+"""Checks of any draws."""

@@ -35,21 +35,21 @@ from meshrl.weights import Weights
 
 _ROWS: Final = 12
 _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
-"""Of `_ROWS` rows with a few slots: hundreds of steps are still to come when the first row does."""
+"""With `_ROWS` rows and few slots, hundreds of steps remain when the first row arrives."""
 _CALLS: Final = 8
-"""Of `_ROWS` rows, one after the other, for which weights may wait at most."""
+"""Consecutive calls with `_ROWS` rows for which weights may wait at most."""
 _LOADS: Final = 8
-"""Of which one at least is to find a row that is being drawn."""
+"""At least one of these loads must find a row in progress."""
 
 
 async def a_cancelled_call(trial: Trial) -> None:
-    """Calls that are cancelled or left give their slots back: as many as there are slots, and later calls end."""
+    """Calls that are cancelled or abandoned, as many as there are slots, free their slots: later calls end."""
     sampler = await begun(trial)
     prompts = _long_rows()
     for _ in range(SLOTS // 2):
         task = asyncio.ensure_future(rest(sampler.generate(prompts, _LONG)))
         try:
-            await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other has begun by then
+            await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other call has begun by then
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -66,7 +66,7 @@ async def a_cancelled_call(trial: Trial) -> None:
 
 
 async def an_abort(trial: Trial) -> None:
-    """`abort` ends a call: what it has not finished is yielded `aborted`, and a later call goes on with it."""
+    """`abort` ends a call: unfinished rows are yielded `aborted`, and a later call continues them."""
     sampler = await begun(trial)
     prompts = _long_rows()
     sampling = _LONG.model_copy(update={"temperature": 0.0})
@@ -96,7 +96,7 @@ async def an_abort(trial: Trial) -> None:
 
 
 async def versions_of_tokens(trial: Trial) -> None:
-    """Weights may come in the middle of a call: the versions of a row's tokens never fall, and the oldest is told."""
+    """Weights may arrive during a call: the versions of a row's tokens never fall, and the oldest is reported."""
     calls, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
     rows = Batch.concat(calls)
     for row, versions in enumerate(_drawn_by(rows)):
@@ -114,11 +114,11 @@ async def versions_of_tokens(trial: Trial) -> None:
 
 
 async def numbers_around_a_load(trial: Trial) -> None:
-    """Each token has the log-prob of the weights that its version names, also in a row that a load finds in the middle.
+    """Each token has the log-prob of its version's weights, also in a row that is in progress during a load.
 
-    What such a row has read by the old weights it may keep, or read anew: its tokens after the load are only known not
-    to be drawn by the old ones. Weights are loaded again and again until one finds a row there: a server that the
-    machine gives no time to tells neither tokens nor aborts before its rows have ended.
+    Such a row may keep what it has read with the old weights, or read it again. So its tokens after the load are only
+    checked not to be drawn by the old ones. Weights are loaded repeatedly until a load finds a row in progress: a
+    server that gets no CPU time may report neither tokens nor aborts before its rows have ended.
     """
     rows, drawn_by = await _with_a_row_that_turns(trial)
     pair = await trial.pair()
@@ -142,7 +142,7 @@ async def numbers_around_a_load(trial: Trial) -> None:
 
 
 async def greedy_after_a_load(trial: Trial) -> None:
-    """After new weights greedy completions are theirs, with tied embeddings and without, at once and in later calls."""
+    """After a load, greedy completions are the new weights', with and without tied embeddings, at once and later."""
     for tied in (True, False):
         pair = await trial.pair(tied)
         sampler = await begun(trial, tied)
@@ -157,13 +157,13 @@ async def greedy_after_a_load(trial: Trial) -> None:
 
 
 async def a_prompt_that_was_read_before(trial: Trial) -> None:
-    """After new weights a prompt is read anew: nothing of it that the old ones computed is used."""
+    """After a load, a prompt is read again: nothing that the old weights computed is used."""
     sampler, pair = await begun(trial), await trial.pair()
     texts = ["abcdefgh" * 30 + ">", "abcdefgh" * 30 + "ab>", "hgfedcba" * 20]
     prompts = questions(3).assign(prompt=texts)
     sampling = Sampling(max_tokens=3, temperature=0)
     before = await drawn(sampler, prompts, sampling)
-    await drawn(sampler, prompts, sampling)  # now surely from whatever it keeps of prompts
+    await drawn(sampler, prompts, sampling)  # now certainly from a cache, if there is one
     policies = [await trial.plain.policy(model=folder) for folder in (pair.old, pair.new)]
     await most_probable("greedy before the load", policies[0], pair, before)
     await sampler.load(await new_weights(trial))
@@ -175,9 +175,9 @@ async def a_prompt_that_was_read_before(trial: Trial) -> None:
 
 
 async def weights_of_another_model(trial: Trial) -> None:
-    """Weights that lack a tensor, have a strange one, or one of another shape or dtype are a ModelError that names it.
+    """Weights with a missing or unknown tensor, or another shape or dtype, are a ModelError that names it.
 
-    Nothing of them is taken, and the sampler goes on.
+    None of them is taken, and the sampler continues.
     """
     sampler, pair = await begun(trial), await trial.pair()
     tensors = dict((await new_weights(trial)).tensors)
@@ -197,9 +197,9 @@ async def weights_of_another_model(trial: Trial) -> None:
 
 
 async def a_replay(trial: Trial) -> None:
-    """A sampler that was given a record takes weights where an earlier one did, whenever they come: rows are the same.
+    """A sampler with a record takes weights where the earlier one did, whenever they arrive: rows are the same.
 
-    One that cannot repeat a record refuses it with a DataError, and goes on.
+    A sampler that cannot repeat a record refuses it with a DataError, and continues.
     """
     weights = [await old_weights(trial), await new_weights(trial)]
     prompts = _long_rows()
@@ -228,14 +228,14 @@ async def a_replay(trial: Trial) -> None:
 
 
 def _long_rows() -> Batch:
-    """The first row ends at once, the others late."""
+    """Prompts whose first row ends at once and the others late."""
     return questions(_ROWS, max_tokens=np.array([2, *[60, 120, 180, 240] * _ROWS][:_ROWS]))
 
 
 async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Batch], Batch]:
-    """The rows of each call, some of which find new weights in the middle, and those of a greedy one after them.
+    """The rows of each call, some of which get new weights in the middle, and the rows of a greedy call after them.
 
-    Two calls at a time, again and again until the weights are there: rows run and others wait whenever they come.
+    Two calls run at a time, repeatedly until the weights are loaded, so that some rows run and others wait.
     """
     prompts = _long_rows()
     stream = sampler.generate(prompts, _LONG)
@@ -254,7 +254,7 @@ async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Ba
 
 
 async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
-    """Rows of which at least one was drawn by weights of both versions, and the versions that drew each."""
+    """Rows of which at least one was drawn by both versions, and the versions that drew each row."""
     weights = await new_weights(trial)
     for _ in range(_LOADS):
         calls, _ = await _with_new_weights(await begun(trial), weights)
@@ -278,7 +278,7 @@ MODEL: Final[tuple[Check, ...]] = (
     a_prompt_that_was_read_before,
     weights_of_another_model,
 )
-"""Of what interrupts a sampler with a model."""
+"""Checks of interruptions of a sampler with a model."""
 
 ANY: Final[tuple[Check, ...]] = (a_cancelled_call, an_abort, versions_of_tokens, a_replay)
-"""Of what interrupts any sampler."""
+"""Checks of interruptions of any sampler."""

@@ -29,7 +29,7 @@ _PAIRS: Final = Batch.of(
     preferred=np.array([1, -1, 1, -1, -1, 1, -1, 1, 0, 0], np.int8),
     least_margins=np.repeat(np.array([0, 1, 0.5, 0, 0], np.float32), 2),
 )
-"""Two pairs of one prompt, and one that prefers neither."""
+"""Two pairs of one prompt, and one without a preference."""
 
 _STEPS: Final = Batch.of(
     prompt=["abc>", "h>", "abc>"],
@@ -41,7 +41,7 @@ _SCHEDULED: Final = OPTIMIZER.model_copy(update={"schedule": "cosine", "total_st
 
 
 async def reward_model_encodings(trial: Trial) -> None:
-    """`encode` gives the plain backend's tokens and mask, of pairs and of steps, in the order of the rows."""
+    """`encode` returns the plain backend's tokens and mask, of pairs and of steps, in the order of the rows."""
     own, plain = await trial.reward_models()
     for batch in (_PAIRS, _PAIRS.select([1]), _PAIRS.select([]), _STEPS):
         found, expected = await (await own.encode(batch)).load(), await plain.encode(batch)
@@ -51,7 +51,7 @@ async def reward_model_encodings(trial: Trial) -> None:
 
 
 async def reward_model_updates(trial: Trial) -> None:
-    """Four updates of pairs and steps give the plain backend's metrics, scores and saved weights; the folder judges."""
+    """Four updates of pairs and steps give the plain backend's metrics, scores and weights. The saved folder scores."""
     models = await trial.reward_models(micro_batch_tokens=20)
     await _same_scores("a new reward model", trial, models)
     for number, rows in enumerate(([*range(10)], [2, 3], [*range(10)])):
@@ -74,7 +74,7 @@ async def reward_model_updates(trial: Trial) -> None:
 
 
 async def a_reward_model_goes_on(trial: Trial) -> None:
-    """A reward model that is restored goes on to the bit; a policy refuses its checkpoint, and is not changed."""
+    """A restored reward model continues bit for bit. A policy refuses its checkpoint, and is unchanged."""
     model = await trial.own.reward_model(optimizer=_SCHEDULED)
     for _ in range(2):
         await _learned(model, _PAIRS, BradleyTerryLoss())
@@ -91,7 +91,7 @@ async def a_reward_model_goes_on(trial: Trial) -> None:
 
 
 async def what_a_reward_model_refuses(trial: Trial) -> None:
-    """A policy's loss and a column that is missing end an update on all ranks, which changes nothing."""
+    """A policy's loss or a missing column ends an update on all ranks, and changes nothing."""
     model, other = [await trial.own.reward_model() for _ in range(2)]
     batch = await model.encode(_PAIRS)
     await refused("a policy's loss", model.update(batch, ClippedLoss()), DataError, "this is a reward model")
@@ -105,7 +105,7 @@ async def _learned(model: RewardModel, batch: Batch, loss: BradleyTerryLoss) -> 
 
 
 async def _goes_on(model: RewardModel) -> tuple[dict[str, float], bytes]:
-    """The metrics of an update, and the scores after it."""
+    """An update's metrics, and the scores after it."""
     metrics = await _learned(model, _PAIRS, BradleyTerryLoss())
     scored = await (await model.score(_PAIRS)).load("rewards")
     return metrics.means(), scored.rewards.tobytes()
@@ -125,4 +125,4 @@ CHECKS: Final[tuple[Check, ...]] = (
     a_reward_model_goes_on,
     what_a_reward_model_refuses,
 )
-"""What a reward model promises."""
+"""The checks of a reward model."""

@@ -16,44 +16,44 @@ from meshrl.mesh import Array, stop
 from meshrl.roles import NewModel, Policy, PolicyConfig
 
 SMALL: Final = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-"""11 tokens: an odd number, that no two ranks share evenly."""
+"""11 tokens: an odd number, which ranks cannot divide evenly."""
 
 LOSS: Final = ClippedLoss()
 
 TEXTS: Final = ("abc>", "h", "gfedcba>", "")
-"""Of the characters of `SMALL`."""
+"""Texts in the characters of `SMALL`."""
 
 SAMPLED: Final = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=320)
-"""What samplers draw from: heads of 32 dims, as fused kernels need, and room for prompts of several cache blocks."""
+"""The model for samplers: heads of 32 dims, as fused kernels need, and room for prompts of several cache blocks."""
 
 SLOTS: Final = 4
-"""Of a sampler: few, so that rows wait."""
+"""Slots of a sampler: few, so that rows wait."""
 
 _SPREAD: Final = 8.0
-"""What the matrices of a new model are multiplied by: as they are, all its log-probs are about equal."""
+"""Factor for the matrices of a new model. Without it, all log-probs are almost equal."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Hugging Face folder that the roles of both sides begin with."""
+    """A Hugging Face folder with which the roles of both sides begin."""
 
     folder: str
     valued: str
-    """The same with a value head, for critics."""
+    """The same model with a value head, for critics."""
     vocabulary: int
     longest: int
-    """The most tokens of a row."""
+    """Longest row in tokens."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models of one shape with other weights, and so other words: what a sampler begins with, and what it loads."""
+    """Two models of one shape with different weights: the one a sampler begins with, and the one it loads."""
 
     old: str
-    """A Hugging Face folder."""
+    """A Hugging Face folder. `new` is another."""
     new: str
     tied: bool
-    """Whether the head is the embeddings."""
+    """True if the head is the embeddings."""
     vocabulary: int
     end: int
     """The token that ends a completion."""
@@ -63,7 +63,7 @@ Spawn: TypeAlias = Callable[[PolicyConfig], Awaitable[Policy]]
 
 
 async def prepare(spawn: Spawn, place: Path, asked: str | None) -> Model:
-    """The folders of a trial's model, below `place`; where none is asked for, `spawn` makes a new one."""
+    """Prepare the folders of a trial's model below `place`. Without `asked`, `spawn` makes a new model."""
     folder = Path(asked) if asked else place / "model"
     if asked is None:
         await _make(spawn, folder, PolicyConfig(model=SMALL))
@@ -80,7 +80,7 @@ async def prepare(spawn: Spawn, place: Path, asked: str | None) -> Model:
 
 
 async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> Pair:
-    """The folders of two new models, below `place`."""
+    """Prepare the folders of two new models below `place`."""
     folders = [place / name for name in ("old", "new")]
     for seed, folder in enumerate(folders):
         await _make(spawn, folder, PolicyConfig(model=SAMPLED, seed=seed))
@@ -104,7 +104,7 @@ async def _make(spawn: Spawn, folder: Path, config: PolicyConfig) -> None:
 
 
 def _untie(folder: Path, seed: int) -> None:
-    """Give the model a head of its own."""
+    """Give the model a separate head."""
     tensors = tensors_of(folder)
     shape = tensors["model.embed_tokens.weight"].shape
     head = (np.random.default_rng((seed, 3)).normal(size=shape) / 6).astype(np.float32)
@@ -114,7 +114,7 @@ def _untie(folder: Path, seed: int) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Array]:
-    """All tensors of a saved model, those of its value head under `value_head`."""
+    """All tensors of a saved model. Those of its value head are under `value_head`."""
     found: dict[str, Array] = {}
     for file in sorted(folder.glob("*.safetensors")):
         prefix = "value_head." if file.stem == "value_head" else ""
@@ -123,7 +123,7 @@ def tensors_of(folder: Path) -> dict[str, Array]:
 
 
 def rollouts(model: Model, rows: int, seed: int) -> Batch:
-    """Rows that share four prompts of 1 to 8 tokens, completions of 1 to 9; in every third a gap is not learned."""
+    """Rows with four prompts of 1 to 8 tokens and completions of 1 to 9. Every third has a gap that is not learned."""
     generator = np.random.default_rng(seed)
     heads = [generator.integers(2, model.vocabulary, generator.integers(1, 9)) for _ in range(4)]
     pairs = [
@@ -145,7 +145,7 @@ def rollouts(model: Model, rows: int, seed: int) -> Batch:
 
 
 def by_hand(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
-    """A row for each (tokens, of which the last so many are learned)."""
+    """A row for each pair of lengths: all tokens, and how many of the last are learned."""
     generator = np.random.default_rng(seed)
     tokens = Ragged.of([generator.integers(2, model.vocabulary, length) for length, _ in lengths], np.int32)
     masks = [np.arange(length) >= length - learned for length, learned in lengths]
@@ -156,7 +156,7 @@ def by_hand(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> Batc
 
 
 def with_logprobs(scored: Batch, seed: int) -> Batch:
-    """A batch with the trainer's `logprobs`, and near them the sampler's and the reference's: some are clipped."""
+    """Add the trainer's `logprobs`, and similar ones of the sampler and the reference. Some ratios are clipped."""
     logprobs = scored.ragged("logprobs")
     noise = np.random.default_rng((seed, 1)).normal(0, 0.2, (2, len(logprobs.values))).astype(np.float32)
     return scored.assign(
@@ -166,10 +166,10 @@ def with_logprobs(scored: Batch, seed: int) -> Batch:
 
 
 def with_returns(batch: Batch, seed: int) -> Batch:
-    """A batch with `values` and `returns` by token, as a critic's update reads them.
+    """Add `values` and `returns` by token, which a critic's update reads.
 
-    The size of an old value is above 1, so that a value within half of it is told from it without rounding: whether it
-    counts as clipped, by a bound of at most 1/2, does not hang on the order of sums.
+    Old values are above 1 in size, so the difference to a value within half of that size has no rounding error. Whether
+    a value is clipped, with a bound of at most 1/2, then does not depend on the order of sums.
     """
     offsets = batch.tokens.offsets
     numbers = np.random.default_rng((seed, 2)).normal(size=(2, len(batch.tokens.values))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Checks of numbers: equal to the plain backend's, however rows are divided."""
+"""Checks of numbers: equal to the plain backend's, however the rows are divided."""
 
 from typing import Final
 
@@ -46,7 +46,7 @@ def _updates(name: str, loss: Loss) -> Check:
 
 
 async def token_advantages(trial: Trial) -> None:
-    """A loss may read advantages of tokens where rows have one: the update is the plain backend's."""
+    """A loss may read advantages of tokens if rows have them: the update is the plain backend's."""
     policies = await trial.policies()
     (batch,) = await trial.batches(1)
     offsets = batch.tokens.offsets
@@ -56,7 +56,7 @@ async def token_advantages(trial: Trial) -> None:
 
 
 async def low_rank_adapters(trial: Trial) -> None:
-    """Adapters begin and learn as the plain backend's: the metrics of two updates, and the weights with them merged."""
+    """Adapters start and learn like the plain backend's: the metrics of two updates, and the merged weights."""
     policies = await trial.policies(lora={"rank": 4, "alpha": 8})
     for number, batch in enumerate(await trial.batches(2)):
         await _same_update(f"update {number} of adapters", trial, policies, batch, LOSS)
@@ -75,7 +75,7 @@ async def micro_batches(trial: Trial) -> None:
 
 
 async def the_order_of_rows(trial: Trial) -> None:
-    """A step does not depend on the order of the rows, and log-probs come back in theirs."""
+    """A step does not depend on the order of the rows, and log-probs keep that order."""
     own, plain = policies = await trial.policies(micro_batch_tokens=40)
     (batch,) = await trial.batches(1)
     order = np.random.default_rng(3).permutation(len(batch))
@@ -88,7 +88,7 @@ async def the_order_of_rows(trial: Trial) -> None:
 
 
 async def rows_that_teach_nothing(trial: Trial) -> None:
-    """Rows without a learned token, which are nothing but a prompt, change no weight, whatever normalises the loss."""
+    """Rows without a learned token, which are only a prompt, change no weight, whatever normalises the loss."""
     (batch,) = await trial.batches(1)
     silent = by_hand(trial.model, [(1, 0), (0, 0), (17, 0), (5, 0)])
     columns = ("tokens", "loss_mask", "advantages", "sampler_logprobs")
@@ -110,7 +110,7 @@ async def rows_that_teach_nothing(trial: Trial) -> None:
 
 
 async def uneven_rows(trial: Trial) -> None:
-    """Any number of rows goes over any number of ranks: five, two, and one, which leaves ranks with nothing to do."""
+    """Any number of rows works on any number of ranks: five, two, and one, which leaves ranks idle."""
     policies = await trial.policies(micro_batch_tokens=16)
     (batch,) = await trial.batches(1)
     for rows in ([0, 1, 2, 3, 4], [5, 6], [7], [8, 9, 10]):
@@ -119,7 +119,7 @@ async def uneven_rows(trial: Trial) -> None:
 
 
 async def short_and_long_rows(trial: Trial) -> None:
-    """Rows of no token, of one, longer than `micro_batch_tokens`, as long as the model takes: they are like others."""
+    """Rows may have no token, one, more than `micro_batch_tokens`, or as many as the model takes."""
     policies = await trial.policies(micro_batch_tokens=4)
     longest = trial.model.longest
     shapes = [(1, 0), (longest, longest - 1), (0, 0), (9, 1), (2, 1), (3, 2), (longest, 1)]
@@ -133,7 +133,7 @@ async def short_and_long_rows(trial: Trial) -> None:
 
 
 async def log_probs(trial: Trial) -> None:
-    """`logprobs` are the plain backend's: with a temperature, without, without a mask, before and after an update."""
+    """`logprobs` are the plain backend's: with and without a temperature or a mask, before and after an update."""
     policies = await trial.policies(micro_batch_tokens=40)
     batch, other = await trial.batches(2)
     await _same_scores("log-probs", trial, policies, batch)
@@ -155,7 +155,7 @@ async def reference_log_probs(trial: Trial) -> None:
 
 
 async def a_reference_takes_weights(trial: Trial) -> None:
-    """A reference that took a policy's weights, of either backend, says what the policy says; it goes on saying it."""
+    """A reference that loaded a policy's weights, of either backend, gives the policy's log-probs, and keeps them."""
     own, plain = await trial.policies()
     reference = await trial.own.reference(micro_batch_tokens=40)
     one, other = await trial.batches(2)
@@ -180,7 +180,7 @@ async def _says_as(what: str, trial: Trial, reference: Reference, plain: Policy)
 
 
 async def encoding(trial: Trial) -> None:
-    """`encode` gives the plain backend's tokens and mask, in the order of the rows."""
+    """`encode` returns the plain backend's tokens and mask, in the order of the rows."""
     own, plain = await trial.policies()
     batch = Batch.of(prompt=["b", "abc>", "a>", "hg", "c"], completion=["", *TEXTS])
     for rows in (batch, batch.select([1]), batch.select([])):
@@ -202,7 +202,7 @@ async def critic_values(trial: Trial) -> None:
 
 
 async def critic_updates(trial: Trial) -> None:
-    """Three updates of a critic give the plain backend's metrics, values, and saved weights, those of its head too."""
+    """Three updates of a critic give the plain backend's metrics, values and saved weights, including its head's."""
     own, plain = critics = await trial.critics(micro_batch_tokens=40)
     batches = [with_returns(batch, seed) for seed, batch in enumerate(await trial.batches())]
     batches[1] = batches[1].select([0, 1, 2, 3, 4])
@@ -251,13 +251,13 @@ POLICY: Final[tuple[Check, ...]] = (
     log_probs,
     encoding,
 )
-"""Of a policy's numbers."""
+"""Checks of a policy's numbers."""
 
 ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters,)
-"""Of the numbers of a policy that trains adapters."""
+"""Checks of the numbers of a policy that trains adapters."""
 
 CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
-"""Of a critic's numbers."""
+"""Checks of a critic's numbers."""
 
 REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs, a_reference_takes_weights)
-"""Of a reference's numbers."""
+"""Checks of a reference's numbers."""

@@ -1,4 +1,4 @@
-"""Checks of mistakes: each is reported, on any rank, changes nothing, and leaves the mesh in order."""
+"""Checks of mistakes: each is reported, on any rank, changes nothing, and leaves the mesh usable."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -29,7 +29,7 @@ class _Wrong:
 
 
 async def a_row_that_is_too_long(trial: Trial) -> None:
-    """A row longer than the model takes is a DataError with both lengths, of `update` and `logprobs`."""
+    """A row longer than the model takes is a DataError with both lengths, in `update` and `logprobs`."""
     longest = trial.model.longest
     batch = _with_a_long_row(trial.model, (await trial.batches(1))[0])
     await _told(trial, DataError, _Wrong(batch, str(longest + 1)), _Wrong(batch, str(longest)))
@@ -39,7 +39,7 @@ async def a_row_that_is_too_long(trial: Trial) -> None:
 
 
 async def nothing_to_learn(trial: Trial) -> None:
-    """A batch without a learned token is a DataError; so is one without rows."""
+    """A batch without a learned token, or without rows, is a DataError."""
     (batch,) = await trial.batches(1)
     silent = _silent(batch)
     await _told(trial, DataError, *(_Wrong(rows, "nothing to learn") for rows in (silent, batch.select([]))))
@@ -60,7 +60,7 @@ async def the_loss_of_a_critic(trial: Trial) -> None:
 
 
 async def log_probs_of_another_model(trial: Trial) -> None:
-    """Log-probs that another model computed than the loss asks for, or a later version, are a DataError."""
+    """Log-probs of another model than the loss asks for, or of a later version, are a DataError."""
     (batch,) = await trial.batches(1)
     values, offsets = batch.sampler_logprobs.values, batch.tokens.offsets
     strange = batch.assign(sampler_logprobs=Ragged(values, offsets, source=Source("reference")))
@@ -70,14 +70,14 @@ async def log_probs_of_another_model(trial: Trial) -> None:
 
 
 async def a_column_that_is_missing(trial: Trial) -> None:
-    """A batch that lacks a column of the loss is a DataError, also where ranks without rows do not look for it."""
+    """A batch without a column of the loss is a DataError, even if ranks without rows do not read the column."""
     (batch,) = await trial.batches(1)
     lacking = batch.drop("advantages")
     await _told(trial, DataError, *(_Wrong(rows, "advantages") for rows in (lacking, lacking.select([0]))))
 
 
 async def a_column_that_does_not_fit(trial: Trial) -> None:
-    """A token column that is shorter than the tokens, in a row that lies on one rank, is a DataError."""
+    """A token column that is shorter than the tokens, in a row on one rank, is a DataError."""
     (batch,) = await trial.batches(1)
     lengths = batch.tokens.lengths.copy()
     lengths[3] -= 1
@@ -86,7 +86,7 @@ async def a_column_that_does_not_fit(trial: Trial) -> None:
 
 
 async def a_gradient_that_is_not_finite(trial: Trial) -> None:
-    """A gradient that is not finite is a ModelError, and no step."""
+    """A gradient that is not finite is a ModelError, and makes no step."""
     (batch,) = await trial.batches(1)
     advantages = batch.row("advantages").copy()
     advantages[3] = np.inf
@@ -94,7 +94,7 @@ async def a_gradient_that_is_not_finite(trial: Trial) -> None:
 
 
 async def what_a_critic_refuses(trial: Trial) -> None:
-    """A critic refuses rows that are too long, nothing to learn and a policy's loss, and then goes on."""
+    """A critic refuses rows that are too long, nothing to learn, and a policy's loss, and then continues."""
     own, plain = await trial.critics()
     batch = with_returns((await trial.batches(1))[0], 0)
     long = with_returns(_with_a_long_row(trial.model, batch), 0)
@@ -109,7 +109,7 @@ async def what_a_critic_refuses(trial: Trial) -> None:
 
 
 async def weights_that_a_reference_refuses(trial: Trial) -> None:
-    """Weights of another model, or that did not arrive as they were sent, are a ModelError; none of them is taken."""
+    """Weights of another model, or damaged in transit, are a ModelError. None of them is taken."""
     plain, reference = await trial.plain.policy(), await trial.own.reference()
     (batch,) = await trial.batches(1)
     await plain.update(batch, LOSS)
@@ -136,7 +136,7 @@ async def _scores(reference: Reference, batch: Batch) -> Array:
 
 
 def _damaged(weights: Weights) -> Weights:
-    """The same with a changed byte in the last tensor, under the fingerprints of before."""
+    """The same weights with a changed byte in the last tensor and the old fingerprints."""
     *first, last = weights.buckets
     memory = last.memory.copy()
     memory[max(entry.start for entry in last.index.values())] ^= 1
@@ -145,7 +145,7 @@ def _damaged(weights: Weights) -> Weights:
 
 
 async def _told(trial: Trial, kind: type[MeshrlError], *wrongs: _Wrong) -> None:
-    """Require that the updates are refused, and that the policy then makes the one that it would have made."""
+    """Require that the updates are refused, and that the policy's next update is as if they had not been made."""
     policy = await trial.own.policy()
     before = await loaded(policy)
     for wrong in wrongs:
@@ -175,10 +175,10 @@ POLICY: Final[tuple[Check, ...]] = (
     a_column_that_does_not_fit,
     a_gradient_that_is_not_finite,
 )
-"""Of what a policy refuses."""
+"""Checks of what a policy refuses."""
 
 CRITIC: Final[tuple[Check, ...]] = (what_a_critic_refuses,)
-"""Of what a critic refuses."""
+"""Checks of what a critic refuses."""
 
 REFERENCE: Final[tuple[Check, ...]] = (weights_that_a_reference_refuses,)
-"""Of what a reference refuses."""
+"""Checks of what a reference refuses."""

@@ -1,4 +1,4 @@
-"""Checks of a sampler's rows: their columns, their ends, their number, and how they continue."""
+"""Checks of a sampler's rows: their columns, ends, number, and continuation."""
 
 import asyncio
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _TASK: Final = ("prompt", "answer", "groups", "row", "difficulty")
 
 
 async def columns(trial: Trial) -> None:
-    """Rows have all columns of a rollout, in their dtypes, each token's version, and the columns of their prompts."""
+    """Rows have all columns of a rollout with their dtypes, each token's version, and the columns of their prompts."""
     sampler = await begun(trial)
     prompts = questions(11, difficulty=np.linspace(0, 1, 11, dtype=np.float32))
     rollouts = await drawn(sampler, prompts, Sampling(n=2, max_tokens=8))
@@ -65,7 +65,7 @@ async def tokens_of_texts(trial: Trial) -> None:
 
 
 async def ends_of_rows(trial: Trial) -> None:
-    """A completion ends at the model's end token, or is `truncated` at its limit: its own `max_tokens` before all."""
+    """A completion ends at the model's end token, or is `truncated` at its limit. A row's `max_tokens` comes first."""
     sampler, end = await begun(trial), (await trial.pair()).end
     prompts = questions(12)
     limits = np.array([1, 2, 3, 5, 8, 13] * 2)
@@ -110,7 +110,7 @@ async def stop_texts(trial: Trial) -> None:
 
 
 async def rows_that_go_on(trial: Trial) -> None:
-    """Rows with tokens go on after them: these keep their log-probs and versions; `max_tokens` counts all of it."""
+    """Rows with tokens continue after them, and keep their log-probs and versions. `max_tokens` counts all of it."""
     sampler, pair = await begun(trial), await trial.pair()
     prompts = questions(8)
     begin = await drawn(sampler, prompts, Sampling(max_tokens=3, temperature=0, ignore_eos=True))
@@ -134,7 +134,7 @@ async def rows_that_go_on(trial: Trial) -> None:
 
 
 async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
-    """A row that goes on ends where a stop text is whole, also one that began in the tokens that the row had."""
+    """A continued row ends where a stop text is complete, even if it began in the tokens that the row had."""
     sampler, had, prompts = await begun(trial), 3, questions(10)
     free = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
     begin = await drawn(sampler, prompts, free.model_copy(update={"max_tokens": had}))
@@ -161,7 +161,7 @@ async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
 
 
 async def rows_that_have_ended(trial: Trial) -> None:
-    """Rows that have ended are yielded as they are, whatever weights came since."""
+    """Rows that have ended are yielded unchanged, whatever weights came since."""
     sampler = await begun(trial)
     sampling = Sampling(max_tokens=8)
     once = await drawn(sampler, questions(9), sampling)
@@ -173,7 +173,7 @@ async def rows_that_have_ended(trial: Trial) -> None:
 
 
 async def few_rows(trial: Trial) -> None:
-    """No prompts give no rows, and one prompt one row, whatever the ranks; a batch of none has a rollout's columns."""
+    """No prompts give no rows, one prompt one row, on any number of ranks. An empty batch has a rollout's columns."""
     sampler = await begun(trial)
     for count in (0, 1, 0):
         rollouts = await drawn(sampler, questions(count), Sampling(max_tokens=4))
@@ -184,7 +184,7 @@ async def few_rows(trial: Trial) -> None:
 
 
 async def more_rows_than_slots(trial: Trial) -> None:
-    """Ten times more rows than slots, in three calls at once, all come, each once."""
+    """Ten times more rows than slots, in three concurrent calls, all come, each once."""
     sampler = await begun(trial)
     prompts = questions(40)
     streams = [sampler.generate(prompts.select(np.arange(call, 40, 3)), Sampling(max_tokens=4)) for call in range(3)]
@@ -196,7 +196,7 @@ async def more_rows_than_slots(trial: Trial) -> None:
 
 
 def _well_formed(rollouts: Batch, version: int) -> None:
-    """Require a rollout's columns, of tokens that one version drew."""
+    """Require a rollout's columns, with tokens that one version drew."""
     for name, dtype in {**_TOKENS, **_ROWS}.items():
         require(name in rollouts, f"rollouts lack the column `{name}`: they have {', '.join(rollouts.names)}")
         column = rollouts[name]
@@ -231,7 +231,7 @@ MODEL: Final[tuple[Check, ...]] = (
     rows_that_go_on,
     stop_texts_of_rows_that_go_on,
 )
-"""Of rows from a model."""
+"""Checks of rows from a model."""
 
 ANY: Final[tuple[Check, ...]] = (columns, rows_that_have_ended, few_rows, more_rows_than_slots)
-"""Of rows from whatever."""
+"""Checks of any rows."""

@@ -18,12 +18,12 @@ from meshrl.weights import Weights
 Floats: TypeAlias = NDArray[np.float64]
 
 OLD: Final = 1
-"""The version of the weights that checks begin with; a sampler that was given none has 0."""
+"""Version of the first weights. A sampler that has loaded none has 0."""
 NEW: Final = 4
-"""The version that they load later."""
+"""Version of the weights that checks load later."""
 
 ERROR: Final = 1e-4
-"""How far, in float32, a sampler's log-probs may be from a policy's: it computes row by row, and with a cache."""
+"""Largest difference in float32 between a sampler's and a policy's log-probs. It computes row by row, with a cache."""
 
 _TEXTS: Final = ("abc>", "h>", "abcdefgh>", "bad>", "c")
 _SPECIAL: Final = 2
@@ -31,7 +31,7 @@ _SPECIAL: Final = 2
 
 
 def questions(rows: int, **columns: Array) -> Batch:
-    """Prompts, with their numbers as `groups` and further columns. A sampler without a model may give the answer."""
+    """Prompts with their numbers as `groups`, and further columns. A sampler without a model may give the answer."""
     texts = [_TEXTS[row % len(_TEXTS)] for row in range(rows)]
     task = [{"number": row} for row in range(rows)]
     answers = [chr(ord("a") + row % 8) for row in range(rows)]
@@ -50,17 +50,17 @@ async def begun(trial: Trial, tied: bool = True) -> Sampler:
 
 
 async def unused(trial: Trial, tied: bool = True) -> Sampler:
-    """A fresh sampler that has its folder's weights, those of `OLD`, and was given none."""
+    """A new sampler with its folder's weights, those of `OLD`, which has loaded none."""
     return await trial.own.sampler(model=(await trial.pair(tied)).old, slots=SLOTS)
 
 
 async def old_weights(trial: Trial, tied: bool = True) -> Weights:
-    """What the sampler's folder holds, as `OLD`."""
+    """The weights of the sampler's folder, as `OLD`."""
     return await _weights(trial, (await trial.pair(tied)).old, OLD)
 
 
 async def new_weights(trial: Trial, tied: bool = True) -> Weights:
-    """The pair's other model, as `NEW`."""
+    """The weights of the pair's other model, as `NEW`."""
     return await _weights(trial, (await trial.pair(tied)).new, NEW)
 
 
@@ -71,17 +71,17 @@ async def _weights(trial: Trial, folder: str, version: int) -> Weights:
 
 
 async def drawn(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
-    """All rollouts of prompts with `groups`, in the order of these; each has to come `sampling.n` times."""
+    """All rollouts of prompts with `groups`, in their order. Each must come `sampling.n` times."""
     return in_order(await rest(sampler.generate(prompts, sampling)), prompts, sampling.n)
 
 
 async def rest(stream: AsyncIterable[Batch]) -> Batch:
-    """What a stream yields, readable here."""
+    """The remaining rows of a stream, loaded into this process."""
     return Batch.concat([await part.load() async for part in stream])
 
 
 async def first(stream: AsyncIterator[Batch]) -> Batch:
-    """The first rows of a stream, readable here."""
+    """The first rows of a stream, loaded into this process."""
     async for part in stream:
         if len(part):
             return await part.load()
@@ -89,7 +89,7 @@ async def first(stream: AsyncIterator[Batch]) -> Batch:
 
 
 def in_order(rollouts: Batch, prompts: Batch, n: int = 1) -> Batch:
-    """The rollouts in the order of their prompts; each has to have come `n` times."""
+    """The rollouts in the order of their prompts. Each must have come `n` times."""
     require(len(rollouts) > 0 or not len(prompts), f"of {len(prompts)} prompts no rollout came")
     if not len(prompts):
         return rollouts
@@ -119,7 +119,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """The text of tokens for the models of a pair; special ones have none."""
+    """The text of tokens for the models of a pair. Special tokens have none."""
     return "".join(SAMPLED.characters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
 
 
@@ -129,9 +129,9 @@ async def scores(policy: Policy, rollouts: Batch) -> Ragged:
 
 
 async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) -> None:
-    """Require that each token of the completions is the policy's most probable one: what greedy generation gives.
+    """Require that each token of the completions is the policy's most probable one, as in greedy generation.
 
-    By induction: where the tokens before it are those of greedy generation, the most probable token is the next one.
+    By induction: if the previous tokens are those of greedy generation, the most probable token is the next one.
     """
     places = [
         (row, place)
@@ -154,12 +154,12 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
 
 
 async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> Floats:
-    """The log-probs of the token that follows, float64[vocabulary]."""
+    """The log-probs of the next token, float64[vocabulary]."""
     return (await _next_tokens(policy, pair, [np.array(prefix)], temperature)).reshape(-1)
 
 
 async def _next_tokens(policy: Policy, pair: Pair, prefixes: Sequence[Array], temperature: float = 1.0) -> Floats:
-    """The log-probs of the tokens that follow, float64[prefixes, vocabulary]: each is scored as a row of its own."""
+    """The log-probs of the next tokens, float64[prefixes, vocabulary]. Each prefix is scored as a separate row."""
     rows = [np.append(prefix, token) for prefix in prefixes for token in range(pair.vocabulary)]
     masks = [np.arange(len(row)) == len(row) - 1 for row in rows]
     batch = Batch.of(

@@ -18,7 +18,7 @@ from meshrl.testing.conformance.subject import Check, Trial
 from meshrl.weights import Weights
 
 _SAMPLER_ERROR: Final = 1e-4
-"""How far, in float32, a sampler's log-probs may be from the policy's: it computes row by row, and with a cache."""
+"""Largest difference in float32 between a sampler's and a policy's log-probs. It computes row by row, with a cache."""
 
 
 async def weights(trial: Trial) -> None:
@@ -40,7 +40,7 @@ async def weights(trial: Trial) -> None:
 
 
 async def a_new_model(trial: Trial) -> None:
-    """A model made from scratch is the plain backend's of the same seed, and no other."""
+    """A model made from scratch equals the plain backend's of the same seed, and no other."""
     prints: list[str] = []
     for seed in (3, 4):
         own, plain = [await loaded(policy) for policy in await trial.policies(model=SMALL, seed=seed)]
@@ -72,7 +72,7 @@ async def a_sampler_takes_the_weights(trial: Trial) -> None:
 
 
 async def saving(trial: Trial) -> None:
-    """A saved folder holds the weights of that moment, for either backend; it replaces a model, and no other files."""
+    """A saved folder has the weights of that moment, for either backend. It replaces a model, but no other files."""
     policy = await trial.own.policy()
     folder = trial.folder / "deeper" / "model"
     for batch in await trial.batches(2):
@@ -106,7 +106,7 @@ async def the_same_bits(trial: Trial) -> None:
 
 
 async def a_cancelled_update(trial: Trial) -> None:
-    """An update that is cancelled, at whatever moment, makes its whole step or none of it, and the mesh goes on."""
+    """A cancelled update makes its whole step or none of it, whenever it is cancelled, and the mesh continues."""
     (batch,) = await trial.batches(1)
     policy, twin = [await trial.own.policy(micro_batch_tokens=24) for _ in range(2)]
     moments = (0.0, 0.3, 0.7)
@@ -133,11 +133,11 @@ async def a_cancelled_update(trial: Trial) -> None:
 
 
 async def _whole(task: "asyncio.Future[Metrics] | None", policy: Policy, made: int, prints: list[str], how: str) -> int:
-    """How many updates were made after one; it is required to be whole, or not to be."""
+    """The number of updates after one that must be complete or absent."""
     found = await loaded(policy)
     answered = task is not None and not task.cancelled()
     if task is not None and answered:
-        task.result()  # raises what the update did
+        task.result()  # raises the update's error
     may = {made} if task is None else {made + 1} if answered else {made, made + 1}
     require(found.version in may, f"an update {how} leaves version {found.version}, after version {made}")
     same = found.fingerprint() == prints[found.version]
@@ -146,7 +146,7 @@ async def _whole(task: "asyncio.Future[Metrics] | None", policy: Policy, made: i
 
 
 async def calls_at_once(trial: Trial) -> None:
-    """Calls that are made together are answered as if one came after the other, in the order of the calls."""
+    """Concurrent calls are answered as if one came after the other, in the order of the calls."""
     one, other = await trial.batches(2)
     policy, twin = [await trial.own.policy(micro_batch_tokens=40) for _ in range(2)]
 
@@ -169,7 +169,7 @@ async def calls_at_once(trial: Trial) -> None:
 
 
 async def roles_side_by_side(trial: Trial) -> None:
-    """A policy, a critic and a reference that share ranks may be called at once: each answers as it does alone."""
+    """A policy, a critic and a reference that share ranks may be called concurrently. Each answers as it does alone."""
     batch = with_returns((await trial.batches(1))[0], 0)
 
     async def calls() -> list[_Call]:
@@ -195,7 +195,7 @@ _Call: TypeAlias = Callable[[], Coroutine[object, object, _Answer]]
 
 
 async def _bits(answer: _Answer) -> object:
-    """What an answer says, to the bit."""
+    """The exact bits of an answer."""
     if isinstance(answer, Metrics):
         return answer.means()
     if isinstance(answer, Weights):
@@ -214,7 +214,7 @@ POLICY: Final[tuple[Check, ...]] = (
     a_cancelled_update,
     calls_at_once,
 )
-"""Of what a policy keeps."""
+"""Checks of a policy's state."""
 
 TOGETHER: Final[tuple[Check, ...]] = (roles_side_by_side,)
-"""Of a policy, a critic and a reference together."""
+"""Checks of a policy, a critic and a reference together."""

@@ -39,48 +39,48 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PLAIN: Final = "torch"
-"""The backend that others are compared with: a whole model on one rank, no collective anywhere."""
+"""The backend for comparison: a whole model on one rank, without collectives."""
 
 OPTIMIZER: Final = OptimizerConfig(lr=0.03, eps=0.01, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
-"""Every part of a step shows in the weights, and rounding does not: with so large an epsilon a step is about as long as
-the gradient, where Adam's own would make a full step of the sign of a gradient that is zero but for rounding. The
-norm's bound is below the norms of these batches."""
+"""With these settings every part of a step shows in the weights, and rounding does not. With so large an epsilon, a
+step is about as long as the gradient. Adam's default would make a full step even from a gradient that is zero except
+for rounding. The bound of the norm is below the norms of these batches."""
 
 _ROWS: Final = 14
-"""Of a batch: some for each of several ranks, and of many lengths."""
+"""Rows of a batch: some for each of several ranks, of many lengths."""
 
 _START: Final = 300.0
 """Seconds that processes have to start and to make a first policy, which loads libraries."""
 
 _GRACE: Final = 5.0
-"""Seconds that a check has to end after it was cancelled, and a mesh that hangs to be given back."""
+"""Seconds that a cancelled check has to end, and that a hanging mesh has to stop."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on a mesh, as a configuration would name them."""
+    """A backend on a mesh, in the terms of a configuration."""
 
     backend: str
     axes: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
-    """The axes of the mesh, the last one fastest."""
+    """Axes of the mesh. The last one varies fastest."""
     engine: str = "local"
     """As `run.engine`: "local", "processes", "ray", or a Ray cluster's address."""
     keys: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Further keys of the tables of its policy, critic and reference, and of its sampler those that one has."""
+    """Further keys for the tables of its policy, critic and reference, and for its sampler those that fit."""
     resources: Resources = field(default_factory=lambda: Resources(cpus=1))
-    """What each rank may use."""
+    """Resources of each rank."""
     tolerance: float = TOLERANCE
-    """How far its numbers may be from the plain backend's."""
+    """Largest difference of its numbers from the plain backend's."""
     weights: Weights | None = None
-    """What its sampler loads, where it holds no model: it is then asked for nothing that hangs on a model."""
+    """Weights for a sampler without a model. Checks that depend on a model are then left out."""
     seconds: float = 60.0
-    """How long one check may take. A check that takes longer hangs, and fails."""
+    """Time limit of a check in seconds. A check that takes longer fails as hanging."""
     temperatures: tuple[float, float] = (0.0, inf)
-    """The lowest and the highest above 0 that its sampler draws at; others it has to refuse."""
+    """Lowest and highest temperature above 0 that its sampler supports. It must refuse others."""
     replays: bool = True
-    """Whether its sampler can repeat a record; otherwise it has to refuse one."""
+    """True if its sampler can repeat a record. Otherwise it must refuse one."""
     restrictions: int = 2
-    """How many of `top_k` and `top_p` its sampler takes at once; more it has to refuse."""
+    """How many of `top_k` and `top_p` its sampler supports together. It must refuse more."""
 
     def __str__(self) -> str:
         axes = [f"{axis}{size}" for axis, size in self.axes.items()]
@@ -95,7 +95,7 @@ def _flat(keys: Mapping[str, object]) -> list[str]:
 
 
 class Side:
-    """One backend on one mesh. What is spawned is stopped with the stack, and without one with the mesh."""
+    """One backend on one mesh. Actors are stopped with the stack, or without a stack with the mesh."""
 
     def __init__(
         self, backend: str, mesh: Mesh, keys: Mapping[str, object], model: Model, stack: AsyncExitStack | None
@@ -107,37 +107,37 @@ class Side:
         self._stack = stack
 
     async def policy(self, **keys: object) -> Policy:
-        """A fresh policy; `keys` go before those of the suite."""
+        """A new policy. `keys` override those of the suite."""
         return await self._role(Policy, PolicyConfig, {"optimizer": OPTIMIZER, **self._keys, **keys})
 
     async def critic(self, **keys: object) -> Critic:
-        """A fresh critic, with a head that is not zero."""
+        """A new critic, with a head that is not zero."""
         table = {"model": self.model.valued, "optimizer": OPTIMIZER, **self._keys, **keys}
         return await self._role(Critic, CriticConfig, table)
 
     async def reward_model(self, **keys: object) -> RewardModel:
-        """A fresh reward model, with a head whose scores are 0 unless `keys` name a judge."""
+        """A new reward model, whose head scores 0 unless `keys` name a reward model."""
         known = self._known(RewardTrainingConfig)
         return await self._role(RewardModel, RewardTrainingConfig, {"optimizer": OPTIMIZER, **known, **keys})
 
     async def reference(self, **keys: object) -> Reference:
-        """A fresh reference."""
+        """A new reference."""
         return await self._role(Reference, ReferenceConfig, {**self._keys, **keys})
 
     async def sampler(self, **keys: object) -> Sampler:
-        """A fresh sampler."""
+        """A new sampler."""
         known = self._known(SamplerConfig)
         return await self._role(Sampler, SamplerConfig, {**known, **keys})
 
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """An actor on these ranks, beside the roles."""
+        """Spawn an actor on these ranks, in addition to the roles."""
         actor = await self._mesh.spawn(create, *args, **kwargs)
         if self._stack is not None:
             self._stack.push_async_callback(stop, actor)
         return actor
 
     def _known(self, schema: type[ModelConfig]) -> Mapping[str, object]:
-        """Of the subject's keys those that a table has."""
+        """The subject's keys that a table has."""
         known = {*schema.model_fields, *schema.open_tables()}
         return {name: value for name, value in self._keys.items() if name in known}
 
@@ -148,12 +148,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one check is given."""
+    """The arguments of a check."""
 
     own: Side
     """The subject."""
     plain: Side
-    """What it is compared with."""
+    """The plain backend."""
     tolerance: float
     folder: Path
     """An empty folder that both sides see."""
@@ -161,28 +161,28 @@ class Trial:
 
     @property
     def model(self) -> Model:
-        """What all roles of both sides begin with."""
+        """The model of all roles of both sides."""
         return self.own.model
 
     async def policies(self, **keys: object) -> tuple[Policy, Policy]:
-        """A fresh policy of each side, the subject's first."""
+        """A new policy of each side, the subject's first."""
         return await self.own.policy(**keys), await self.plain.policy(**keys)
 
     async def critics(self, **keys: object) -> tuple[Critic, Critic]:
-        """A fresh critic of each side, the subject's first."""
+        """A new critic of each side, the subject's first."""
         return await self.own.critic(**keys), await self.plain.critic(**keys)
 
     async def reward_models(self, **keys: object) -> tuple[RewardModel, RewardModel]:
-        """A fresh reward model of each side, the subject's first."""
+        """A new reward model of each side, the subject's first."""
         return await self.own.reward_model(**keys), await self.plain.reward_model(**keys)
 
     @property
     def subject(self) -> Subject:
-        """What is tested."""
+        """The tested backend."""
         return self.harness.subject
 
     async def pair(self, tied: bool = True) -> Pair:
-        """What a sampler begins with, and what it is given."""
+        """The models that a sampler begins with and loads."""
         return await self.harness.pair(tied)
 
     async def batches(self, count: int = 3) -> list[Batch]:
@@ -190,7 +190,7 @@ class Trial:
         return [await self.harness.batch(self, seed) for seed in range(count)]
 
     async def standard(self, policy: Policy) -> None:
-        """Require that the policy, which was never updated, makes the subject's first update, to the bit."""
+        """Require that a policy without updates makes the subject's first update bit for bit."""
         expected, fingerprint = await self.harness.standard(self)
         metrics = await policy.update((await self.batches(1))[0], LOSS)
         weights = await loaded(policy)
@@ -200,22 +200,22 @@ class Trial:
 
 
 Check: TypeAlias = Callable[[Trial], Awaitable[None]]
-"""One promise, told by its docstring. Raises `PromiseBroken`."""
+"""One guarantee, stated by its docstring. Raises `PromiseBroken`."""
 
 
 class Harness:
-    """The meshes on which a subject's checks run, one after another, each with actors of its own, but for samplers.
+    """The meshes on which a subject's checks run, one after another. Each has new actors, except samplers.
 
         async with Harness(Subject("mine", {"dp": 2})) as harness:
             for check in CHECKS:
                 await harness.run(check)
 
-    Checks run with the Hugging Face folder `model`, whose weights should be so large that log-probs differ, or with a
-    Llama of two layers.
+    Checks run with the Hugging Face folder `model`, or by default with a Llama of two layers. Its weights should be
+    large enough that log-probs differ.
     """
 
     def __init__(self, subject: Subject, ranks: Callable[[int], Awaitable[Mesh]] | None = None) -> None:
-        """`ranks`: gives a mesh of so many ranks, which others use before and after; nothing means one of its own."""
+        """`ranks`: returns a mesh with this number of ranks, which others may use too. By default a new one."""
         self.subject = subject
         self._ranks = ranks
         self._engine: Engine | None = None
@@ -245,7 +245,7 @@ class Harness:
 
     @asynccontextmanager
     async def trial(self, model: str | None = None) -> AsyncGenerator[Trial]:
-        """Both sides, for one check; its actors are stopped after it."""
+        """Both sides for one check. Their actors are stopped after it."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._place)))
             prepared = await self._prepared(model)
@@ -254,8 +254,8 @@ class Harness:
             yield Trial(own, plain, self.subject.tolerance, folder, self)
 
     async def run(self, check: Check, model: str | None = None) -> None:
-        """Run one check. Raises what it raises, and `PromiseBroken` where it does not end in time."""
-        if not self._started:  # what comes once is no part of the check's time
+        """Run one check. Raises its error, or `PromiseBroken` if it does not end in time."""
+        if not self._started:  # one-time setup does not count as the check's time
             await asyncio.wait_for(self._run(_begin, model), _START)
             self._started = True
         task = asyncio.ensure_future(self._run(check, model))
@@ -265,7 +265,7 @@ class Harness:
                 seconds = self.subject.seconds
                 raise PromiseBroken(f"{name_of(check)} of {self.subject} has not ended after {seconds:g} s: it hangs")
             task.result()
-        except BaseException:  # whatever it left behind, the next check finds a mesh in order
+        except BaseException:  # the next check must find the mesh usable, whatever this one left behind
             task.cancel()
             await asyncio.wait({task}, timeout=_GRACE)
             await self._release()
@@ -288,9 +288,9 @@ class Harness:
         return self._pairs[tied]
 
     async def sampler(self, trial: Trial, tied: bool) -> Sampler:
-        """A sampler of the pair's old model, with whatever weights the last check left there.
+        """A sampler of the pair's old model, with whatever weights the last check left.
 
-        One does for all checks: an engine that takes long to start need not start for each.
+        All checks share it, because an engine may take long to start.
         """
         if tied not in self._samplers:
             side = Side(self.subject.backend, self._mesh, self.subject.keys, trial.model, stack=None)
@@ -298,7 +298,7 @@ class Harness:
         return self._samplers[tied]
 
     async def standard(self, trial: Trial) -> tuple[Metrics, str]:
-        """The metrics and the fingerprint of the weights of the subject's first update, made once."""
+        """Metrics and weights' fingerprint of the subject's first update, made once."""
         if trial.model not in self._standards:
             policy = await trial.own.policy()
             metrics = await policy.update((await trial.batches(1))[0], LOSS)
@@ -342,7 +342,7 @@ class Harness:
 async def _begin(trial: Trial) -> None:
     try:
         await trial.harness.sampler(trial, tied=True)
-    except BackendError:  # the backend has none
+    except BackendError:  # the backend has no such role
         await trial.own.policy()
 
 
