@@ -7,12 +7,13 @@ sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `pu
         compared. Then vLLM takes them in, between two steps: the exposed pause, which is apart, for during all else it
         decodes on. The same through Ray's object store, as between machines, whatever the engine. The copy is of one
         thread into warm memory. vLLM is that of `make test-vllm`, in float types of its own choice for its kernels.
-delta   What `policy.delta_sync` sends of steps of grpo/quickstart, from the model that sft/quickstart makes: at the
+delta   What `weight_sync = "delta"` sends of steps of grpo/quickstart, from the model that sft/quickstart makes: at the
         quickstart's learning rate and at one that large models are trained with, in float32 and in bfloat16.
 
 collective  As many bytes from two ranks of FSDP to two samplers of torch, each rank broadcasting its own shards
-        (`policy.broadcast_sync`), against gloo's own broadcast of the bytes from one process to two; and what memory a
-        rank takes for it. Fingerprints are made and compared; that both models compute the same is measured apart.
+        (`weight_sync = "broadcast"`), against gloo's own broadcast of the bytes from one process to two; and what
+        memory a rank takes for it. Fingerprints are made and compared; that both models compute the same is measured
+        apart.
 
 About five minutes.
 """
@@ -214,7 +215,7 @@ async def delta(model: Path) -> list[Figure]:
 async def changed(model: Path, lr: str, dtype: str) -> list[float]:
     """What is sent of each step, as a share of all bytes."""
     config = quickstart(str(model), f"policy.optimizer.lr={lr}")
-    table = {**config.policy.model_dump(), "dtype": dtype, "delta_sync": True}
+    table = {**config.policy.model_dump(), "dtype": dtype, "weight_sync": "delta"}
     policy = FsdpPolicy(PolicyConfig.model_validate(table))
     sampler = TorchSampler(SamplerConfig(model=str(model), dtype=config.policy.dtype))
     task, shares = Task.load(config.task), list[float]()

@@ -180,8 +180,8 @@ class Sender:
         """
         if not are_processes(rank):
             raise ConfigError(
-                "policy.broadcast_sync sends weights between processes, but ranks of the local engine are threads: "
-                "set run.engine = 'processes', or remove broadcast_sync"
+                'policy.weight_sync = "broadcast" sends weights between processes, but ranks of the local engine are '
+                "threads: set run.engine = 'processes', or remove weight_sync"
             )
         meet(rank)
         self.place: Final = place()
