@@ -108,7 +108,7 @@ class Caster(Actor):
 async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
     """Time of both, and the memory that ours needs."""
     ranks = make_engine(engine)
-    config = PolicyConfig(backend="fsdp", model=model, dtype="bfloat16", broadcast_sync=True, bucket_mib=BUCKET)
+    config = PolicyConfig(backend="fsdp", model=model, dtype="bfloat16", weight_sync="broadcast", bucket_mib=BUCKET)
     source = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Source, config)
     sampling = SamplerConfig(model=model, dtype="bfloat16")
     takers = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Taker, sampling)

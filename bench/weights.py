@@ -7,11 +7,11 @@ sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `pu
         Then vLLM loads them between two steps. This exposed pause is measured separately, because vLLM decodes during
         all the rest. The same through Ray's object store, as between machines, whatever the engine. The reference copy
         is made by one thread into warm memory. vLLM is that of `make test-vllm`, and its kernels choose float types.
-delta   What `policy.delta_sync` sends for steps of grpo/quickstart, from the model of sft/quickstart, at the
+delta   What `weight_sync = "delta"` sends for steps of grpo/quickstart, from the model of sft/quickstart, at the
         quickstart's learning rate and at one for large models, in float32 and in bfloat16.
 
 collective  As many bytes from two ranks of FSDP to two samplers of torch, each rank broadcasting its own shards
-        (`policy.broadcast_sync`), against gloo's own broadcast of the bytes from one process to two, and the memory
+        (`weight_sync = "broadcast"`), against gloo's own broadcast of the bytes from one process to two, and the memory
         that a rank needs. Fingerprints are made and compared. The check of equal log-probs is measured separately.
 
 About five minutes.
@@ -214,7 +214,7 @@ async def delta(model: Path) -> list[Figure]:
 async def changed(model: Path, lr: str, dtype: str) -> list[float]:
     """The share of bytes that is sent for each step."""
     config = quickstart(str(model), f"policy.optimizer.lr={lr}")
-    table = {**config.policy.model_dump(), "dtype": dtype, "delta_sync": True}
+    table = {**config.policy.model_dump(), "dtype": dtype, "weight_sync": "delta"}
     policy = FsdpPolicy(PolicyConfig.model_validate(table))
     sampler = TorchSampler(SamplerConfig(model=str(model), dtype=config.policy.dtype))
     task, shares = Task.load(config.task), list[float]()

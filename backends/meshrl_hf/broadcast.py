@@ -83,7 +83,7 @@ class _Collectives(Protocol):
 
 
 class Group:
-    """A sender, which is its first member, and its readers. NCCL between GPUs, gloo between CPUs."""
+    """A sender, which is its first member, and its readers. NCCL if all have their tensors on GPUs, else gloo."""
 
     def __init__(self, store: Store, name: str, number: int, size: int, device: torch.device) -> None:
         """All members construct it together, with the same name and size. RuntimeError if one is missing."""
@@ -134,6 +134,12 @@ class Passing(NamedTuple):
     """The name of these members' groups. It is new if they have to be made again."""
     members: list[str]
     """The readers' tokens, sorted. Their numbers start at 1."""
+    on_gpus: bool
+    """Whether buckets are on GPUs: the policy's tensors and all readers' tensors are there."""
+
+    def device(self, own: torch.device) -> torch.device:
+        """Return the device for the buckets of a process whose tensors are on `own`."""
+        return own if self.on_gpus else torch.device("cpu")
 
 
 class Groups:
@@ -174,8 +180,8 @@ class Sender:
         """
         if not are_processes(rank):
             raise ConfigError(
-                "policy.broadcast_sync sends weights between processes, but ranks of the local engine are threads: "
-                "set run.engine = 'processes', or remove broadcast_sync"
+                'policy.weight_sync = "broadcast" sends weights between processes, but ranks of the local engine are '
+                "threads: set run.engine = 'processes', or remove weight_sync"
             )
         meet(rank)
         self.place: Final = place()
@@ -218,7 +224,7 @@ class Sender:
                 ask(self._other, f"{self._names}/{self._offers}", "")
 
     def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        passes = _Passes(self._store, key, self._known) if self.number == 0 else None
+        passes = _Passes(self._store, key, self._known, self._device) if self.number == 0 else None
         number = 0
         try:
             while passing := (passes.next() if passes else _told(self._store, f"{key}/pass/{number}")):
@@ -231,8 +237,9 @@ class Sender:
         """Broadcast all buckets. Readers see an error too, and ask again."""
         under_way: deque[dist.Work] = deque()
         try:
-            group = self._groups.get(self._store, passing, self.number, 0, self._device)
-            buffers = self._staging.get((layout for layout, _ in buckets), self._device)
+            device = passing.device(self._device)
+            group = self._groups.get(self._store, passing, self.number, 0, device)
+            buffers = self._staging.get((layout for layout, _ in buckets), device)
             for index, (layout, tensors) in enumerate(buckets):
                 if len(under_way) == IN_FLIGHT:
                     under_way.popleft().wait()
@@ -249,8 +256,8 @@ class Sender:
 class _Passes:
     """Decides for the first rank who reads together: readers that ask, as many as they announce."""
 
-    def __init__(self, store: Store, key: str, known: list[Passing]) -> None:
-        self._store, self._key, self._known = store, key, known
+    def __init__(self, store: Store, key: str, known: list[Passing], device: torch.device) -> None:
+        self._store, self._key, self._known, self._device = store, key, known, device
         self._number = 0
         self._ended = False
 
@@ -280,10 +287,12 @@ class _Passes:
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
         """Choose groups that all readers still have. Each sender keeps at least those that are known here."""
         members = sorted(each.token.partition("/")[0] for each in asked)
+        on_gpus = self._device.type == "cuda" and all(each.on_gpu for each in asked)
         for known in self._known:
-            if known.members == members and all(known.group in each.groups for each in asked):
+            same = (known.members, known.on_gpus) == (members, on_gpus)
+            if same and all(known.group in each.groups for each in asked):
                 return known
-        made = Passing(token_hex(8), members)
+        made = Passing(token_hex(8), members, on_gpus)
         self._known[:] = [*self._known, made][-KEPT:]
         return made
 
@@ -297,6 +306,8 @@ class Asked(NamedTuple):
     """Number of ranks that read together."""
     groups: list[str]
     """The groups that it has."""
+    on_gpu: bool
+    """Whether its tensors are on a GPU."""
 
 
 def ask(store: Store, key: str, said: str) -> None:
@@ -345,7 +356,8 @@ def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
 
 def copied(place: Tensor, tensor: Tensor) -> int:
     """Copy a tensor to its place, in that dtype. Returns XXH3's 64 bits of the copied bytes."""
-    if place.device.type != "cpu" or not (place.is_contiguous() and tensor.is_contiguous()):
+    on_cpu = place.device.type == tensor.device.type == "cpu"
+    if not (on_cpu and place.is_contiguous() and tensor.is_contiguous()):
         place.copy_(tensor)
         return _fingerprint([place.cpu().contiguous()])
     pairs = zip(place.reshape(-1).split(_BLOCK), tensor.reshape(-1).split(_BLOCK), strict=True)

@@ -192,9 +192,10 @@ class LiveWeights(Weights):
 
     def _attempt(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
         store = _stores.get(self._offer.place) or _stores.setdefault(self._offer.place, connect(self._offer.place))
-        passing, me = self._ask(store)
+        own = next(iter(tensors.values())).device
+        passing, me = self._ask(store, own)
         begin()
-        device = next(iter(tensors.values())).device
+        device = passing.device(own)
         dtype: torch.dtype = getattr(torch, self._offer.dtype)
         buckets = self._offer.buckets()
         buffers = _staging.get((layout for _, layout in buckets), device)
@@ -214,10 +215,10 @@ class LiveWeights(Weights):
             _groups.drop(passing.group)
             raise
 
-    def _ask(self, store: Store) -> tuple[Passing, str]:
-        """Ask who reads together. Returns that, and this process's name among the readers."""
+    def _ask(self, store: Store, own: torch.device) -> tuple[Passing, str]:
+        """Ask who reads together, for a process with tensors on `own`. Returns that, and this process's name."""
         key, token = self._offer.key, f"{_me()}/{next(_asked)}"
-        ask(store, key, json.dumps(Asked(token, self._together, _groups.whole)))
+        ask(store, key, json.dumps(Asked(token, self._together, _groups.whole, own.type == "cuda")))
         end = time.monotonic() + _ANSWER
         while time.monotonic() < end:
             gone = store.check([f"{key}/gone"])

@@ -79,8 +79,8 @@ class TrainedPolicy(Trained, Policy):
 
     def __init__(self, config: PolicyConfig, trainable: Trainable) -> None:
         super().__init__(trainable)
-        self._source = WeightSource(changes=config.delta_sync)
-        self._sender = sender(config, trainable) if config.broadcast_sync else None
+        self._source = WeightSource(changes=config.weight_sync == "delta")
+        self._sender = sender(config, trainable) if config.weight_sync == "broadcast" else None
         if self._sender:
             weakref.finalize(self, self._sender.leave).atexit = False  # its thread would keep the parameters
 

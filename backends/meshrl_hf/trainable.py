@@ -59,7 +59,7 @@ class Trainable(ABC):
 
         ConfigError if there are no such parts.
         """
-        raise ConfigError("policy.broadcast_sync is for the backends 'torch' and 'fsdp': remove it")
+        raise ConfigError("policy.weight_sync = \"broadcast\" is for the backends 'torch' and 'fsdp': remove it")
 
     @abstractmethod
     def save(self, folder: str) -> None:

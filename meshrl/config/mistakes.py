@@ -27,6 +27,8 @@ _OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
 _RENAMED: Final = {
     "after_load": ("kv_after_update",),
     "at_least": ("threshold", "min_reward"),
+    "broadcast_sync": ("weight_sync",),
+    "delta_sync": ("weight_sync",),
     "least": ("min_ranks",),
     "longest": ("max_prompt_tokens",),
     "most": ("clip_high",),

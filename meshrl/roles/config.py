@@ -227,20 +227,18 @@ class PolicyConfig(ModelConfig):
     """Recompute activations in the backward pass instead of storing them. This saves memory and takes time."""
     lora: LoraConfig | None = None
     """Train adapters. Default: train all parameters."""
-    delta_sync: bool = False
-    """Send only changed weights to samplers on other machines, without loss. Keeps a copy of the last weights."""
-    broadcast_sync: bool = False
-    """Each rank broadcasts its shards to all samplers at once and keeps no copy. For the backends `torch` and
-    `fsdp`."""
+    weight_sync: Literal["auto", "delta", "broadcast"] = "auto"
+    """How weights go to samplers. `auto`: a copy of all weights, by the shortest route that there is between the two
+    sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
+    rank broadcasts its shards to all samplers at once and keeps no copy; for the backends `torch` and `fsdp`."""
     bucket_mib: int = Field(default=256, gt=0)
-    """Size in MiB of a bucket of `broadcast_sync`. Each sender and receiver has two buckets in memory."""
+    """Size in MiB of a bucket of `weight_sync = "broadcast"`. Each sender and receiver has two buckets in memory."""
 
     @model_validator(mode="after")
-    def _sends_one_way(self) -> Self:
-        if self.broadcast_sync and (self.delta_sync or self.lora):
-            other = "delta_sync" if self.delta_sync else "lora"
+    def _sends_all_or_adapters(self) -> Self:
+        if self.weight_sync == "broadcast" and self.lora:
             raise ValueError(
-                f"broadcast_sync sends all weights, and cannot be combined with {other}: remove one of the two"
+                'weight_sync = "broadcast" sends all weights, and cannot be combined with lora: remove one of the two'
             )
         return self
 

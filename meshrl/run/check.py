@@ -116,6 +116,12 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
                 run.meshes[table.mesh].check_takes(table)
             except ConfigError as error:
                 yield f"{dotted(path)}: {error}"
+    policy = _of(config, "policy", PolicyConfig)
+    if policy and policy.weight_sync == "broadcast" and run.engine == "local":
+        yield (
+            'policy.weight_sync: "broadcast" sends weights between processes, but with run.engine = "local" ranks are '
+            'threads: set run.engine = "processes", or remove weight_sync'
+        )
     for name in run.trackers:
         try:
             make_tracker(name)

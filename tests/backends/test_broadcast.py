@@ -75,6 +75,20 @@ def test_a_flipped_bit_changes_a_fingerprint_and_strides_do_not() -> None:
     assert planned([], torch.float32, LIMIT) == []
 
 
+@pytest.mark.parametrize(
+    ("device", "readers", "on_gpus"), [("cuda", (1, 1), True), ("cuda", (1, 0), False), ("cpu", (1, 1), False)]
+)
+def test_buckets_lie_on_gpus_if_the_policy_and_all_readers_are_there(
+    device: str, readers: Sequence[int], on_gpus: bool
+) -> None:
+    store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number, on_gpu in enumerate(readers):
+        ask(store, "key", json.dumps(Asked(f"reader{number}/0", len(readers), [], bool(on_gpu))))
+    passing = broadcast._Passes(store, "key", [], torch.device(device)).next()
+    assert passing
+    assert passing.device(torch.device("cuda:1")).type == ("cuda" if on_gpus else "cpu")
+
+
 class OneMind:
     """Ranks that agree on what any of them says."""
 
@@ -146,6 +160,15 @@ def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
     assert len(set(groups)) == made * len(policy.senders)
 
 
+def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Policy) -> None:
+    for sender in policy.senders:  # their parameters are here all the same: no test has a GPU
+        sender._device = torch.device("cuda")
+    weights, known = policy.publish(0)
+    place = torch.zeros_like(known)
+    weights.pour({"all": place}, lambda: None)
+    assert torch.equal(place, known)
+
+
 def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
     policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +202,7 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
 ) -> None:
     monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # it is waited for when it has asked
     policy.publish(0)
-    store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, []))
+    store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
     with suppress(KeyboardInterrupt):
         ask(cast("Store", Dying(store)), "names/1", said)
     ending = threading.Thread(target=policy.end, daemon=True)

@@ -87,6 +87,10 @@ def test_rollouts_ahead_on_the_trainers_mesh_are_doubted(mine: Path) -> None:
             "command line: swap: no such key; swap is an argument of `rl.rollouts` in the script",
         ),
         ("run.meshes.main.custom={highmem=1}", "run: meshes.main asks for GPUs or custom resources"),
+        (
+            "policy.weight_sync=broadcast",
+            'command line: policy.weight_sync: "broadcast" sends weights between processes',
+        ),
         ("policy.model=runs/quickstart-sft/model", "`meshrl run sft/quickstart` writes it"),
     ],
 )

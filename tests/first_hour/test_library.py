@@ -178,6 +178,7 @@ def test_a_script_sees_the_lines_of_the_command_line(tmp_path: Path, capsys: pyt
     [
         ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
         ({"evaluation.every": 1, "evaluation.wait": True}, r"this key is now called evaluation.pause_training"),
+        ({"policy.delta_sync": True}, r"this key is now called policy.weight_sync"),
         ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
         ({"steps": "many"}, "steps = 'many': must be a whole number"),
         ({"reward.function": "exact_match"}, "settings: reward.function is an argument of train"),

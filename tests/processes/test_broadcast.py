@@ -112,7 +112,7 @@ def config(**changes: object) -> PolicyConfig:
             "backend": "fsdp",
             "model": MODEL,
             "optimizer": {"lr": 1e-2},
-            "broadcast_sync": True,
+            "weight_sync": "broadcast",
             "bucket_mib": 1,
             **changes,
         }
@@ -150,7 +150,7 @@ async def readers(engine: ProcessEngine) -> AsyncIterator[Reader]:
 
 async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, readers: Reader) -> None:
     policy = await two.spawn(Sender, config())
-    plain = await two.spawn(FsdpPolicy, config(broadcast_sync=False))
+    plain = await two.spawn(FsdpPolicy, config(weight_sync="auto"))
     first = await publish(policy, readers)
     for version in (1, 2):
         for each in (policy, plain):
