@@ -10,7 +10,7 @@ from meshrl.data import Batch
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import GenerateCalls, Sampler, SamplerConfig, Sampling
-from meshrl.weights import Weights
+from meshrl.weights import ArrivalLog, Weights
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
@@ -46,6 +46,7 @@ class TorchSampler(Sampler):
         self._refused = ""
         """Why nothing that the model draws may be trusted; empty while it may."""
         self._calls = GenerateCalls()
+        self._arrivals = ArrivalLog()
         self._caches: list[Cache] = []
         self._joints: dict[Sampling, Joint] = {}
         """The newest of each sampling."""
@@ -127,6 +128,7 @@ class TorchSampler(Sampler):
                 weights.pour(self._taken, partial(self._refuse, weights))
             else:
                 import_weights(self._taken, weights)
+            self._arrivals.note(weights)
             self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places
