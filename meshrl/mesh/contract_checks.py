@@ -19,8 +19,7 @@ def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> Non
         written = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         raise ContractError(
             f"{cls.__name__} cannot be spawned on a mesh of {written} whose ranks may come and go "
-            f"(min_ranks = {min_ranks}): such a mesh needs the axis dp only, and an actor whose ranks do not "
-            "wait for each other"
+            f"(min_ranks = {min_ranks}): such a mesh needs the axis dp only, and an actor whose ranks work apart"
         )
 
 
