@@ -41,7 +41,6 @@ from meshrl_hf.broadcast import (
 from meshrl_hf.trainable import Trainable
 from meshrl_hf.transfer import Form, array_of, check_forms
 
-_WAY: Final = "broadcast"
 _ATTEMPTS: Final = 2
 """Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
 _LOOK: Final = timedelta(seconds=1)
@@ -97,6 +96,8 @@ class LiveWeights(Weights):
     _offer: Offer
     _together: int
     """Number of ranks that read together."""
+    _library: str
+    """The library that carried them. Empty until they have arrived."""
     _whole: Sequence[Bucket] | None
     """All tensors, after the first use."""
 
@@ -104,7 +105,7 @@ class LiveWeights(Weights):
     def offered(cls, version: int, probe: Probe | None, offer: Offer, together: int = 1) -> Self:
         """Make weights from an offer. `together`: number of ranks that read them at once."""
         self = cls.of(version, (), probe)
-        self._offer, self._together, self._whole = offer, together, None
+        self._offer, self._together, self._library, self._whole = offer, together, "", None
         return self
 
     @classmethod
@@ -140,8 +141,8 @@ class LiveWeights(Weights):
 
     @property
     def ways(self) -> frozenset[str]:
-        """The transport."""
-        return frozenset((_WAY,))
+        """The transport, and its library once they have arrived."""
+        return frozenset((f"broadcast by {self._library}" if self._library else "broadcast",))
 
     @property
     def lasts(self) -> bool:
@@ -171,7 +172,7 @@ class LiveWeights(Weights):
         self._pour(tensors, begin)
 
     def _pour(self, tensors: Mapping[str, Tensor], begin: Callable[[], None] = lambda: None) -> None:
-        began, failed = time.monotonic(), ""
+        failed = ""
         with _reading:
             for attempt in range(_ATTEMPTS):
                 try:
@@ -184,11 +185,6 @@ class LiveWeights(Weights):
                     _stores.pop(self._offer.place, None)
             else:
                 raise DataLost(f"{len(self._offer.sources)} ranks of the policy", failed, self._what)
-        seconds = time.monotonic() - began
-        log.info(
-            "weights arrive", by=_WAY, version=self.version, senders=len(self._offer.sources),
-            readers=self._together, GB_per_s=f"{self.nbytes / seconds / 1e9:.2f}", seconds=f"{seconds:.3f}",
-        )  # fmt: skip
 
     def _attempt(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
         store = _stores.get(self._offer.place) or _stores.setdefault(self._offer.place, connect(self._offer.place))
@@ -214,6 +210,7 @@ class LiveWeights(Weights):
         except BaseException:
             _groups.drop(passing.group)
             raise
+        self._library = "NCCL" if passing.on_gpus else "gloo"
 
     def _ask(self, store: Store, own: torch.device) -> tuple[Passing, str]:
         """Ask who reads together, for a process with tensors on `own`. Returns that, and this process's name."""

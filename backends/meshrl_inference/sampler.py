@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of, places_of
-from meshrl.weights import Entry, Weights
+from meshrl.weights import ArrivalLog, Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load, read_words
@@ -101,7 +100,7 @@ class EngineSampler(Sampler):
         self._loading = asyncio.Lock()
         self._arriving: deque[_Arriving] = deque()
         """Weights that the engine has not answered yet."""
-        self._ways: frozenset[str] = frozenset()
+        self._arrivals = ArrivalLog()
 
     def _start(self, folder: Path, gpus: list[str]) -> Orders:
         """Start the engine with the model of a folder."""
@@ -169,7 +168,6 @@ class EngineSampler(Sampler):
         if self._lends:
             return places_of({}, 0)
         async with self._loading:
-            began = time.monotonic()
             self._listen()
             arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
             buckets = [
@@ -181,7 +179,7 @@ class EngineSampler(Sampler):
             self._engine.send(Load(weights.version, buckets, self._recomputes, probe))
             self._arriving.append(arriving)
             places = await arriving.places
-            self._tell_way(weights, time.monotonic() - began)
+            self._arrivals.note(weights)
         return places
 
     async def replay(self, record: Batch) -> None:
@@ -279,16 +277,6 @@ class EngineSampler(Sampler):
         steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
         arriving.end(places_of(steps, self._loads, **found))
         self._loads += 1
-
-    def _tell_way(self, weights: Weights, seconds: float) -> None:
-        """Log the transport of weights, once, and when it changes."""
-        if weights.ways != self._ways:
-            self._ways = weights.ways
-            speed = weights.nbytes / seconds / 1e9
-            by = ", ".join(sorted(weights.ways))
-            log.info(
-                "weights arrive", by=by, version=weights.version, GB_per_s=f"{speed:.2f}", seconds=f"{seconds:.3f}"
-            )
 
     def _ended(self, error: ModelError) -> None:
         for call in self._calls.values():

@@ -10,7 +10,7 @@ from meshrl.data import Batch
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import SamplerConfig, Sampling, SteppingSampler
-from meshrl.weights import Weights
+from meshrl.weights import ArrivalLog, Weights
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
@@ -45,6 +45,7 @@ class TorchSampler(SteppingSampler):
         self._version = 0
         self._refused = ""
         """Why the model's samples cannot be trusted. Empty if they can."""
+        self._arrivals = ArrivalLog()
         self._caches: list[Cache] = []
         self._joints: dict[Sampling, Joint] = {}
         """The newest for each sampling."""
@@ -126,6 +127,7 @@ class TorchSampler(SteppingSampler):
                 weights.pour(self._taken, partial(self._refuse, weights))
             else:
                 import_weights(self._taken, weights)
+            self._arrivals.note(weights)
             self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places

@@ -101,6 +101,11 @@ class Reader(TorchSampler):
         return 1
 
     @endpoint
+    async def routes(self) -> Gather[Batch]:
+        """What each rank has last said of how weights arrive."""
+        return Batch.of(route=[", ".join(self._arrivals._said)])
+
+    @endpoint
     async def prints(self) -> Gather[Batch]:
         """The fingerprint of each rank's tensors."""
         return Batch.of(print=[Weights(0, dict(arrays(self._taken.items()))).fingerprint()])
@@ -128,6 +133,10 @@ def rollouts(seed: int = 0) -> Batch:
         sampler_logprobs=Ragged(np.full(42, -2.0, np.float32), tokens.offsets),
         advantages=rng.normal(size=6).astype(np.float32),
     )
+
+
+async def routes(readers: Reader) -> list[object]:
+    return list((await (await readers.routes()).load()).objects("route"))
 
 
 async def prints(readers: Reader) -> list[object]:
@@ -159,11 +168,14 @@ async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, rea
         known = (await (await plain.weights()).load()).fingerprint()
         assert await prints(readers) == [known, known]
         assert (sent.version, sorted(sent.ways), sent.fingerprint()) == (version, ["broadcast"], known)  # read whole
+        assert await routes(readers) == ["broadcast by gloo"] * 2
     with pytest.raises(DataLost, match=r"version 0 .* has been updated since"):
         first.tensors  # noqa: B018 -- they come when they are looked at
     with pytest.raises(RankFailed, match=r"version 0 .* has been updated since"):
         await readers.load(first)
     assert len(await readers.generate(Batch.of(prompt=["ab", "ba"]), Sampling(max_tokens=2)).__anext__()) == 1
+    await publish(plain, readers)
+    assert await routes(readers) == ["shared memory"] * 2
 
 
 async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader) -> None:
