@@ -1,4 +1,4 @@
-"""Your own backend: a policy and a sampler in 60 lines, whose model is a table. GRPO teaches it to count.
+"""Your own backend: a policy and a sampler in about 60 lines, whose model is a table. GRPO teaches it to count.
 
     python examples/backend.py
 
@@ -41,8 +41,7 @@ class TablePolicy(rl.Policy):
         mask, learned = batch.loss_mask, np.flatnonzero(batch.loss_mask.values)
         weights = token_weights(mask, loss.normalise, tokens=len(learned), rows=len(batch), constant=loss.constant)
         columns = {name: torch.tensor(spread(batch, name, learned)) for name in loss.columns}
-        losses = loss(self._logprobs(batch)[learned], columns).values
-        total = losses @ torch.tensor(weights[learned])
+        total = loss(self._logprobs(batch)[learned], columns).values @ torch.tensor(weights[learned])
         self.table.data -= 20 * torch.autograd.grad(total, self.table)[0]
         self.version += 1
         return Metrics.of(loss=(total.item(), 1))
@@ -79,12 +78,16 @@ class TableSampler(SteppingSampler):
 
     async def load(self, weights: Weights) -> Batch:
         async with self.generate_calls.loading() as places:
-            self.logprobs = torch.tensor(weights.tensors["table"]).log_softmax(1).numpy()
-            self.version = weights.version
+            table = torch.tensor(weights.tensors["table"])
+            self.logprobs, self.version = table.log_softmax(1).numpy(), weights.version
         return places
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         rows = prompts.repeat(sampling.n)
+        if "tokens" in rows:  # from an earlier call: those that have a completion stay as they are
+            ended = np.array([mask.any() for mask in rows.loss_mask], np.bool_)
+            yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
+            rows = rows.select(~ended)
         async with self.generate_calls.begin(sampling.beside) as call:
             random = np.random.default_rng([*self.seeds, sampling.seed, self.version, abs(call.turn)])
             for number in range(len(rows)):
@@ -96,10 +99,10 @@ class TableSampler(SteppingSampler):
         """A digit for each row of Gumbel noise, which makes the largest log-prob a sample."""
         digits = [int(prompt)]
         for each in noise:
-            digits.append(int(np.argmax(self.logprobs[digits[-1]] + each)))
+            digits.append(int((self.logprobs[digits[-1]] + each).argmax()))
         logprobs = [float(self.logprobs[pair]) for pair in pairwise(digits)]
-        text, ended = "".join(map(str, digits[1:])), len(noise) > 0
-        return Completion(text, digits[:1], digits[1:], logprobs, truncated=ended, aborted=not ended)
+        text, aborted = "".join(map(str, digits[1:])), not len(noise)
+        return Completion(text, digits[:1], digits[1:], logprobs, truncated=not aborted, aborted=aborted)
 
 
 def judge(prompt: str, completion: str, row: Mapping[str, object]) -> float:
