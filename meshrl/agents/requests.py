@@ -125,7 +125,7 @@ class ChatRequest(_Completed, kw_only=True):
     def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
         """Return the messages and the available tools. Raises DataError for unsupported features."""
         if self.top_logprobs:
-            raise DataError("top_logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
+            raise DataError("top_logprobs: only the sampled token's log-prob is available: set this to 0")
         if self.response_format and self.response_format.get("type", "text") != "text":
             raise DataError("response_format: what the model writes is not constrained: take text")
         return [message.read() for message in self.messages], offered(self.tools, self.tool_choice)
@@ -149,10 +149,10 @@ class CompletionRequest(_Completed, kw_only=True):
         if self.echo:
             raise DataError("echo: the prompt is not told again: leave it out")
         if self.logprobs:
-            raise DataError("logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
+            raise DataError("logprobs: only the sampled token's log-prob is available: set this to 0")
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if len(texts) != 1:
-            raise DataError(f"prompt: there are {len(texts)}: give one text, and ask for others apart")
+            raise DataError(f"prompt: there are {len(texts)}: give one text, and send one request per prompt")
         return texts[0]
 
 

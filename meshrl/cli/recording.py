@@ -47,7 +47,7 @@ def record(
     idle: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="A conversation ends after this time without a request.")
     ] = 300.0,
-    sessions: Annotated[int, typer.Option(min=1, help="Base URLs, each with a key of its own.")] = 1,
+    sessions: Annotated[int, typer.Option(min=1, help="Base URLs, each with its own key.")] = 1,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, and record conversations as rows, until Ctrl-C."""
     from meshrl.agents import GatewayConfig, Recording, read_chat  # noqa: PLC0415 -- an extra

@@ -48,7 +48,7 @@ def ray_job(
     check_enough(needs, workers, gpus, pods.cpus)
     if (size := sum(len(text.encode()) for text in files.values())) > _ROOM:
         raise ConfigError(
-            f"the configuration and the Python files beside it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
+            f"the configuration and the Python files next to it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
             "put large files into the image or on a volume"
         )
     about = {"name": named, **({"namespace": pods.namespace} if pods.namespace else {})}

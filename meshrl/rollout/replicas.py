@@ -227,7 +227,7 @@ class Replicas:
         dead: list[int] = []
         while True:
             there = self._condition.wait_for(
-                lambda: len(self._away) < len(self.each), "a call beside the stream", "a replica", self.why_not
+                lambda: len(self._away) < len(self.each), "a call outside the stream", "a replica", self.why_not
             )
             await there
             lives = [self.life(number) for number in range(len(self.each))]

@@ -143,9 +143,8 @@ class StalenessLedger:
         """
         if oldest < self.floor:
             raise DataError(
-                f"group {label} was sampled by weights of version {oldest}, and when the checkpoint was written that "
-                f"the run goes on from, those of version {self.floor} had been published: give the sampler the "
-                "restored weights before the first batch, by `await publish(policy, sampler)`"
+                f"group {label} was sampled by weights of version {oldest}, but the checkpoint was written after "
+                f"version {self.floor} was published: call `await publish(policy, sampler)` before the first batch"
             )
         group = self.groups[label]
         group.version = self.version_of(oldest)

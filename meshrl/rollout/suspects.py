@@ -31,7 +31,7 @@ class Suspects:
             more = f" and {len(fatal) - _NAMED} more" if len(fatal) > _NAMED else ""
             one = "" if len(fatal) == 1 else ", or one of them,"
             group = "group" if len(fatal) == 1 else "groups"
-            raise DataError(f"{group} {named}{more}: drawing this{one} ends {_told(self._died[fatal[0]], error)}")
+            raise DataError(f"{group} {named}{more}: drawing this{one} kills {_told(self._died[fatal[0]], error)}")
 
     def drawn(self, labels: Iterable[int]) -> None:
         """Clear groups that are complete, because no replica died of them."""
@@ -46,7 +46,7 @@ def check_call(prompts: int, died: Sequence[int], error: Exception, replicas: in
     out bad luck.
     """
     if len(died) >= FATAL * replicas:
-        raise DataError(f"a call of {prompts} prompts beside the stream ends {_told(died, error)}")
+        raise DataError(f"a call outside the stream, with {prompts} prompts, kills {_told(died, error)}")
 
 
 def _told(died: Sequence[int], error: Exception) -> str:

@@ -258,14 +258,14 @@ class Run:
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and not self._beside:
             raise ConfigError(
-                "[evaluation] is configured, and the script never evaluates beside its steps: call "
+                "[evaluation] is configured, but the script never evaluates during its steps: call "
                 "`evaluate_during(run, config.evaluation, ...)` before `run.steps`, or leave the table out"
             )
         self._checkpoints.begin(loop)
         if self._saved and loop == self._saved.loop:
             self._done = self._saved.done
             told = (
-                f"goes on after step {first} of {count}"
+                f"continues after step {first} of {count}"
                 if first < count
                 else f"has {first} steps already, and steps = {count} asks for no more; set steps above {first}"
             )

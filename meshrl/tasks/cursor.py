@@ -97,7 +97,7 @@ class DataCursor:
         number = len(self._deals)
         if self._before and number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(
-                f"the run goes on with {deal}, and its checkpoint was written with {self._before.deals[number]}: it "
+                f"this run uses {deal}, but its checkpoint was written with {self._before.deals[number]}: it "
                 "would train on prompts twice and leave others out. Resume with the same task and run.seed, or start "
                 "a run with another name"
             )

@@ -99,7 +99,7 @@ def test_a_run_that_ended_goes_on_to_the_bit(terminal: Terminal, project: Path, 
 
     status, _, err = terminal("run", "mine.toml")
     assert status == 0
-    assert f"runs/mine goes on after step {ended} of 6" in err
+    assert f"runs/mine continues after step {ended} of 6" in err
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["mine", "whole"]
     assert outcome(project / "runs" / "mine")["model"]
     assert outcome(project / "runs" / "mine") == outcome(project / "runs" / "whole")

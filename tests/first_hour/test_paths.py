@@ -181,7 +181,7 @@ def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "elsewhere")
     status, _, err = terminal("run", "../runs/mine/config.toml", "run.resume=true", "steps=3")
     assert (status, warning in err) == (0, False)
-    assert f"{tmp_path}/runs/mine goes on after step 2 of 3" in err
+    assert f"{tmp_path}/runs/mine continues after step 2 of 3" in err
     assert len((tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 3
 
 

@@ -81,7 +81,7 @@ def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
             await anext(stream)
             await rollout(sampler, sums(8), Beside(n=1))
 
-    told = r"a call of 8 prompts beside the stream ends the sampler's replicas: 10 died of it one after another"
+    told = r"a call outside the stream, with 8 prompts, kills the sampler's replicas: 10 died of it one after another"
     with capture_logs(), pytest.raises(DataError, match=told):
         simulate(script, time_limit=10_000)
 

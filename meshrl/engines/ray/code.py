@@ -79,8 +79,8 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     data = {file for files in found.values() for file in files if _is_data(file)}
     if data:
         log.warning(
-            f"texts of more than {MOST_OF_A_TEXT // 2**20} MiB beside the code are data, not carried to other nodes: "
-            "if ranks read them, put them where all nodes see them",
+            f"texts of more than {MOST_OF_A_TEXT // 2**20} MiB next to the code count as data, and are not carried to "
+            "other nodes: if ranks read them, put them where all nodes see them",
             files=", ".join(map(str, sorted(data))),
         )
     found = {root: files - data for root, files in found.items() if files - data}
