@@ -142,7 +142,7 @@ class Broken:
         step = self.step()  # steps are fast: some were made during the fault
         with ThreadPoolExecutor(1) as other:  # the run may continue before the fault is mended
             mended = other.submit(mend) if mend else None
-            self.wait_until(lambda: self.step() > step + AHEAD, "the run goes on")
+            self.wait_until(lambda: self.step() > step + AHEAD, "the run continues")
             further = time.monotonic() - began
             if mended:
                 mended.result()
@@ -319,9 +319,9 @@ def _figures(folder: Path, times: dict[str, list[tuple[float, float]]], used: li
     ]
     for name, each in sorted(times.items()):
         figures.append(
-            figure(f"{name}, {len(each)} times: mean until it goes on", statistics.mean(one for one, _ in each), "s")
+            figure(f"{name}, {len(each)} times: mean until it continues", statistics.mean(one for one, _ in each), "s")
         )
-        figures.append(figure("  and is whole", statistics.mean(two for _, two in each), "s"))
+        figures.append(figure("  and has all samplers", statistics.mean(two for _, two in each), "s"))
     for name in used[0]:
         first, last = (statistics.median(each[name] for each in part) for part in (used[:third], used[-third:]))
         figures.append(at_most(f"{name}: last third, and by the first", last, "", GROWTH * first, first or None))

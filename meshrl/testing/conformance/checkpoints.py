@@ -33,7 +33,7 @@ async def a_policy_goes_on(trial: Trial) -> None:
         await again.restore(folder)
         require(await loaded(again) == kept, f"a {which} policy that is restored has not the weights of the checkpoint")
         found = [await _goes_on(again, batch) for batch in rest]
-        require(found == expected, f"a {which} policy that is restored goes on with {found}, and not with {expected}")
+        require(found == expected, f"a restored {which} policy continues with {found}, not with {expected}")
 
 
 async def a_critic_goes_on(trial: Trial) -> None:
@@ -48,7 +48,7 @@ async def a_critic_goes_on(trial: Trial) -> None:
     again = await trial.own.critic(optimizer=_SCHEDULED)
     await again.restore(folder)
     found = await _values_on(again, third)
-    require(found == expected, "a critic that is restored goes on with other values or metrics than one that was not")
+    require(found == expected, "a restored critic continues with other values or metrics than one that was not")
     policy = await trial.own.policy()
     await refused("the checkpoint of a critic", policy.restore(folder), MeshrlError, folder)
     await trial.standard(policy)
@@ -74,7 +74,7 @@ async def a_policy_made_again(trial: Trial) -> None:
     require(version == 0, f"a policy that is made again is at version {version}, and has made no update")
     await policy.restore(folder)
     found = await _goes_on(policy, other)
-    require(found == expected, f"a policy that is made again and restored goes on with {found}, not with {expected}")
+    require(found == expected, f"a policy that is made again and restored continues with {found}, not with {expected}")
 
 
 class _Killer(Actor):

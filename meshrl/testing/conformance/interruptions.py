@@ -83,11 +83,11 @@ async def an_abort(trial: Trial) -> None:
     for row in range(len(prompts)):
         had = rows.tokens[row].tolist()
         now = whole.tokens[row][: len(had)].tolist()
-        require(now == had, f"row {row} had the tokens {had} when it was aborted, and goes on with {now}")
+        require(now == had, f"row {row} had the tokens {had} when it was aborted, and continues with {now}")
     if trial.subject.weights is None:
         require(
             [len(tokens) for tokens in completions(whole)] == prompts.row("max_tokens").tolist(),
-            "rows that were aborted and go on do not end at their limits",
+            "rows that were aborted and continue do not end at their limits",
         )
         pair = await trial.pair()
         await most_probable(

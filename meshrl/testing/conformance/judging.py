@@ -84,7 +84,7 @@ async def a_reward_model_goes_on(trial: Trial) -> None:
     again = await trial.own.reward_model(optimizer=_SCHEDULED)
     await again.restore(folder)
     found = await _goes_on(again)
-    require(found == expected, "a reward model that is restored goes on with other scores or metrics")
+    require(found == expected, "a restored reward model continues with other scores or metrics")
     policy = await trial.own.policy()
     await refused("the checkpoint of a reward model", policy.restore(folder), MeshrlError, folder)
     await trial.standard(policy)

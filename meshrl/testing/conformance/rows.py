@@ -79,7 +79,7 @@ async def ends_of_rows(trial: Trial) -> None:
             ended = tokens[-1:] == [end]
             told = f"with {what} {limit}, row {row} has the completion {tokens} and `truncated` {truncated}"
             require(1 <= len(tokens) <= limit, f"{told}: it has from 1 to {limit} tokens")
-            require(end not in tokens[:-1], f"{told}: it goes on after the end token {end}")
+            require(end not in tokens[:-1], f"{told}: it continues after the end token {end}")
             require(ended or len(tokens) == limit, f"{told}: it stops before its limit, and not at the end token {end}")
             require(truncated is not ended, f"{told}: a row is truncated where it has no end token")
     rollouts = await drawn(sampler, prompts, Sampling(max_tokens=20, ignore_eos=True))
@@ -124,7 +124,7 @@ async def rows_that_go_on(trial: Trial) -> None:
         had = len(begin.tokens[row])
         for name in _TOKENS:
             one, other = whole.ragged(name)[row][:had].tolist(), begin.ragged(name)[row].tolist()
-            require(one == other, f"row {row} goes on with {one} in `{name}`, and had {other}")
+            require(one == other, f"row {row} continues with {one} in `{name}`, and had {other}")
         newer = set(whole.versions[row][had:].tolist())
         require(newer <= {NEW}, f"tokens that row {row} was given by version {NEW} have the versions {newer}")
     oldest = whole.row("oldest_version").tolist()
@@ -153,7 +153,7 @@ async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
         told = (
             f"row {row}, which went on after {had} tokens with the stop texts {stop}, has the text {text_of(tokens)!r}"
         )
-        require(ends in ([], [len(tokens)]), f"{told}: it goes on after a stop text")
+        require(ends in ([], [len(tokens)]), f"{told}: it continues after a stop text")
         truncated = bool(whole.row("truncated")[row])
         require(truncated is (not ends), f"{told}, and `truncated` {truncated}")
         lengths |= set(ends)

@@ -100,7 +100,7 @@ def in_order(rollouts: Batch, prompts: Batch, n: int = 1) -> Batch:
     require(
         not wrong,
         f"of prompt {number} {came.get(number, 0)} rollouts came, not {n}, and {len(wrong)} of {len(prompts)} prompts "
-        "have too few or too many: each row is yielded once, whatever waits, stops or goes on",
+        "have too few or too many: each row is yielded once, whatever waits, stops or continues",
     )
     require(len(rollouts) == n * len(prompts), f"{len(rollouts)} rollouts came of {len(prompts)} prompts, {n} of each")
     return rollouts.select(np.argsort(rollouts.groups, kind="stable"))
