@@ -68,10 +68,10 @@ test-contracts: setup  ## what only a GPU runs, against the sources of its packa
 	git diff --exit-code tests/gpu_contracts/signatures
 	$(BIN)/pytest tests/gpu_contracts
 
-test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in an environment of its own
+test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in a separate environment
 	$(BIN)/pytest -m vllm tests/inference tests/vllm
 
-test-sglang: setup .venv-sglang/.done  ## the tests of the SGLang backend, on SGLang in an environment of its own, on a CPU
+test-sglang: setup .venv-sglang/.done  ## the tests of the SGLang backend, on SGLang for CPUs in a separate environment
 	$(BIN)/pytest -m sglang tests/inference
 
 lint: setup  ## formatting, lint, both type checkers
@@ -83,13 +83,13 @@ lint: setup  ## formatting, lint, both type checkers
 docs: .venv-docs/.done  ## the site, into site/: no warning, no broken link
 	$(MKDOCS) build --strict --quiet
 
-docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, made anew when a page changes
+docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, built again when a page changes
 	$(MKDOCS) serve
 
 prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
 	.venv-docs/bin/python docs/prose.py
 
-check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
+check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## what CI runs: all but test-index, test-cluster, test-contracts, test-gpu
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
