@@ -39,9 +39,9 @@ def pages() -> dict[str, str]:
 def _configuration(tables: Mapping[type[Config], list[str]]) -> str:
     head = """# Configuration
 
-Look up any table or key of a configuration file here. A file is TOML: `algorithm` names the script, the keys beside it
-and the tables are those of [the algorithm](algorithms.md), and `[run]` is the same for all. Each key can be set on the
-command line too, as in `policy.optimizer.lr=1e-5`. An unknown key is an error that names the nearest one.
+Look up any table or key of a configuration file here. A file is TOML: `algorithm` names the script. The other keys
+at the top and the tables are those of [the algorithm](algorithms.md). `[run]` is the same for all. Each key can be set
+on the command line too, as in `policy.optimizer.lr=1e-5`. An unknown key is an error that names the nearest one.
 `meshrl check FILE` finds mistakes before a model loads.
 """
     places: dict[str, list[str]] = {}
@@ -181,7 +181,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "a table" if any(_configs_in(field.annotation)) else "**required**"
     if field.default_factory is not None:
-        return "by default as told below"
+        return "default described below"
     if field.default is None:
         return "not set by default"
     return f"default `{_toml(field.default)}`"
