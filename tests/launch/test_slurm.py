@@ -63,6 +63,7 @@ def test_slurm_takes_it(config: Path) -> None:
             ["--cpus-per-node", "2"],
             "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
         ),
+        (["run.meshes.train.custom.highmem=1"], "run.meshes.train.custom asks for highmem = 1, and nodes that"),
         (["--sbatch", "gpu"], "'gpu' is not an option of sbatch"),
         (["--sbatch", "--a\nrm"], "is not an option of sbatch"),
     ],
