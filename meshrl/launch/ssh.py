@@ -19,7 +19,8 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.launch.needs import Need, check_enough, check_fits
 
-SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=30 -o ServerAliveCountMax=4"
+"""The connection to a host that is silent for two minutes ends."""
 _ANSWER: Final = 60.0
 """Seconds that a host has to describe itself, and that Ray has to start there."""
 _END: Final = 60.0
