@@ -1,5 +1,6 @@
 """Ray on hosts that are reached by ssh: start it, use it and stop it from here."""
 
+import base64
 import json
 import shlex
 import subprocess
@@ -150,7 +151,7 @@ class SshCluster:
 
     def _asked(self, host: str) -> Machine | str:
         """A host's description, or why it cannot be used."""
-        command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}"
+        command = _line(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}")
         try:
             done = subprocess.run(  # noqa: S603 -- the user's own command
                 [*self._ssh, host, command],
@@ -186,7 +187,7 @@ class SshCluster:
                 )
 
     def _connected(self, host: str, command: Sequence[str], said: int | None = None) -> "subprocess.Popen[str]":
-        line = _TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command))
+        line = _line(_TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command)))
         # In a new session, so that Ctrl-C reaches it only through this process, in order.
         process = subprocess.Popen(  # noqa: S603 -- the user's own command
             [*self._ssh, host, line],
@@ -225,6 +226,15 @@ class _Node:
                 self.started.set()
         self.process.wait()
         self.started.set()
+
+
+def _line(script: str) -> str:
+    """A line that runs a script of sh in any login shell.
+
+    Shells differ in how they read newlines, backslashes and exclamation marks, even between quotes.
+    """
+    coded = base64.b64encode(script.encode()).decode("ascii")
+    return f"""exec sh -c 'eval "$(echo "$1" | base64 -d)"' sh {coded}"""
 
 
 def _waited(process: "subprocess.Popen[str]", seconds: float) -> int | None:
