@@ -12,7 +12,7 @@ from subprocess import PIPE, STDOUT
 from typing import Any, Final, NamedTuple
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.namespaces import Inside, Namespace
+from meshrl.testing.cluster.namespaces import HOST, Inside, Namespace
 from meshrl.testing.cluster.network import Cable, Network, address
 
 PORT: Final = 6379
@@ -70,7 +70,7 @@ class Host:
             "shared": self._shared,
             "names": "".join(f"{address(each)} node{each}\n" for each in range(1, MOST + 1)) + "127.0.0.1 localhost\n",
         }
-        self._machine = Namespace("net", "mount", "uts", "ipc", furniture=furniture, ahead=secrets.randbelow(_DAY))
+        self._machine = Namespace(*HOST, furniture=furniture, ahead=1 + secrets.randbelow(_DAY))
         self._cable = Cable(self._network, self._machine, self._number)
 
     @property
