@@ -35,7 +35,7 @@ class FakeHost(Host):
         self.done.append(f"pkill {self.name}")
         return "killed"
 
-    def cut(self) -> None:
+    def cut(self, other: Host | None = None) -> None:
         self.done.append(f"cut {self.name}")
 
     def kill(self) -> None:

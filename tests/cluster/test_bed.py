@@ -152,6 +152,21 @@ def test_a_cut_host_hears_nothing_until_it_is_healed(bare: Bare) -> None:
     assert arrives(two, three)
 
 
+def test_two_hosts_are_cut_off_from_each_other_alone_until_both_are_healed(bare: Bare) -> None:
+    one, two, three = bare(3).hosts
+    for host in one, two, three:
+        served(host)
+    assert arrives(one, two)  # so that each knows the other's device
+    one.cut(two)
+    assert sent(one, two, patience=0.5) == sent(two, one, patience=0.5) == "TimeoutError"
+    for first, second in (one, three), (three, one), (two, three), (three, two):
+        assert arrives(first, second)
+    one.heal()
+    assert not arrives(one, two)
+    two.heal()
+    assert arrives(one, two)
+
+
 def test_a_slow_host_is_slow_each_way_until_it_is_healed(bare: Bare) -> None:
     one, two = bare(2).hosts
     served(two)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, STDOUT
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from meshrl.errors import ConfigError
 from meshrl.testing.cluster.namespaces import HOST, Inside, Namespace
@@ -96,9 +96,20 @@ class Host:
             raise subprocess.CalledProcessError(process.returncode, list(command), said)
         return said
 
-    def cut(self) -> None:
-        """Cut the network. Whatever it sends or should receive is lost without notice."""
-        self._cable.cut()
+    def cut(self, other: Self | None = None) -> None:
+        """Cut the network. Whatever it sends or should receive is lost without notice.
+
+        `other`: cut only what passes between these two hosts, until both are healed.
+        """
+        if other is None:
+            self._cable.cut()
+        else:
+            self.lose(other.address)
+            other.lose(self.address)
+
+    def lose(self, to: str) -> None:
+        """Lose without notice what it sends to an address."""
+        self._cable.lose(to)
 
     def heal(self) -> None:
         """Restore its network."""
