@@ -1,4 +1,4 @@
-"""A run on several hosts that suffers fault after fault, for `bench/soak.py --hosts 3`.
+"""A run on several hosts that suffers fault after fault, for `bench/soak.py`.
 
 GRPO of a tiny model with `ahead` = 2: a policy on the first host and a sampler on each of the others, of which one is
 enough. Faults follow one another, in an order and after pauses that a seed determines. The process of a sampler or of
@@ -29,7 +29,7 @@ import psutil
 
 from bench.harness import Figure, at_most, figure
 from meshrl.run import audit_run
-from meshrl.testing.cluster import Cluster, Host, Inside, missing
+from meshrl.testing.cluster import Cluster, Host, Inside
 
 PATIENCE: Final = 10.0
 """`run.patience`."""
@@ -152,8 +152,8 @@ class Broken:
             )
         return further, time.monotonic() - began
 
-    def sampling(self, luck: random.Random) -> Host:
-        """A host with a sampler. A run that has just begun has none for a while, and then perhaps one."""
+    def sampling(self, place: float) -> Host:
+        """A host with a sampler: the one at `place`, 0 to 1, of all of them. A run that has just begun has none yet."""
         found: list[Host] = []
 
         def some() -> bool:
@@ -162,7 +162,7 @@ class Broken:
             return bool(found)
 
         self.wait_until(some, "it has a sampler")
-        return luck.choice(found)
+        return found[int(place * len(found))]
 
     def end(self) -> None:
         """End the run as by Ctrl-C. SystemExit, with the stacks of its threads, if it does not end."""
@@ -212,17 +212,21 @@ class Fault(NamedTuple):
 
 
 def faults(luck: random.Random) -> Iterator[Fault]:
-    """Yield faults. Each kind comes once before any is repeated."""
+    """Yield faults. Each kind comes once before any is repeated.
+
+    A fault draws from `luck` once at most, however long it waits for a sampler: so a seed determines all of them.
+    """
 
     def sampler_killed(run: Broken) -> None:
+        place = luck.random()
         killed = f"pkill -KILL {RANK} && echo killed; true"
-        run.wait_until(lambda: bool(run.sampling(luck).run(["sh", "-c", killed])), "a sampler's process is found")
+        run.wait_until(lambda: bool(run.sampling(place).run(["sh", "-c", killed])), "a sampler's process is found")
 
     def policy_killed(run: Broken) -> None:
         run.cluster.hosts[0].run(["pkill", "-KILL", RANK])
 
     def host_replaced(run: Broken) -> Callable[[], None]:
-        run.sampling(luck).kill()
+        run.sampling(luck.random()).kill()
 
         def mend() -> None:
             run.cluster.add()
@@ -230,7 +234,7 @@ def faults(luck: random.Random) -> Iterator[Fault]:
         return mend
 
     def cut_briefly(run: Broken) -> Callable[[], None]:
-        host = run.sampling(luck)
+        host = run.sampling(luck.random())
         host.cut()
 
         def mend() -> None:
@@ -240,7 +244,7 @@ def faults(luck: random.Random) -> Iterator[Fault]:
         return mend
 
     def cut_long(run: Broken) -> Callable[[], None]:
-        host = run.sampling(luck)
+        host = run.sampling(luck.random())
         host.cut()
 
         def mend() -> None:
@@ -265,8 +269,6 @@ def faults(luck: random.Random) -> Iterator[Fault]:
 
 def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
     """Break the run for `minutes`, and check the outcome."""
-    if reason := missing():
-        raise SystemExit(reason)
     luck = random.Random(seed)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -315,14 +317,17 @@ def _figures(folder: Path, times: dict[str, list[tuple[float, float]]], used: li
         at_most("prompts trained twice", len(audit.twice), "prompts", 0),
         at_most("promises broken", sum(not verdict.holds for verdict in audit.verdicts), "promises", 0),
         figure("faults", len(whole), "faults"),
-        figure("all repaired: mean", statistics.mean(whole), "s"),
+        *([figure("all repaired: mean", statistics.mean(whole), "s")] if whole else []),
     ]
     for name, each in sorted(times.items()):
         figures.append(
             figure(f"{name}, {len(each)} times: mean until it continues", statistics.mean(one for one, _ in each), "s")
         )
         figures.append(figure("  and has all samplers", statistics.mean(two for _, two in each), "s"))
-    for name in used[0]:
+        for number, (one, two) in enumerate(each, 1):
+            figures.append(figure(f"  time {number}: until it continues", one, "s"))
+            figures.append(figure(f"  time {number}: has all samplers", two, "s"))
+    for name in used[0] if used else ():
         first, last = (statistics.median(each[name] for each in part) for part in (used[:third], used[-third:]))
         figures.append(at_most(f"{name}: last third, and by the first", last, "", GROWTH * first, first or None))
     return figures

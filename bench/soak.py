@@ -1,15 +1,15 @@
 """A run of many steps, to see whether its memory grows and whether it survives faults.
 
-    python bench/soak.py --json F [--minutes M] [--engine ray|local]
-    sudo python bench/soak.py --hosts 3 --json F [--minutes M] [--seed N]
+    sudo python bench/soak.py --json F [--minutes M] [--hosts N] [--seed N]
+    python bench/soak.py --hosts 1 --json F [--minutes M] [--engine ray|local]
+
+On several hosts (3) made of namespaces (docs/hosts.md), bench/faults.py breaks the run repeatedly. See there.
 
 On one machine: compares each process of an overlapped run at its end with itself after its first minute.
 
 The run has a policy and a sampler of a tiny model, a reward, `ahead` = 2, and weights published each step through
 shared memory. It takes as many steps as fit into M minutes (5). The private memory of a process (USS) counts, as the
 median of the last ten seconds. Afterwards nothing of the run must be left in /dev/shm.
-
-On several hosts made of namespaces (docs/hosts.md), bench/faults.py breaks the run repeatedly. See there.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ from meshrl import (
 )
 from meshrl.mesh.shared_memory import FOLDER
 from meshrl.run.config import MeshConfig
+from meshrl.testing.cluster import missing
 
 MODEL: Final = NewModel(characters="0123456789+= ", hidden_size=128, ffn_size=512, layers=4, heads=4, max_tokens=32)
 TASK: Final = Task(
@@ -119,11 +120,14 @@ def main() -> None:
     """Soak, then check what is left."""
     parser = arguments(__doc__, rounds=None)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--engine", choices=("ray", "local"), default="ray")
-    parser.add_argument("--hosts", type=int, default=1, help="three or more: with faults (default: 1)")
+    parser.add_argument("--engine", choices=("ray", "local"), default="ray", help="of the run on one host")
+    parser.add_argument("--hosts", type=int, default=3, help="three or more: with faults, as root (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     given = parser.parse_args()
     if given.hosts > 1:
+        if reason := missing():
+            print(f"not measured: {reason}. --hosts 1 measures the memory of a run without faults, and needs no root")
+            return
         figures = soak_with_faults(given.hosts, given.minutes, given.seed)
         report(f"soak on {given.hosts} hosts", figures, given.json)
         return

@@ -10,6 +10,8 @@ from meshrl.run import Job, MeshConfig, RunConfig
 
 _MOST: Final = 100_000
 """Number of nodes at most."""
+_OF_EACH_NODE: Final = ("node:", "accelerator_type:")
+"""Beginnings of custom resources that Ray itself gives a node."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Need:
     gpus: float
     """GPUs per rank."""
     custom: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Ray's custom resources per rank."""
 
     @property
     def each(self) -> str:
@@ -61,7 +64,7 @@ class _Node:
 def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
     """Return the number of nodes with these GPUs and CPUs that fit all meshes. `cpus = None`: CPUs suffice.
 
-    Raises `ConfigError` if one rank asks for more than a node has.
+    Raises `ConfigError` if one rank asks for more than a node has, or for a custom resource.
     """
     nodes: list[_Node] = []
     room = float("inf") if cpus is None else float(cpus)
@@ -77,7 +80,16 @@ def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
 
 
 def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") -> None:
-    """Raise `ConfigError` if one rank asks for more than a node has."""
+    """Raise `ConfigError` if one rank asks for more than a node has, or for a custom resource, which no node has."""
+    custom = [
+        f"{name} = {amount:g}" for name, amount in need.custom.items() if amount and not name.startswith(_OF_EACH_NODE)
+    ]
+    if custom:
+        raise ConfigError(
+            f"run.meshes.{need.mesh}.custom asks for {', '.join(custom)}, and nodes that `meshrl launch` starts have "
+            "no custom resources: leave it out, or start Ray yourself with --resources and use `meshrl run` with "
+            "run.engine=HOST:PORT"
+        )
     if need.gpus > gpus or (cpus is not None and need.cpus > cpus):
         has = " and ".join([*([f"{cpus} CPU"] if cpus is not None else []), f"{gpus} GPU"])
         raise ConfigError(

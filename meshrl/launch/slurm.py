@@ -22,10 +22,12 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 # Two jobs that share a node have two ports.
 PORT=$((20000 + SLURM_JOB_ID % 20000))
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-on() {{ srun --overlap --nodes="$1" --ntasks="$1" "${{@:2}}"; }}
+# srun does not take over --cpus-per-task of sbatch since Slurm 22.05, and would give a step one core.
+CORES=${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}}
+on() {{ srun --overlap $CORES --nodes="$1" --ntasks="$1" "${{@:2}}"; }}
 IP=$(on 1 --nodelist="$HEAD" hostname --ip-address | tr ' ' '\n' | grep --max-count=1 '\.')
 
-trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT  # Ray ends with this script
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT  # Ray ends with this script
 on 1 --nodelist="$HEAD" ray start --head --block --node-ip-address="$IP" --port="$PORT" {has} &
 if [ "$SLURM_NNODES" -gt 1 ]; then
   # They try until the head is there.

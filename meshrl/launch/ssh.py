@@ -1,5 +1,6 @@
 """Ray on hosts that are reached by ssh: start it, use it and stop it from here."""
 
+import base64
 import json
 import shlex
 import subprocess
@@ -19,7 +20,8 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.launch.needs import Need, check_enough, check_fits
 
-SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=30 -o ServerAliveCountMax=4"
+"""The connection to a host that is silent for two minutes ends."""
 _ANSWER: Final = 60.0
 """Seconds that a host has to describe itself, and that Ray has to start there."""
 _END: Final = 60.0
@@ -149,7 +151,7 @@ class SshCluster:
 
     def _asked(self, host: str) -> Machine | str:
         """A host's description, or why it cannot be used."""
-        command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}"
+        command = _line(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}")
         try:
             done = subprocess.run(  # noqa: S603 -- the user's own command
                 [*self._ssh, host, command],
@@ -185,7 +187,7 @@ class SshCluster:
                 )
 
     def _connected(self, host: str, command: Sequence[str], said: int | None = None) -> "subprocess.Popen[str]":
-        line = _TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command))
+        line = _line(_TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command)))
         # In a new session, so that Ctrl-C reaches it only through this process, in order.
         process = subprocess.Popen(  # noqa: S603 -- the user's own command
             [*self._ssh, host, line],
@@ -224,6 +226,15 @@ class _Node:
                 self.started.set()
         self.process.wait()
         self.started.set()
+
+
+def _line(script: str) -> str:
+    """A line that runs a script of sh in any login shell.
+
+    Shells differ in how they read newlines, backslashes and exclamation marks, even between quotes.
+    """
+    coded = base64.b64encode(script.encode()).decode("ascii")
+    return f"""exec sh -c 'eval "$(echo "$1" | base64 -d)"' sh {coded}"""
 
 
 def _waited(process: "subprocess.Popen[str]", seconds: float) -> int | None:

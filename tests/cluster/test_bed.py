@@ -1,6 +1,7 @@
 """The hosts themselves, without Ray: what each has for itself, what can be done to it, and that nothing is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,21 @@ def test_a_cut_host_hears_nothing_until_it_is_healed(bare: Bare) -> None:
     assert arrives(two, three)
 
 
+def test_two_hosts_are_cut_off_from_each_other_alone_until_both_are_healed(bare: Bare) -> None:
+    one, two, three = bare(3).hosts
+    for host in one, two, three:
+        served(host)
+    assert arrives(one, two)  # so that each knows the other's device
+    one.cut(two)
+    assert sent(one, two, patience=0.5) == sent(two, one, patience=0.5) == "TimeoutError"
+    for first, second in (one, three), (three, one), (two, three), (three, two):
+        assert arrives(first, second)
+    one.heal()
+    assert not arrives(one, two)
+    two.heal()
+    assert arrives(one, two)
+
+
 def test_a_slow_host_is_slow_each_way_until_it_is_healed(bare: Bare) -> None:
     one, two = bare(2).hosts
     served(two)
@@ -264,3 +280,21 @@ def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"
+
+
+@pytest.mark.parametrize("kind", ["time", "uts"])
+def test_a_kernel_without_a_namespace_of_hosts_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    real, unshare = shutil.which("unshare"), tmp_path / "unshare"
+    refuse = f"case $* in *--{kind}*) echo 'unshare failed: no {kind} here' >&2; exit 1 ;; esac"
+    unshare.write_text(f'#!/bin/sh\n{refuse}\nexec {real} "$@"\n')
+    unshare.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert missing() == f"the kernel gives no namespaces here: unshare failed: no {kind} here"
+
+
+@pytest.mark.parametrize("count", [0, -1, 100])
+def test_so_many_hosts_are_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"a cluster of {count} hosts: it has 1 to 99"):
+        Cluster(count)

@@ -106,6 +106,10 @@ def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
             [*VOLUME, "--cpus-per-worker", "2"],
             "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
         ),
+        (
+            [*VOLUME, "run.meshes.train.custom.highmem=1"],
+            "run.meshes.train.custom asks for highmem = 1, and nodes that",
+        ),
         ([*VOLUME, "run.engine=ray"], "run.engine=ray: `meshrl launch` chooses the engine"),
         ([*VOLUME, "stepz=3"], "did you mean"),
     ],

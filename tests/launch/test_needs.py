@@ -37,3 +37,12 @@ def test_no_fewer_nodes_than_what_is_asked_for_in_all(asked: list[tuple[int, int
 def test_a_rank_that_no_node_has_room_for_is_named(need: Need, has: str) -> None:
     with pytest.raises(ConfigError, match=f"a rank of the mesh 'a' asks for .*, and a node has .*{has}"):
         nodes_for([need], 8, 16)
+
+
+def test_a_custom_resource_that_no_node_is_started_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="custom asks for highmem = 1, and nodes that `meshrl launch`"):
+        nodes_for([Need("a", 1, 1, 0, {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001})], 8, 16)
+
+
+def test_what_ray_itself_gives_a_node_may_be_asked_for() -> None:
+    assert nodes_for([Need("a", 2, 1, 1, {"accelerator_type:H100": 0.001})], 8, 16) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl import cli
 
-GIVEN = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "PATH"}
+GIVEN = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_CPUS_PER_TASK", "PATH"}
 """Variables that the script finds."""
 
 
@@ -48,6 +48,24 @@ def test_what_is_given_is_quoted(config: Path) -> None:
     assert f"meshrl run '{odd}' run.engine=" in text
 
 
+@pytest.mark.parametrize("cores", [None, 16])
+def test_each_step_has_the_cores_of_its_node(config: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None) -> None:
+    """srun and scontrol are stand-ins."""
+    written(config, *([f"--cpus-per-node={cores}"] if cores else []))
+    steps = config.with_name("steps")
+    answers = "case $* in *--ip-address*) echo 10.0.0.1 ;; *ray.nodes*) echo 2 ;; esac"
+    for name, line in {"srun": f'echo "$*" >> {steps}; {answers}', "scontrol": "echo node1"}.items():
+        config.with_name(name).write_text(f"#!/bin/sh\n{line}\n")
+        config.with_name(name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
+    for name in ("JOB_ID=7", "JOB_NODELIST=node[1-2]", "NNODES=2", *([f"CPUS_PER_TASK={cores}"] if cores else [])):
+        monkeypatch.setenv(*f"SLURM_{name}".split("=", 1))
+    subprocess.run(["bash", "mine.sbatch"], check=True)  # noqa: S607
+    said = [line for line in steps.read_text().splitlines() if line.startswith("--overlap")]
+    assert len(said) == 5  # the address, Ray's head, the other node, their count, the run
+    assert all(("--cpus-per-task=16" in line) == bool(cores) for line in said)
+
+
 def test_slurm_takes_it(config: Path) -> None:
     if shutil.which("sbatch") is None:
         pytest.skip("there is no sbatch on this machine")
@@ -63,6 +81,7 @@ def test_slurm_takes_it(config: Path) -> None:
             ["--cpus-per-node", "2"],
             "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
         ),
+        (["run.meshes.train.custom.highmem=1"], "run.meshes.train.custom asks for highmem = 1, and nodes that"),
         (["--sbatch", "gpu"], "'gpu' is not an option of sbatch"),
         (["--sbatch", "--a\nrm"], "is not an option of sbatch"),
     ],

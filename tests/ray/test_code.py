@@ -51,6 +51,18 @@ def test_what_a_repository_ignores_is_left_out_of_a_folder_in_it(project: Path) 
     assert names(project / "inner") == ["0/own.py"]
 
 
+def test_a_deeper_folder_takes_back_what_one_above_ignores(project: Path) -> None:
+    (project / ".git").mkdir()
+    (project / ".gitignore").write_text("*.json\nown.py\n", "utf-8")
+    inner = project / "inner"
+    inner.mkdir()
+    (inner / ".gitignore").write_text("!config.json\n!secret.json\nsecret.json\n", "utf-8")
+    for name in ("config.json", "other.json", "own.py", "secret.json"):
+        (inner / name).write_text("", "utf-8")
+    assert names(project) == ["0/inner/config.json", "0/letters.toml", "0/train.py"]
+    assert names(inner) == ["0/config.json"]
+
+
 def test_a_link_is_followed_and_one_that_leads_nowhere_is_left_out(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

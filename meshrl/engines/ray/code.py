@@ -159,10 +159,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
-    """Yield the .gitignore patterns above a folder, within its repository."""
+    """Yield the .gitignore patterns above a folder, within its repository, from its top down."""
     above = list(folder.parents)
     top = next((number for number, each in enumerate([folder, *above]) if (each / ".git").exists()), 0)
-    for each in above[:top]:
+    for each in reversed(above[:top]):
         yield from _ignored(each)
 
 
@@ -173,9 +173,13 @@ def _ignored(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
 
 
 def _is_ignored(path: Path, ignored: Iterable[tuple[Path, PathSpec]], end: str = "") -> bool:
-    return any(
-        spec.match_file(f"{path.relative_to(folder)}{end}") for folder, spec in ignored if path.is_relative_to(folder)
-    )
+    """True if the last matching pattern, which may be one of a deeper folder, does not begin with `!`."""
+    found = False
+    for folder, spec in ignored:
+        if path.is_relative_to(folder):
+            name = f"{path.relative_to(folder)}{end}"
+            found = next((one.include for one in reversed([*spec.patterns]) if any(one.match([name]))), found)
+    return found
 
 
 def _check_size(files: Iterable[Path]) -> None:

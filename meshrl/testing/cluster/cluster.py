@@ -85,8 +85,8 @@ class Cluster:
         self.close()
 
     def _add(self, count: int) -> list[Host]:
-        if len(self.hosts) + count > MOST:
-            raise ConfigError(f"a cluster has {MOST} hosts at most")
+        if not 1 <= (total := len(self.hosts) + count) <= MOST:
+            raise ConfigError(f"a cluster of {total} hosts: it has 1 to {MOST}")
         added: list[Host] = []
         for _ in range(count):
             index = len(self.hosts)

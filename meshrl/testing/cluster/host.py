@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, STDOUT
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.namespaces import Inside, Namespace
+from meshrl.testing.cluster.namespaces import HOST, Inside, Namespace
 from meshrl.testing.cluster.network import Cable, Network, address
 
 PORT: Final = 6379
@@ -70,7 +70,7 @@ class Host:
             "shared": self._shared,
             "names": "".join(f"{address(each)} node{each}\n" for each in range(1, MOST + 1)) + "127.0.0.1 localhost\n",
         }
-        self._machine = Namespace("net", "mount", "uts", "ipc", furniture=furniture, ahead=secrets.randbelow(_DAY))
+        self._machine = Namespace(*HOST, furniture=furniture, ahead=1 + secrets.randbelow(_DAY))
         self._cable = Cable(self._network, self._machine, self._number)
 
     @property
@@ -96,9 +96,20 @@ class Host:
             raise subprocess.CalledProcessError(process.returncode, list(command), said)
         return said
 
-    def cut(self) -> None:
-        """Cut the network. Whatever it sends or should receive is lost without notice."""
-        self._cable.cut()
+    def cut(self, other: Self | None = None) -> None:
+        """Cut the network. Whatever it sends or should receive is lost without notice.
+
+        `other`: cut only what passes between these two hosts, until both are healed.
+        """
+        if other is None:
+            self._cable.cut()
+        else:
+            self.lose(other.address)
+            other.lose(self.address)
+
+    def lose(self, to: str) -> None:
+        """Lose without notice what it sends to an address."""
+        self._cable.lose(to)
 
     def heal(self) -> None:
         """Restore its network."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import IO, Any, Final, cast
@@ -15,6 +16,8 @@ from meshrl.errors import ConfigError
 
 _INIT: Final = Path(__file__).with_name("init.py")
 _PROGRAMS: Final = ("ip", "tc", "unshare", "nsenter")
+HOST: Final = ("net", "mount", "uts", "ipc")
+"""The namespaces of a host, in addition to pid and time."""
 _STOP: Final = 10.0
 """Seconds that the kernel has to end the processes of a namespace."""
 
@@ -29,7 +32,7 @@ def missing() -> str | None:
     if absent:
         return f"{', '.join(absent)} not found: install the packages iproute2 and util-linux"
     try:
-        Namespace("net", "mount").end()
+        Namespace(*HOST, ahead=1).end()
     except ConfigError as error:
         return str(error)
     return None
@@ -113,7 +116,8 @@ class Namespace:
     def end(self) -> None:
         """End every process in the namespace, and wait for them."""
         first = self._first
-        piped(first.stdin).close()
+        with suppress(BrokenPipeError):  # it may have ended without reading
+            piped(first.stdin).close()
         try:
             first.wait(_STOP)
         except subprocess.TimeoutExpired:

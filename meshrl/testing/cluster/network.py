@@ -13,6 +13,7 @@ from meshrl.testing.cluster.namespaces import Inside, Namespace, piped
 _WIRE: Final = Path(__file__).with_name("wire.py")
 _MTU: Final = "mtu 9000"
 _SWITCH: Final = "switch"
+_NOBODY: Final = "02:00:00:00:00:01"
 _QUEUED: Final = 0.02
 """Seconds that frames wait at most at a cable that only has a rate."""
 _BURST: Final = 0.002
@@ -61,9 +62,14 @@ class Cable:
         """Unplug it. Whatever is sent is lost without notice."""
         self._network.switch.do("ip", "link", "set", self._plug, "nomaster")
 
+    def lose(self, to: str) -> None:
+        """Lose without notice what the host sends to an address, in frames to a device that nobody has."""
+        self._machine.do("ip", "neigh", "replace", to, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+
     def heal(self) -> None:
         """Plug it in again, in its original state."""
         self.slow()
+        self._machine.do("ip", "neigh", "flush", "dev", "eth0", "nud", "permanent")
         self._network.switch.do("ip", "link", "set", self._plug, "master", _SWITCH)
 
     def slow(self, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
