@@ -105,10 +105,9 @@ class Cluster:
             if there:
                 self.silent.pop(node, None)
 
-    async def check(self, nodes: Mapping[str, str]) -> None:
+    async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
         """Raise `ConfigError` if a node has other versions than this process. See `Versions.check`."""
-        if not self.is_ours:
-            await self._versions.check(nodes)
+        return self.is_ours or await self._versions.check(nodes, have_ranks=have_ranks)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
         """Return the nodes with only the cores that are free now: two free ones may be on different nodes."""

@@ -178,12 +178,15 @@ class RayReservation(Reservation):
         return place
 
     async def _check(self, process: Process, place: Place) -> None:
-        """Raise `ConfigError` if its node has other versions, as a new node may."""
+        """Raise `ConfigError` if its node has other versions, as a new node may, and `Gone` if it tells none."""
+        node = f"{place.host} ({place.ip})"
         try:
-            await self._cluster.check({place.node: f"{place.host} ({place.ip})"})
+            told = await self._cluster.check({place.node: node}, have_ranks=True)
         except ConfigError as refused:
             process.died(str(refused))  # so that it is made again, perhaps elsewhere
             raise
+        if not told:
+            raise Gone(f"its node {node} did not tell the versions of its packages, so that no rank may run there")
 
     async def release(self) -> None:
         """End the processes and free all resources."""
