@@ -106,7 +106,7 @@ class Cluster:
                 self.silent.pop(node, None)
 
     async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
-        """Raise `ConfigError` if a node has other versions than this process. See `Versions.check`."""
+        """Raise `OtherVersions` if a node has others than this process. See `Versions.check`."""
         return self.is_ours or await self._versions.check(nodes, have_ranks=have_ranks)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:

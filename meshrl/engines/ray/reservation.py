@@ -33,7 +33,7 @@ from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Amounts, Home, Node
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.engines.ray.relay import RELAY
-from meshrl.errors import ConfigError, MeshStopped
+from meshrl.errors import ConfigError, MeshStopped, OtherVersions
 from meshrl.mesh import Resources, Share
 
 if TYPE_CHECKING:
@@ -189,11 +189,11 @@ class RayReservation(Reservation):
         return place
 
     async def _check(self, process: Process, place: Place) -> None:
-        """Raise `ConfigError` if its node has other versions, as a new node may, and `Gone` if it tells none."""
+        """Raise `OtherVersions` if its node has those, as a new node may, and `Gone` if it tells none."""
         node = f"{place.host} ({place.ip})"
         try:
             told = await self._cluster.check({place.node: node}, have_ranks=True)
-        except ConfigError as refused:
+        except OtherVersions as refused:
             process.died(str(refused))  # so that it is made again, perhaps elsewhere
             raise
         if not told:

@@ -10,7 +10,7 @@ from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from meshrl.errors import ConfigError
+from meshrl.errors import OtherVersions
 
 ALWAYS: Final = ("meshrl", "torch")
 """Packages that are compared in every run, besides those of its backends."""
@@ -57,7 +57,7 @@ class Versions:
         """Nodes that were found to agree."""
 
     async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
-        """Raise `ConfigError`, with a table, if nodes differ. `nodes`: display names by Ray's id.
+        """Raise `OtherVersions`, with a table, if nodes differ. `nodes`: display names by Ray's id.
 
         Each node is asked once. One that does not answer in time is asked again when it has a rank. Returns True if all
         have answered.
@@ -76,7 +76,7 @@ class Versions:
                 else:
                     self._same.add(node)
         if others:
-            raise ConfigError(table(self._here, others))
+            raise OtherVersions(table(self._here, others))
         return self._same.issuperset(nodes)
 
     async def _ask(self, node: str) -> dict[str, str] | None:
