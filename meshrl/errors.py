@@ -45,6 +45,10 @@ class NoRoom(ConfigError):
     """The available machines could not hold a mesh even if they were idle."""
 
 
+class OtherVersions(ConfigError):
+    """A machine has other versions of packages than the controller."""
+
+
 class ContractError(MeshrlError):
     """An actor's endpoint, or a call of it, does not fit the mesh."""
 

@@ -10,7 +10,16 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import ConfigError, EngineDied, MeshStopped, RankDied, RankFailed, is_lost
+from meshrl.errors import (
+    ConfigError,
+    EngineDied,
+    MeshStopped,
+    NoRoom,
+    OtherVersions,
+    RankDied,
+    RankFailed,
+    is_lost,
+)
 from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, leave_out, min_ranks, replicas, respawn, take_in
 from meshrl.roles import Sampler
@@ -178,7 +187,8 @@ class Replicas:
                 if is_lost(again) and given is not None and not given.lasts:
                     gone = given  # the policy has moved on, and newer weights will come
                     continue
-                if not died(again) and not (self._min_ranks and self.are_enough):
+                waits = self.are_enough or isinstance(again, NoRoom | OtherVersions)  # another machine may come
+                if not died(again) and not (self._min_ranks and waits):
                     raise
                 self._pay(number, again)
                 self._ended[number] += 1

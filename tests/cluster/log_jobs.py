@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from meshrl import Actor, Mesh, RankDied, endpoint
+from meshrl import Actor, Mesh, RankDied, endpoint, respawn
 from meshrl.engines.ray import RayEngine
 from tests.cluster.jobs import on
 
@@ -54,3 +54,21 @@ async def written_until_the_host_died(engine: RayEngine, host: str) -> object:
             await asyncio.sleep(0.05)
     except RankDied as died:
         return str(died)
+
+
+async def written_after_a_cut(engine: RayEngine, host: str) -> object:
+    """A rank writes until its host is given up, and again as it is made anew: its log."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Talks)
+    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    try:
+        while True:
+            await talks.say("before")
+            await asyncio.sleep(0.05)
+    except RankDied:
+        print("RankDied", flush=True)  # noqa: T201 -- the same
+    await respawn(talks)
+    await talks.say("hello after the cut")
+    async with asyncio.timeout(20):
+        while "hello after the cut" not in (text := (LOGS / "far-0.log").read_text()):  # noqa: ASYNC110 -- as above
+            await asyncio.sleep(0.1)
+    return text

@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import answer, begin, do
-from tests.cluster.log_jobs import LOGS, written, written_until_the_host_died
+from tests.cluster.log_jobs import LOGS, written, written_after_a_cut, written_until_the_host_died
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "segfault"])
@@ -33,3 +33,17 @@ def test_what_had_come_is_told_of_a_host_that_died() -> None:
         told = answer(said)
         assert "nothing was heard of its host" in told or "node" in told
         assert "hello from there" in told, said
+
+
+@pytest.mark.timeout(300)
+def test_the_log_goes_on_on_a_host_that_was_cut_off() -> None:
+    """Ray does not notice: it keeps the node."""
+    with Cluster(2, environment={"RAY_health_check_failure_threshold": "1000"}) as cluster:
+        head, host = cluster.hosts
+        controller = head.start(begin(cluster, written_after_a_cut, host.name), stdout=PIPE, stderr=STDOUT)
+        assert controller.stdout
+        for step, change in ("ready\n", host.cut), ("RankDied\n", host.heal):
+            while (line := controller.stdout.readline()) != step:
+                assert line, "it ended"
+            change()
+        assert "before" in answer(controller.communicate(timeout=100)[0])

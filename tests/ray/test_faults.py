@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import psutil
@@ -14,6 +16,8 @@ import pytest
 import ray
 
 from meshrl import (
+    Actor,
+    CollectiveActor,
     DataLost,
     Mesh,
     MeshStopped,
@@ -21,12 +25,32 @@ from meshrl import (
     Resources,
     Run,
     RunConfig,
+    current_rank,
+    endpoint,
     respawn,
 )
 from meshrl.engines.ray import RayEngine
 from tests.engines.test_deaths import Probe, kill, pids_of, until
 
+if TYPE_CHECKING:
+    from meshrl.engines.ray.channel import RayChannel
+
 NO_CORE = Resources(cpus=0)
+
+T = TypeVar("T")
+
+
+class Meets(Actor, CollectiveActor):
+    """Rank 1 dies in a collective, and rank 0 fails of that at once."""
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        return [work()]
+
+    @endpoint
+    async def meet(self) -> None:
+        if current_rank().index == 1:
+            os._exit(1)
+        raise RuntimeError("connection closed by peer")
 
 
 def present() -> set[object]:
@@ -53,6 +77,27 @@ async def nothing_is_left(before: set[object], *pids: int) -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+@pytest.mark.usefixtures("from_afar")
+async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The news of it waits for the last output, which comes from the other machine."""
+    monkeypatch.setattr("meshrl.engines.hosting.caller.boot", lambda: "another machine")
+    slots = await engine.reserve(2, NO_CORE)
+    meets = await Mesh(engine, slots).spawn(Meets)
+    fetched = asyncio.Event()
+
+    async def last_output() -> None:
+        await asyncio.sleep(0.5)
+        fetched.set()
+
+    cast("RayChannel", slots[1].process.channel).farewell = last_output
+    with pytest.raises(RankDied, match="rank 1") as died:
+        await meets.meet()
+    assert fetched.is_set()
+    assert "connection closed by peer" in str(died.value.__cause__)
 
 
 async def test_a_mesh_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from meshrl import Actor, ConfigError, Mesh, Resources, Same, current_rank, each, endpoint
-from meshrl.engines.hosting import Place, environments
+from meshrl.engines.hosting import Gone, Place, environments
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.cluster import room_for
+from meshrl.engines.ray.cluster import Cluster, room_for
+from meshrl.engines.ray.nodes import Node
+from meshrl.engines.ray.reservation import RayReservation
+from meshrl.errors import NoRoom
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
 
@@ -103,6 +106,33 @@ async def test_a_process_that_starts_is_told_from_missing_resources(
     last = [line for line in "".join(capsys.readouterr()).splitlines() if "waiting for" in line][-1]
     assert "waiting for ranks to start" in last
     assert "free=" not in last
+
+
+@pytest.mark.parametrize("starts", [False, True], ids=["no process starts", "its processes die"])
+async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    """So that a run that is restarted waits for it."""
+    found, asked = Cluster.nodes, list[object]()
+
+    async def nodes(cluster: Cluster) -> list[Node]:
+        there = await found(cluster)
+        asked.append(there)
+        return [*there, there[0]._replace(id="lost", has={"shelf": 3, "CPU": 1})] if len(asked) == 1 else there
+
+    async def same(*_: object, **__: object) -> bool:
+        return True
+
+    async def dies(*_: object) -> Place:
+        raise Gone("its node has died")
+
+    monkeypatch.setattr(Cluster, "nodes", nodes)
+    monkeypatch.setattr(Cluster, "check", same)
+    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.01)
+    if starts:
+        monkeypatch.setattr(RayReservation, "_placed", dies)
+    with pytest.raises(NoRoom, match="3 ranks with 1 shelf each, and the cluster has room for 2"):
+        await Mesh.reserve(engine, 3, Resources(cpus=0, custom={"shelf": 1}))
 
 
 def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:

@@ -9,6 +9,7 @@ import ray
 
 from meshrl import Mesh, Resources
 from meshrl.engines.ray import RayEngine
+from meshrl.engines.ray.cluster import host_and_port
 from meshrl.errors import ConfigError
 
 
@@ -35,6 +36,11 @@ async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(m
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_host_that_is_an_ipv6_address_has_brackets_only_in_the_address_of_the_cluster() -> None:
+    assert host_and_port("[fd00::1]:6379") == ("fd00::1", 6379)
+    assert host_and_port("10.0.0.2:6379") == ("10.0.0.2", 6379)
 
 
 async def test_a_ray_that_does_not_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

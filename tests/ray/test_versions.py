@@ -1,8 +1,13 @@
 """Versions of nodes against the controller's: what is compared, and what is told of a difference."""
 
+import asyncio
+
 import pytest
 
+from meshrl import Mesh, Resources
+from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.versions import Versions, installed, table
+from meshrl.errors import ConfigError
 from meshrl.roles import packages_of
 
 HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}
@@ -35,6 +40,30 @@ def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_missing_here_is_not_asked_of_a_node() -> None:
     assert "no-such-package" not in Versions(["no-such-package"], 1.0)._here
+
+
+async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(self: Versions, _: str) -> dict[str, str]:
+        await asyncio.sleep(0.05)
+        return {**self._here, "torch": "1.2.3"}
+
+    monkeypatch.setattr(Versions, "_ask", ask)
+    versions = Versions([], 0.001)
+    assert not await versions.check({"n1": "10.0.0.2"})
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 +torch"):
+        await versions.check({"n1": "10.0.0.2"}, have_ranks=True)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(_: Versions, __: str) -> None:
+        return None
+
+    monkeypatch.setattr(Versions, "_ask", ask)
+    engine = RayEngine()
+    with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not tell the versions"):
+        await Mesh.reserve(engine, 1, Resources(cpus=0))
+    await engine.close()
 
 
 def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for() -> None:

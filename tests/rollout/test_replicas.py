@@ -1,5 +1,6 @@
 """What a stream says of replicas that do not come back, and of schedules in which they died."""
 
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.mesh import CollectiveActor, parts, replicas
+from meshrl.errors import ConfigError, OtherVersions
+from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.rollout import Schedule, read_schedule, schedule
 from meshrl.rollout.routing import Router, Share
 from meshrl.simulation import delayed, simulate
@@ -76,6 +78,32 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
         assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
     else:
         with pytest.raises(RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
+            simulate(script)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "waits"),
+    [(OtherVersions("a node has other versions"), True), (ConfigError("Ray's head is gone"), False)],
+)
+def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused(refusal: ConfigError, *, waits: bool) -> None:
+    refusals = [refusal, refusal]
+
+    class Refusing(FragileEngine):
+        async def restart(self, members: Sequence[Member]) -> None:
+            if refusals:
+                raise refusals.pop()
+            await super().restart(members)
+
+    async def script() -> list[Batch]:
+        engine = Refusing(0)
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=2))
+        return await trained(await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), engine)
+
+    if waits:
+        assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+        assert not refusals
+    else:
+        with pytest.raises(ConfigError, match="head is gone"):
             simulate(script)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
-from meshrl.engines.hosting.messages import Over
+from meshrl.engines.hosting.messages import Over, boot
 from meshrl.engines.hosting.pickling import check_picklable
 from meshrl.engines.hosting.process import RankMember, Sent, sendable
 from meshrl.errors import ContractError, RankDied, RankFailed
@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _NEWS: Final = 0.1
 """Most seconds from the failure of a rank to the news of the death of another rank that caused it."""
+_FAR_NEWS: Final = 5.0
+"""The same if ranks that wait for each other are on other machines. Last output of the dead one is fetched first."""
 
 
 class Caller(ABC):
@@ -169,15 +171,24 @@ async def first_cause(
     A rank whose peer dies in a collective often fails before the death is known.
     """
     if isinstance(error, RankFailed):
-        waiting = [other for other in others if not other.done()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=_NEWS)
-        if (dead := next((each for each in members if each.process.death), None)) is not None:
+        waiting, now = {other for other in others if not other.done()}, asyncio.get_running_loop().time
+        until = now() + (_FAR_NEWS if any(map(_is_far, members)) else _NEWS)
+        while not (dead := next((each for each in members if each.process.death), None)):
+            if not waiting or now() >= until:
+                break
+            _, waiting = await asyncio.wait(waiting, timeout=until - now(), return_when=asyncio.FIRST_COMPLETED)
+        if dead is not None:
             died = dead.obituary(error.endpoint, dead.process)
             if isinstance(died, RankDied):
                 died.__cause__ = error
                 return died
     return error
+
+
+def _is_far(member: RankMember) -> bool:
+    """True if other ranks wait for this one, on another machine than this."""
+    known = member.process.known
+    return member.spawn.together and known is not None and known.boot != boot()
 
 
 @dataclass(frozen=True)

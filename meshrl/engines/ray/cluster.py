@@ -73,8 +73,7 @@ class Cluster:
 
     async def _connect(self) -> "_Link":
         link = await _connect(self._address)
-        ip, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        self._head = Door(ip, int(port), self._patience)
+        self._head = Door(*host_and_port(ray.get_runtime_context().gcs_address), self._patience)
         vigil(self._head).attend(self._open, self)
         self._home = await self.ask(partial(home, self._patience))
         return link
@@ -106,10 +105,9 @@ class Cluster:
             if there:
                 self.silent.pop(node, None)
 
-    async def check(self, nodes: Mapping[str, str]) -> None:
-        """Raise `ConfigError` if a node has other versions than this process. See `Versions.check`."""
-        if not self.is_ours:
-            await self._versions.check(nodes)
+    async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
+        """Raise `OtherVersions` if a node has others than this process. See `Versions.check`."""
+        return self.is_ours or await self._versions.check(nodes, have_ranks=have_ranks)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
         """Return the nodes with only the cores that are free now: two free ones may be on different nodes."""
@@ -252,12 +250,17 @@ def _own_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split HOST:PORT. An IPv6 address loses its brackets. ValueError if the port is not a number."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 async def _reach(address: str) -> None:
     """Check that the address accepts a connection. Ray itself would try for a minute, and then end the process."""
-    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_ANSWER):
-            _, writer = await asyncio.open_connection(host, int(port))
+            _, writer = await asyncio.open_connection(*host_and_port(address))
             writer.close()
     except (OSError, TimeoutError, ValueError) as error:
         raise _unreachable(address, error) from error

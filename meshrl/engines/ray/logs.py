@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from meshrl.engines.hosting import Process, RankLog, boot
@@ -59,19 +59,24 @@ class Node:
     """The ranks of one node. Files of this machine are read at once, others by an actor on the node."""
 
     def __init__(self, name: str, *, is_here: bool) -> None:
+        self._name = name
         self._reader = None if is_here else _reader(name)
         self._ranks: WeakKeyDictionary[Process, dict[str, int]] = WeakKeyDictionary()
         """The offset that each file was read up to."""
         self._taking = asyncio.Lock()
         self._gone = False
-        """True if the node did not answer."""
+        """True if the node did not answer, until it does."""
         self._task = asyncio.create_task(self._follow())
 
     def add(self, process: Process, files: Sequence[str], log: RankLog) -> None:
-        """Follow another rank."""
+        """Follow another rank. The node of a new rank answers, so a lost reader is made again, for all its ranks."""
         self._ranks[process] = dict.fromkeys(files, 0)
         if self._reader is None:
             log.catch_up = self._take
+        elif self._gone:
+            self._task.cancel()
+            self._reader, self._gone = _reader(self._name), False
+            self._task = asyncio.create_task(self._follow())
 
     async def look(self) -> None:
         """Take new output."""
@@ -101,12 +106,16 @@ class Node:
                 ray.kill(self._reader)
 
     async def _follow(self) -> None:
-        try:
-            while not self._gone:
-                await asyncio.sleep(_PAUSE)
+        while True:
+            await asyncio.sleep(_PAUSE)
+            try:
                 await self.look()
-        except RayError:  # its ranks report it
-            self._gone = True
+                self._gone = False
+            except ActorUnavailableError:  # the connection broke; the reader may live
+                self._gone = True
+            except RayError:  # its ranks report it
+                self._gone = True
+                return
 
     def _take(self) -> None:
         wanted = self._wanted()

@@ -27,13 +27,13 @@ from meshrl.engines.hosting import (
     clock_ahead,
 )
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.cluster import Cluster, written
+from meshrl.engines.ray.cluster import Cluster, check_room, written
 from meshrl.engines.ray.code import Package
 from meshrl.engines.ray.logs import RankLogs
-from meshrl.engines.ray.nodes import Amounts, Home
+from meshrl.engines.ray.nodes import Amounts, Home, Node
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.engines.ray.relay import RELAY
-from meshrl.errors import ConfigError, MeshStopped
+from meshrl.errors import ConfigError, MeshStopped, OtherVersions
 from meshrl.mesh import Resources, Share
 
 if TYPE_CHECKING:
@@ -103,13 +103,21 @@ class RayReservation(Reservation):
             await self._cluster.ask(self._package.upload)
 
     async def say_missing(self, missing: int) -> None:
-        """Log the number of processes that have not started. If resources are missing, log requested and free ones."""
+        """Log the number of processes that have not started. If resources are missing, log requested and free ones.
+
+        Raises `NoRoom` if a first start waits in vain, because a node is lost. A later one waits for the node's return.
+        """
+        if not self.environments:
+            self._check_room(await self._cluster.nodes())
         if await self._cluster.ask(self._has_its_resources):
             await super().say_missing(missing)
             return
         free, asks = written(await self._cluster.free()), written(self.asked)
         of = len(self.slots)
         log.info("waiting for resources for ranks", **self.named, missing=missing, of=of, each_asks=asks, free=free)
+
+    def _check_room(self, nodes: Sequence[Node]) -> None:
+        check_room(self.min_ranks, self.asked, nodes, self._cluster.silent.values())
 
     def _has_its_resources(self) -> bool:
         """True if Ray has reserved the resources, so only the processes still have to start."""
@@ -154,10 +162,13 @@ class RayReservation(Reservation):
             raise await self._not_started(again, error) from error
 
     async def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
+        """Return the error of a process that did not start. Raises `NoRoom` if that is for a lost node."""
         if self.released:
             return MeshStopped("the mesh was stopped while its ranks were started")
         if not self._cluster.lost:
-            await self._cluster.check({node.id: node.address for node in await self._cluster.nodes()})
+            nodes = await self._cluster.nodes()
+            await self._cluster.check({node.id: node.address for node in nodes})
+            self._check_room(nodes)
         return ConfigError(
             f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
             "check that each node has the same Python, Ray and meshrl"
@@ -178,12 +189,15 @@ class RayReservation(Reservation):
         return place
 
     async def _check(self, process: Process, place: Place) -> None:
-        """Raise `ConfigError` if its node has other versions, as a new node may."""
+        """Raise `OtherVersions` if its node has those, as a new node may, and `Gone` if it tells none."""
+        node = f"{place.host} ({place.ip})"
         try:
-            await self._cluster.check({place.node: f"{place.host} ({place.ip})"})
-        except ConfigError as refused:
+            told = await self._cluster.check({place.node: node}, have_ranks=True)
+        except OtherVersions as refused:
             process.died(str(refused))  # so that it is made again, perhaps elsewhere
             raise
+        if not told:
+            raise Gone(f"its node {node} did not tell the versions of its packages, so that no rank may run there")
 
     async def release(self) -> None:
         """End the processes and free all resources."""

@@ -10,13 +10,15 @@ from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from meshrl.errors import ConfigError
+from meshrl.errors import OtherVersions
 
 ALWAYS: Final = ("meshrl", "torch")
 """Packages that are compared in every run, besides those of its backends."""
 _PYTHON: Final = "Python"
 _COLUMNS: Final = ("node", "package", "here", "there")
 _MISSING: Final = "not installed"
+_WITH_RANK: Final = 60.0
+"""Least seconds that a node with a rank has to answer. It may be slow to start a process for that."""
 
 
 class _Remote(Protocol):
@@ -54,15 +56,16 @@ class Versions:
         self._same: set[str] = set()
         """Nodes that were found to agree."""
 
-    async def check(self, nodes: Mapping[str, str]) -> None:
-        """Raise `ConfigError`, with a table, if nodes differ. `nodes`: display names by Ray's id.
+    async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
+        """Raise `OtherVersions`, with a table, if nodes differ. `nodes`: display names by Ray's id.
 
-        Each node is asked once. One that does not answer in time is asked again when it has a rank.
+        Each node is asked once. One that does not answer in time is asked again when it has a rank. Returns True if all
+        have answered.
         """
         if not (unknown := [node for node in nodes if node not in self._same]):
-            return
+            return True
         asked = {node: asyncio.ensure_future(self._ask(node)) for node in unknown}
-        await asyncio.wait(asked.values(), timeout=self._patience)
+        await asyncio.wait(asked.values(), timeout=max(self._patience, _WITH_RANK) if have_ranks else self._patience)
         others: dict[str, Mapping[str, str]] = {}
         for node, answer in asked.items():
             if not answer.done():
@@ -73,7 +76,8 @@ class Versions:
                 else:
                     self._same.add(node)
         if others:
-            raise ConfigError(table(self._here, others))
+            raise OtherVersions(table(self._here, others))
+        return self._same.issuperset(nodes)
 
     async def _ask(self, node: str) -> dict[str, str] | None:
         """Return the versions of a node. None if it does not answer."""
