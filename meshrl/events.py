@@ -108,6 +108,8 @@ class Step(msgspec.Struct, tag_field="kind", tag="step", frozen=True, omit_defau
     """When the step began."""
     ended: float
     """When the step ended."""
+    loop: int = 0
+    """Number of the script's call of `run.steps`, from 0."""
 
 
 class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, omit_defaults=True):

@@ -96,7 +96,9 @@ def _to_its_end(job: Job[RunConfig], *, continues: bool = True) -> Path:
 def _what_is_left(folder: Path, continues: bool) -> str:
     """Say where an interrupted run has its files, and how to continue it if it can be continued."""
     left = f" What was recorded so far is in {folder}"
-    if not continues or newest_checkpoint(folder) is None:
+    if not continues:
+        return f"{left}\nTo fork again, remove it first"
+    if newest_checkpoint(folder) is None:
         return left
     command = f"meshrl run {shlex.quote(str(folder / 'config.toml'))} run.resume=true"
     return f"{left}\nTo continue from its newest checkpoint: {command}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,7 @@ from meshrl.events import Step
 from meshrl.report.analysis import overlap
 from meshrl.report.content import TEXT
 from meshrl.report.curves import Curve, Curves, finite
-from meshrl.report.difference import Difference, Values, resampled
+from meshrl.report.difference import Difference, Values, ValuesOfRuns, resampled
 from meshrl.report.groups import Group, differing, make_groups, told_lineage
 from meshrl.report.lanes import rounded
 from meshrl.report.quantities import FRONT, quantity
@@ -47,7 +48,7 @@ class ShownRun:
 
 @dataclass(frozen=True)
 class GroupLine:
-    """A number of a group over steps: the mean of its runs, and lowest and highest if there are several."""
+    """A number of a group over steps: the mean of its seeds, and lowest and highest if there are several runs."""
 
     group: int
     x: list[int]
@@ -67,7 +68,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Measure:
-    """A summary number of a group: the mean of its runs, and each run's value."""
+    """A summary number of a group: the mean of its seeds, and each run's value."""
 
     name: str
     values: list[float | None]
@@ -200,13 +201,14 @@ def _extent(line: GroupLine) -> list[float]:
 
 
 def _line(group: Group, number: int, name: str) -> GroupLine | None:
-    steps, values = _common(group, name)
+    steps, runs = _common(group, name)
     if not len(steps):
         return None
     if len(steps) > _SMOOTH:
-        values = np.stack([Curve(steps, own).smooth(20) for own in values])
+        runs = ValuesOfRuns(np.stack([Curve(steps, own).smooth(20) for own in runs.values]), runs.seeds)
+    values = runs.values
     kept = np.unique(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(np.int64))
-    mean, low, high = (_told(each[kept]) for each in (values.mean(0), values.min(0), values.max(0)))
+    mean, low, high = (_told(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
     x: list[int] = steps[kept].tolist()
     return GroupLine(number, x, mean, *((low, high) if len(values) > 1 else (None, None)))
 
@@ -215,17 +217,15 @@ def _told(values: Values) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _common(group: Group, name: str) -> tuple[np.typing.NDArray[np.int64], Values]:
-    """Values of the runs that have this number, at the steps that all of them have: [steps], [runs, steps]."""
-    every = [Curves(run.metrics).get(name) or Curves(run.evaluations).get(name) for run in group.runs]
-    curves = [curve for curve in every if curve]
+def _common(group: Group, name: str) -> tuple[np.typing.NDArray[np.int64], ValuesOfRuns]:
+    """Values of the runs that have this number, at the steps that all of them have: int64[steps], [runs, steps]."""
+    every = [(Curves(run.metrics).get(name) or Curves(run.evaluations).get(name), seed) for run, seed in _seeded(group)]
+    curves = [(curve, seed) for curve, seed in every if curve]
     if not curves:
-        return np.zeros(0, np.int64), np.zeros((0, 0))
-    steps = curves[0].steps
-    for curve in curves[1:]:
-        steps = np.intersect1d(steps, curve.steps)
+        return np.zeros(0, np.int64), ValuesOfRuns()
     # If a fork or an interruption wrote a step twice, the last value counts.
-    return np.unique(steps), np.stack([_at(curve, np.unique(steps)) for curve in curves])
+    steps = reduce(np.intersect1d, (np.unique(curve.steps) for curve, _ in curves))
+    return steps, ValuesOfRuns(np.stack([_at(curve, steps) for curve, _ in curves]), [seed for _, seed in curves])
 
 
 def _at(curve: Curve, steps: np.typing.NDArray[np.int64]) -> Values:
@@ -233,11 +233,11 @@ def _at(curve: Curve, steps: np.typing.NDArray[np.int64]) -> Values:
     return np.array([last[step] for step in steps.tolist()])
 
 
-def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], Values]:
-    """Rewards of the last steps: [steps], [runs, steps]."""
+def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], ValuesOfRuns]:
+    """Rewards of the last steps: int64[steps], [runs, steps]."""
     steps, rewards = _common(group, "reward")
     last = max(_LEAST, len(steps) // 10)
-    return steps[-last:], rewards[:, -last:]
+    return steps[-last:], ValuesOfRuns(rewards.values[:, -last:], rewards.seeds)
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ class _HeldOut:
 
     places: Mapping[str, int]
     """Column of each prompt that has a reward in every run."""
-    rewards: Values
-    """float64[runs, prompts]."""
+    rewards: ValuesOfRuns
+    """Of each run and prompt."""
 
-    def of(self, prompts: Sequence[str]) -> Values:
+    def of(self, prompts: Sequence[str]) -> ValuesOfRuns:
         """Rewards of these prompts."""
-        return self.rewards[:, [self.places[prompt] for prompt in prompts]]
+        return ValuesOfRuns(self.rewards.values[:, [self.places[each] for each in prompts]], self.rewards.seeds)
 
 
 def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
@@ -264,6 +264,7 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
         if own != prompts:
             why = "held out different prompts than the first run of its group" if own else "has no held_out.jsonl"
             notes.append(f"{run.folder} {why}: its held-out rewards are left out.")
+    seeds = [seed for seed, (_, own) in zip(group.seeds, kept, strict=True) if own == prompts]
     found: dict[str, _HeldOut] = {}
     for kind, name in _HELD_OUT.items():
         every = [[finite(line.get(kind)) for line in run.held_out] for run, own in kept if own == prompts]
@@ -273,23 +274,25 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
             missing = f"{len(prompts) - len(there)} of the {len(prompts)} held-out prompts"
             notes.append(f"{missing} of {group.name} have no {name}, and are left out of it.")
         names = [prompts[at] for at in there.tolist()]
-        found[kind] = _HeldOut({prompt: place for place, prompt in enumerate(names)}, rewards[:, there])
+        places = {prompt: place for place, prompt in enumerate(names)}
+        found[kind] = _HeldOut(places, ValuesOfRuns(rewards[:, there], seeds))
     return found
 
 
 def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]]) -> list[Measure]:
     found = [Measure("reward, last steps", *_summed([_end(group)[1] for group in groups]))]
     for kind, name in _HELD_OUT.items():
-        every = [each[kind].rewards if each else np.zeros((0, 0)) for each in held_out]
+        every = [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
         found.append(Measure(name, *_summed(every)))
     times = [_common(group, "step_s")[1] for group in groups]
     found.append(Measure("seconds a step", *_summed(times)))
     return [each for each in found if any(value is not None for value in each.values)]
 
 
-def _summed(groups: Sequence[Values]) -> tuple[list[float | None], list[list[float]]]:
-    runs = [_told(values.mean(1)) if values.size else [] for values in groups]
-    return [float(f"{np.mean(each):.6g}") if each else None for each in runs], runs
+def _summed(groups: Sequence[ValuesOfRuns]) -> tuple[list[float | None], list[list[float]]]:
+    runs = [_told(each.values.mean(1)) if each.values.size else [] for each in groups]
+    means = [float(f"{each.by_seed.mean():.6g}") if each.values.size else None for each in groups]
+    return means, runs
 
 
 def _of_held_out(
@@ -337,11 +340,17 @@ def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> lis
 
 
 def _difference(
-    name: str, groups: tuple[Group, Group], values: tuple[Values, Values], seed: int, over: str, *, paired: bool
+    name: str,
+    groups: tuple[Group, Group],
+    runs: tuple[ValuesOfRuns, ValuesOfRuns],
+    seed: int,
+    over: str,
+    *,
+    paired: bool,
 ) -> Difference:
-    found = resampled(*values, seed, paired=paired)
-    means = float(values[0].mean()), float(values[1].mean())
-    seeds = len(set(groups[0].seeds)), len(set(groups[1].seeds))
+    base, other = runs[0].by_seed, runs[1].by_seed
+    found = resampled(base, other, seed, paired=paired)
+    means, seeds = (float(base.mean()), float(other.mean())), (len(base), len(other))
     return Difference(name, groups[0].name, groups[1].name, means, *found, over, seeds)
 
 

@@ -1,6 +1,7 @@
 """Test whether groups of runs differ by more than chance, by resampling prompts, steps and runs (Efron 1979)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,22 @@ _BLOCK: Final = 1 << 22
 """Resampled weights held in memory at once."""
 
 Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ValuesOfRuns:
+    """A number of a group's runs, for each item."""
+
+    values: Values = field(default_factory=lambda: np.zeros((0, 0)))
+    """float64[runs, items]; items are prompts or steps."""
+    seeds: Sequence[str] = ()
+    """Seed of each run."""
+
+    @property
+    def by_seed(self) -> Values:
+        """Mean over the runs of each seed, because they count as one: float64[seeds, items]."""
+        rows = np.array(self.seeds)
+        return np.stack([self.values[rows == seed].mean(0) for seed in dict.fromkeys(self.seeds)])
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Difference:
     over: str
     """What was resampled, such as `512 prompts`."""
     seeds: tuple[int, int]
-    """Number of different seeds in each group."""
+    """Number of different seeds that were compared in each group."""
 
     @property
     def is_seen(self) -> bool:
@@ -67,7 +84,7 @@ def resampled(base: Values, other: Values, seed: int, *, paired: bool) -> tuple[
     The ends are percentiles, widened for few items: resampling n items underestimates the spread by the root of (n - 1)
     / n, and has the tails of a normal distribution instead of Student's t.
 
-    `base`, `other`: float64[runs, items], where items are prompts, for example. Runs are drawn separately for each.
+    `base`, `other`: float64[seeds, items]; items are prompts, for example. Seeds are drawn separately for each.
     Items are too, unless `paired`: then item i of both is the same prompt, and both use the same draws. This removes
     the difficulty of prompts from the difference. The seed determines every bit.
     """

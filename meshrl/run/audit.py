@@ -118,6 +118,11 @@ def audit_run(folder: Path) -> Audit:
     )
 
 
+def steps_made(folder: Path) -> int:
+    """Number of steps that a run has made, by its groups.jsonl. Raises DataError for invalid lines."""
+    return sum(account.step is not None for account in _lines(folder / _GROUPS, StepAccount, may_be_cut=True))
+
+
 def _lines(file: Path, kind: type[T], *, may_be_cut: bool) -> Iterator[T]:
     """Read the lines of a file. `may_be_cut`: a killed run may have left an incomplete last line."""
     whole, _, rest = file.read_bytes().rpartition(b"\n") if file.is_file() else (b"", b"", b"")

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import shlex
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from meshrl import log
 from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
 from meshrl.run.artifacts import table_of
+from meshrl.run.audit import steps_made
 from meshrl.run.checkpoints import checkpoint_until, deal_anew, newest_checkpoint, steps_of
 from meshrl.run.disk import write_whole
 from meshrl.run.recorder import GROWING
@@ -92,11 +94,9 @@ class Fork:
 def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[str]) -> Fork:
     """Plan a fork of an earlier run after `step` steps.
 
-    Raises ConfigError if the run has fewer steps, has no `steps`, or replays a schedule. Also if the new folder exists,
-    its name is a path, or the overrides contain settings of the fork itself.
+    The new folder is next to the run's. Raises ConfigError if the run has made fewer steps, has no `steps`, or replays
+    a schedule. Also if the new folder exists, its name is a path, or the overrides contain settings of the fork itself.
     """
-    if name is not None and (name in {"", ".."} or Path(name).name != name):
-        raise ConfigError(f"--name {name!r}: a fork is next to its earlier run: write a name, such as --name slower")
     for override in overrides:
         if (key := _parted(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is set by the fork itself. Name the new run with --name")
@@ -107,9 +107,10 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
         raise ConfigError(f"{earlier / 'config.toml'} has no `steps`, which a fork needs to count a run's steps")
     if step > total:
         raise ConfigError(f"--step {step}: {earlier} has steps = {total}, so fork at a step from 1 to {total}")
-    folder = Path(str(run.get("folder", "runs"))) / (name or f"{earlier.resolve().name}-at-{step}")
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already: remove it, or give the new run another name with --name")
+    if step > (made := steps_made(earlier)):
+        then = f"fork at a step from 1 to {made}" if made else "wait for its first step"
+        raise ConfigError(f"--step {step}: {earlier} has made {made} of its {total} steps, so {then}")
+    folder = _folder_beside(earlier.resolve(), step, name)
     if run.get("replay"):
         raise ConfigError(f"{earlier} repeats the schedule of {run['replay']}: fork that run")
     checkpoint = checkpoint_until(earlier, step)
@@ -122,7 +123,11 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     seed = next((value for key, value in map(_parted, overrides) if key == "run.seed"), None)
     if seed == str(run.get("seed", 0)):
         seed = None
-    own = [f"run.name={json.dumps(folder.name)}", "run.deterministic=false"]
+    own = [
+        f"run.name={json.dumps(folder.name, ensure_ascii=False)}",
+        f"run.folder={json.dumps(str(folder.parent), ensure_ascii=False)}",
+        "run.deterministic=false",
+    ]
     every = [] if run.get("checkpoint_every") else [f"run.checkpoint_every={step}"]
     return Fork(
         earlier,
@@ -133,6 +138,20 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
         [*own, "run.resume=true", *every, *(_seeds(table, seed, overrides) if seed else ()), *overrides],
         seed,
     )
+
+
+def _folder_beside(earlier: Path, step: int, name: str | None) -> Path:
+    """Return the fork's folder. Raises ConfigError if it exists or its name is a path."""
+    if name is not None and (name in {"", ".."} or Path(name).name != name):
+        raise ConfigError(f"--name {name!r}: a fork is next to its earlier run: write a name, such as --name slower")
+    folder = earlier.with_name(name or f"{earlier.name}-at-{step}")
+    if not folder.exists():
+        return folder
+    if (folder / LINEAGE).exists():
+        do = f"to continue this fork: meshrl run {shlex.quote(str(folder / 'config.toml'))}. For another one, give"
+    else:
+        do = f"if a fork was interrupted there before step {step}, remove it and fork again. Otherwise give"
+    raise ConfigError(f"{folder} exists already: {do} the new run another name with --name")
 
 
 def _parted(override: str) -> tuple[str, str]:

@@ -96,7 +96,7 @@ class Run:
         """Seconds to wait for room for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
-        self._step = 0
+        self._loop = self._step = 0
         self._step_began = clock()
         self._stepping = self._worked = False
         self._events: EventLog | None = None
@@ -232,7 +232,7 @@ class Run:
                 await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
             await self._control.obey(partial(self._checkpoint, loop, step, wait=True) if every else None)
         await self._beside.turn(self._done)
-        self._begin_step(step)
+        self._begin_step(loop, step)
 
     async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
         """End a loop after its last step, or if a resumed run has no step left in it."""
@@ -273,14 +273,14 @@ class Run:
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
-    def _begin_step(self, step: int) -> None:
-        self._step, self._step_began, self._stepping = step, clock(), True
+    def _begin_step(self, loop: int, step: int) -> None:
+        self._loop, self._step, self._step_began, self._stepping = loop, step, clock(), True
 
     def _end_step(self) -> None:
         """Record the end of the open step, if any. If a script leaves the loop, its last step ends with the run."""
         if self._stepping and self._events:
             start = self._events.began
-            self._events.emit(Step(self._step, self._step_began - start, clock() - start))
+            self._events.emit(Step(self._step, self._step_began - start, clock() - start, self._loop))
             self._events.flush()
         self._stepping = False
 

@@ -177,9 +177,9 @@ class _SimRun(Run):
     kept: bool
     """True if the recorded files are kept."""
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_step(self, loop: int, step: int) -> None:
         self.tape.step = step
-        super()._begin_step(step)
+        super()._begin_step(loop, step)
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         await asyncio.sleep(self.own.next(None))

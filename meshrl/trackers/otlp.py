@@ -24,7 +24,7 @@ from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.trackers.base import TrackedRun, Tracker
 
 _MOST: Final = 50_000
-"""Events kept of a step in progress at most, the newest."""
+"""Events kept of a step in progress at most. Beyond that the oldest are lost."""
 _AT_ONCE: Final = 2_000
 """Spans per request."""
 _AWAY: Final = 30.0
@@ -68,7 +68,10 @@ class Otlp(Tracker):
     def events(self, events: Sequence[Event], began: float) -> None:
         """Send the steps that have ended."""
         self._began = began
-        self._kept.extend(event for event in events if isinstance(event, Timed))
+        timed = [event for event in events if isinstance(event, Timed)]
+        if len(self._kept) + len(timed) > _MOST:
+            self._warn("gets", f"no more than the newest {_MOST:,} events of a step: see `meshrl trace` for the others")
+        self._kept.extend(timed)
         for step in (event for event in events if isinstance(event, Step)):
             self._send(self._taken(step.began))
             self._send(self._taken(step.ended), step)
@@ -93,10 +96,10 @@ class Otlp(Tracker):
         """Send a step's trace, or what ran outside of steps."""
         if not events and step is None:
             return
-        self._ids.step = step.step if step else -1
+        self._ids.step = step
         began = step.began if step else min(event.began for event in events)
         ended = step.ended if step else max(event.ended for event in events)
-        root = self._tracer.start_span(f"step {step.step}" if step else "outside of steps", start_time=self._at(began))
+        root = self._tracer.start_span(_named(step), start_time=self._at(began))
         calls = {event.id: self._child(root, event) for event in events if isinstance(event, Call)}
         for event in events:
             if not isinstance(event, Call):
@@ -131,20 +134,20 @@ class Otlp(Tracker):
             if self._exporter.export(some) is SpanExportResult.SUCCESS:
                 continue
             if _REFUSED.search(self._said.last):
-                self._warn("refuses", f"{len(some):,} spans, which are lost; others are sent on")
+                self._warn("refuses", f"{len(some):,} spans, which are lost; others are sent on", self._said.last)
                 continue
             self._alone_until = time.monotonic() + _AWAY
             self._warn(
                 "takes no",
                 "traces: see that a collector for OTLP over HTTP is there. Steps are left out until it does; it is "
                 f"asked every {_AWAY:g} s",
+                self._said.last,
             )
 
-    def _warn(self, what: str, told: str) -> None:
-        """Report the collector's problem once, with the exporter's message."""
+    def _warn(self, what: str, told: str, said: str = "") -> None:
+        """Report a problem once, with the exporter's message if it has one."""
         if what not in self._warned:
-            said = f". Its exporter says: {self._said.last}" if self._said.last else ""
-            log.warning(f"run.otlp: {self._shown} {what} {told}{said}")
+            log.warning(f"run.otlp: {self._shown} {what} {told}{f'. Its exporter says: {said}' if said else ''}")
         self._warned.add(what)
 
 
@@ -158,6 +161,13 @@ class _Said(logging.Handler):
         self.last = re.sub(r"//[^/\s@]*@", "//", record.getMessage())[:500]
 
 
+def _named(step: Step | None) -> str:
+    """The name of a trace's root."""
+    if step is None:
+        return "outside of steps"
+    return f"step {step.step} of loop {step.loop}" if step.loop else f"step {step.step}"
+
+
 def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:
     if isinstance(event, Call):
         return f"{event.actor}.{event.endpoint}", {"rows": event.rows, "tokens": event.tokens}
@@ -167,21 +177,21 @@ def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:
 
 
 class _Ids(IdGenerator):
-    """Ids of spans, independent of the program's random numbers, and of traces, made of run and step."""
+    """Ids of spans, independent of the program's random numbers, and of traces, made of run, loop and step."""
 
     def __init__(self, run: str) -> None:
         self._run = int(run, 16)
         self._random = Random()
-        self.step = -1
-        """Step of the next trace, -1 outside of steps."""
+        self.step: Step | None = None
+        """Step of the next trace. None outside of steps."""
 
     def generate_span_id(self) -> int:
         """A 64-bit number other than 0."""
         return self._random.getrandbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        """The run's id, followed by the step's number from 1."""
-        return (self._run << 64) + self.step + 1
+        """The run's id in 64 bits, the number of the loop from 0 in 32, and that of the step from 1 in 32."""
+        return (self._run << 64) + ((self.step.loop << 32) + self.step.step + 1 if self.step else 0)
 
 
 class _Ended(SpanProcessor):

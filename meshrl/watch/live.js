@@ -94,8 +94,8 @@ async function ask(command) {
   try {
     const headers = { Authorization: `Bearer ${token}` };
     const answer = await fetch("/control", { method: "POST", headers, body: command });
-    if (answer.status === 401) {
-      token = null; // of a server that has ended
+    if (answer.status === 401 || answer.status === 403) {
+      token = null; // of a server that has ended; the one in its place has another, or none
       sessionStorage.removeItem("token");
     }
     return await answer.text();
@@ -224,7 +224,11 @@ document.body.append(link);
 
 const events = new EventSource("/events");
 events.addEventListener("open", () => (link.hidden = true));
-events.addEventListener("error", () => (link.hidden = false));
+events.addEventListener("error", () => {
+  link.hidden = false;
+  if (events.readyState === EventSource.CLOSED)
+    link.textContent = "The server refuses to send the run. If many pages show it, close one, then reload this page.";
+});
 events.addEventListener("whole", (event) => {
   Object.assign(data, JSON.parse(event.data));
   page.querySelector("noscript")?.remove();

@@ -128,6 +128,36 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     assert not Path("y").exists()
 
 
+def test_a_step_that_the_run_has_not_made_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path("runs/earlier/config.toml")
+    config.write_text(config.read_text("utf-8").replace(f"steps = {STEPS}", "steps = 100"), "utf-8")
+    assert meshrl("fork", "earlier", "--step", "60") != 0
+    assert f"has made {STEPS} of its 100 steps, so fork at a step from 1 to {STEPS}" in capsys.readouterr().err
+    Path("runs/earlier/groups.jsonl").write_bytes(b"")
+    assert meshrl("fork", "earlier", "--step", "1") != 0
+    assert "has made 0 of its 100 steps, so wait for its first step" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_way_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/earlier-at-5").resolve()
+    folder.mkdir()
+    assert meshrl("fork", "earlier", "--step", "5") != 0
+    assert "interrupted there before step 5, remove it and fork again" in capsys.readouterr().err
+    (folder / "fork.json").write_bytes(b"{}")
+    assert meshrl("fork", "earlier", "--step", "5") != 0
+    assert f"to continue this fork: meshrl run {folder / 'config.toml'}" in capsys.readouterr().err
+
+
+def test_a_fork_is_next_to_a_run_that_was_moved() -> None:
+    there = Path("kept \N{GRINNING FACE}")
+    there.mkdir()
+    Path("runs").rename(there / "runs")
+    assert meshrl("fork", str(there / "runs/earlier"), "--step", "5") == 0
+    assert not Path("runs").exists()
+    (there / "runs").rename("runs")
+    assert numbers("earlier-at-5") == numbers("earlier")
+
+
 def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

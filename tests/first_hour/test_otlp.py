@@ -161,6 +161,35 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
     assert about == {"meshrl.rows": 8, "meshrl.mesh": "rollout", "meshrl.rank": 3}
 
 
+def test_steps_of_two_loops_are_two_traces(tmp_path: Path, collector: Collector) -> None:
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": collector.address}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    tracker.events([events.Step(3, 0.0, 1.0), events.Step(3, 1.0, 2.0, loop=1)], 1000.0)
+    tracker.end({"status": "finished"}, None)
+    assert {span.name: span.trace_id.hex()[16:] for span in collector.spans} == {
+        "step 3": "0000000000000004",
+        "step 3 of loop 1": "0000000100000004",
+    }
+
+
+def test_events_that_are_too_many_for_a_trace_are_told_once(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshrl.trackers.otlp._MOST", 2)
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": collector.address}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    for step in range(2):
+        waits = [events.Wait(f"{each}", "it", "that", float(step), step + 0.5) for each in range(3)]
+        tracker.events(waits, 1000.0)
+        tracker.events([events.Step(step, float(step), step + 1.0)], 1000.0)
+    tracker.end({"status": "finished"}, None)
+    names = [span.name for span in collector.spans if span.parent_span_id]
+    assert names == ["1 waits for it", "2 waits for it"] * 2
+    assert capsys.readouterr().err.count("gets no more than the newest 2 events of a step") == 1
+
+
 def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothing(
     tmp_path: Path, silent: Collector
 ) -> None:

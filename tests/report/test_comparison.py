@@ -214,6 +214,27 @@ def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
     assert "base, twice have the same settings and the same seed: they count as one seed." in found.notes
 
 
+def test_runs_of_one_seed_are_averaged_before_they_are_compared(tmp_path: Path) -> None:
+    luck = np.random.default_rng(0)
+    first, again, second, other = luck.uniform(size=(4, 20)).tolist()
+    mean = [(one + two) / 2 for one, two in zip(first, again, strict=True)]
+
+    def found(folder: Path, *runs: tuple[int, list[float]]) -> Comparison:
+        folders = [a_run(folder / f"{at}", seed=seed) for at, (seed, _) in enumerate(runs)]
+        for run, (_, rewards) in zip(folders, runs, strict=True):
+            held_out(run, rewards)
+        held_out(a_run(folder / "other", lr=1e-4), other)
+        return compared(*folders, folder / "other")
+
+    three = found(tmp_path / "three", (0, first), (0, again), (1, second))
+    two = found(tmp_path / "two", (0, mean), (1, second))
+    assert three.differences[:2] == two.differences[:2]
+    assert three.measures[1].values == two.measures[1].values
+    assert [len(runs) for runs in three.measures[1].runs] == [3, 1]
+    curves = [chart.lines[0].mean for each in (three, two) for chart in each.charts if chart.name == "reward"]
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
 def test_steps_that_a_run_has_not_made_are_told(tmp_path: Path) -> None:
     base, short, second = a_run(tmp_path / "base"), a_run(tmp_path / "short", lr=1e-4), a_run(tmp_path / "two", seed=1)
     for folder, steps in ((short, 50), (second, 80)):

@@ -232,6 +232,11 @@ async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> No
     seen.clear()
     await run(script(dies_in=-1), tmp_path)
     assert seen == [("second", step, 2 * step) for step in range(1, 5)]
+    events = (read_events(folder / name, []) for name in ("events-1.jsonl", "events.jsonl"))
+    assert [[(each.loop, each.step) for each in found if isinstance(each, Step)] for found in events] == [
+        [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)],
+        [(1, step) for step in range(1, 5)],
+    ]
 
 
 async def test_rows_that_a_script_looks_at_before_its_loop_are_the_same_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from meshrl.run import NOW
-from meshrl.watch import Watcher, live
+from meshrl.watch import Watcher, live, server
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
 ]
+FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 HOSTILE = "</script><img src=x onerror=window.hit=1><b onmouseover='window.hit=1'>&amp;"
 
 
@@ -151,3 +152,37 @@ async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run:
         await page.get_by_role("button", name="Pause").click()
         await expect(page.locator(".control")).to_contain_text("a command needs the token")
         await expect(page.locator(".control button")).to_have_count(0)
+        watcher.token = "third"
+        await page.goto("about:blank")
+        await page.goto(watcher.address)
+        watcher.token = None  # as of a server that was started again without --control
+        await page.get_by_role("button", name="Resume").or_(page.get_by_role("button", name="Pause")).click()
+        await expect(page.locator(".control")).to_contain_text("this page is read-only")
+        await expect(page.locator(".control button")).to_have_count(0)
+
+
+async def test_a_page_that_is_one_too_many_says_what_to_do(
+    run: Path, browser: "Browser", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_BROWSERS", 1)
+    first, second = await browser.new_page(), await browser.new_page()
+    async with Watcher(run).serving() as watcher:
+        await first.goto(watcher.address)
+        await expect(first.locator(".pill")).to_have_text("running")
+        await second.goto(watcher.address)
+        await expect(second.locator(".link")).to_contain_text("close one, then reload this page")
+        await expect(first.locator(".link")).to_be_hidden()
+
+
+async def test_the_page_is_as_wide_as_its_window(run: Path, browser: "Browser") -> None:
+    append(run / "samples.jsonl", {"step": 1, "prompt": "long" * 99, "completion": "long" * 99, "reward": 1.0})
+    page = await browser.new_page()
+    async with Watcher(run).serving() as watcher:
+        await page.goto(watcher.address)
+        await expect(page.locator(".sample .prompt")).to_have_text("long" * 99)
+        for width in (1400, 420):
+            for scheme in ("light", "dark"):
+                await page.set_viewport_size({"width": width, "height": 900})
+                await page.emulate_media(color_scheme=scheme)
+                await page.wait_for_function(f"innerWidth === {width}")
+                await page.wait_for_function(FITS)
