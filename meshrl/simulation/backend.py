@@ -135,6 +135,8 @@ class SimEngine(LocalEngine):
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
         """Reserve slots for `count` ranks, whatever resources they ask for."""
         slots = await super().reserve(count, Resources(cpus=0))
+        for slot in slots:
+            slot.threads = 0  # no cores to record
         self._processors.update((slot, Processor()) for slot in slots)
         return slots
 
