@@ -179,7 +179,7 @@ class Draws:
         if not rows or not work.rows:
             return seconds
         times = self._times(rows)
-        return seconds * self._cost(rows) / self._cost(work.rows) * times ** self._beyond[times > 1]
+        return seconds * self._cost(rows) / self._cost(work.rows) * math.pow(times, self._beyond[times > 1])
 
     def _times(self, rows: int | None) -> float:
         """`rows` over the nearest recorded number. 1 within the recorded range."""
