@@ -15,6 +15,8 @@ from typing import ClassVar, Final, Protocol, TypeAlias
 
 import msgspec
 
+CORES_OF: Final = "cores of "
+"""The gauge with this name and the mesh's has the CPU cores of each rank of a mesh."""
 _FLUSH_SECONDS: Final = 1.0
 
 

@@ -7,6 +7,7 @@ from math import prod
 from typing import ParamSpec, TypeVar, cast
 
 from meshrl.errors import ContractError
+from meshrl.events import CORES_OF, gauge
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.contract import read_contract
 from meshrl.mesh.contract_checks import check_may_shrink
@@ -46,7 +47,10 @@ class Mesh:
     ) -> "Mesh":
         """Reserve `count` ranks of an engine. `logs`: a folder for the output of their processes, as NAME-RANK.log."""
         asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
-        return cls(engine, await engine.reserve(count, asked, log), name=name, min_ranks=asked.min_ranks)
+        slots = await engine.reserve(count, asked, log)
+        if asked.cpus != 0 and slots[0].threads:  # with cpus = 0, a rank shares cores with others
+            gauge(f"{CORES_OF}{name}", slots[0].threads)
+        return cls(engine, slots, name=name, min_ranks=asked.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
         """Arrange the same ranks along these axes. Sizes multiply to the number of ranks. The last axis is fastest."""

@@ -245,9 +245,10 @@ class Planner:
         it, variant, wanted = found.candidate, found.variant, self.wanted
         fitted = self.fit(it, variant)
         forecast = self.forecast(it, variant, _FINAL, fitted.pace)
+        guessed = [*fitted.guessed, *forecast.guessed]
         # With as many steps as in the search, so that only the guesses differ.
         table = it.table(self.job.resolved, variant)
-        ends = fit_ends(self.records, table, wanted.devices.cores) if fitted.guessed else ()
+        ends = fit_ends(self.records, table, wanted.devices.cores) if guessed else ()
         longer = [1.0, *(self.forecast(it, variant, _COUNTED, end).step_seconds / found.seconds for end in ends)]
         missed = max((max(ratio, 1 / ratio) for ratio in self.ratios), default=1.0)
         rows = sum(forecast.staleness)
@@ -263,7 +264,7 @@ class Planner:
             staleness=sum(age * count for age, count in enumerate(forecast.staleness)) / rows if rows else 0.0,
             needed_gib=self.room.needed(it, variant),
             cost=wanted.price * wanted.devices.count * forecast.step_seconds / 3600 if wanted.price else None,
-            guessed=list(fitted.guessed) or ([] if wanted.records else ["rollout and train"]),
+            guessed=guessed or ([] if wanted.records else ["rollout and train"]),
         )
 
 

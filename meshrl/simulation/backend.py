@@ -7,7 +7,7 @@ backends. They run only on a `SimEngine`.
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Self, cast
@@ -22,7 +22,7 @@ from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
 from meshrl.objectives import Gae
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
 from meshrl.simulation.json_state import State, read_state
-from meshrl.simulation.pace import Draws, Pace, Tape
+from meshrl.simulation.pace import Draws, Endpoint, Pace, Tape
 from meshrl.weights import Weights
 
 MODELS = "ignored"
@@ -118,6 +118,8 @@ class Timing:
     tape: Tape
     processors: Sequence[Processor]
     """One processor per rank of the mesh, shared by the roles on it."""
+    draws: list[tuple[Endpoint, Draws]]
+    """What the roles draw from, on all ranks of all meshes."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -129,12 +131,15 @@ class SimEngine(LocalEngine):
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__(inline_bytes=None, isolates=False)
         self.tape: Tape = Tape(pace.steps, seed)
+        self._draws: list[tuple[Endpoint, Draws]] = []
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
         """Reserve slots for `count` ranks, whatever resources they ask for."""
         slots = await super().reserve(count, Resources(cpus=0))
+        for slot in slots:
+            slot.threads = 0  # no cores to record
         self._processors.update((slot, Processor()) for slot in slots)
         return slots
 
@@ -149,8 +154,22 @@ class SimEngine(LocalEngine):
         """Construct the actors, and give simulated roles their timing."""
         if issubclass(create, SimRole):
             processors = [self._processors[slot] for slot in cast("Sequence[LocalSlot]", slots)]
-            keywords = {**keywords, "timing": Timing(self._pace, self.tape, processors)}
+            keywords = {**keywords, "timing": Timing(self._pace, self.tape, processors, self._draws)}
         return await super().start(slots, ranks, create, arguments, keywords)
+
+    def guessed(self) -> list[str]:
+        """The endpoints whose calls had numbers of rows that the record does not cover."""
+        found: dict[Endpoint, set[int]] = {}
+        for endpoint, draws in self._draws:
+            found.setdefault(endpoint, set()).update(draws.guessed)
+        return [
+            f"{role}.{name}: {_span(sizes)} rows on a rank, from {_span(self._recorded(role, name))}"
+            for (role, name), sizes in sorted(found.items())
+            if sizes and self._pace.strict
+        ]
+
+    def _recorded(self, role: str, name: str) -> set[int]:
+        return {round(work.rows) for work in self._pace.works_of(role, name) if work.rows}
 
 
 class SimRole:
@@ -171,8 +190,10 @@ class SimRole:
 
     def _seconds(self, endpoint: str, rows: int | None = None) -> float:
         if endpoint not in self._draws:
-            works = self._timing.pace.works_of(self.role, endpoint)
-            self._draws[endpoint] = Draws(works, self._rank, self._timing.tape)
+            pace = self._timing.pace
+            draws = Draws(pace.works_of(self.role, endpoint), self._rank, self._timing.tape, pace.beyond)
+            self._draws[endpoint] = draws
+            self._timing.draws.append(((self.role, endpoint), draws))
         return self._draws[endpoint].next(rows)
 
     async def _work(self, endpoint: str, rows: int | None = None) -> None:
@@ -368,6 +389,12 @@ async def _light(prompts: Batch) -> Batch:
     here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
     texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
     return (await texts.hold(_Kept, -1).load()).assign(**here)
+
+
+def _span(sizes: Collection[int]) -> str:
+    """The range of some numbers."""
+    low, high = min(sizes), max(sizes)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 @cache

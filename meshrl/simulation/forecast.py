@@ -80,7 +80,7 @@ class Forecast(msgspec.Struct, frozen=True):
     measured: float | None = None
     """Median step of that run."""
     guessed: list[str] = []
-    """Assumptions about these ranks that the record does not cover (`meshrl plan`)."""
+    """Assumptions about these ranks and their rows that the record does not cover (`meshrl plan`)."""
     ratio: float | None = None
     """The prediction, `step_seconds_median`, over `measured`."""
     same_settings: bool = True
@@ -131,7 +131,7 @@ def simulate_job(
     ratio = forecast.step_seconds_median / source.measured
     told: dict[str, object] = {"recorded": str(record), "measured": source.measured, "ratio": ratio}
     told["same_settings"] = _timed(job.resolved) == _timed(source.table)
-    return msgspec.structs.replace(forecast, **told, guessed=list(fitted.guessed))
+    return msgspec.structs.replace(forecast, **told, guessed=[*fitted.guessed, *forecast.guessed])
 
 
 def forecast_of(
@@ -142,9 +142,9 @@ def forecast_of(
     with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
         where = {"folder": str(folder or temporary), "engine": "local"}
         config = job.run.model_copy(update={**where, "checkpoint_every": None, "resume": False})
+        engine = SimEngine(pace, seed)
 
         async def main() -> Path:
-            engine = SimEngine(pace, seed)
             async with _SimRun(config, job.resolved, engine) as run:
                 run.tape, run.own, run.kept = engine.tape, Draws(pace.own, 0, engine.tape), folder is not None
                 run.recorder.shows_progress = not quiet
@@ -154,7 +154,7 @@ def forecast_of(
         with _rare_collections(), log.silenced() if quiet else nullcontext():
             events = read_events(simulate(main) / "events.jsonl", [])
     forecast = _forecast(str(job.source), events, ahead_of(job.config))
-    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began)
+    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began, guessed=engine.guessed())
 
 
 @contextmanager

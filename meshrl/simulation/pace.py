@@ -25,6 +25,8 @@ _OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
 """Endpoints that take no time if the record has no calls of them."""
 _STRETCH = 32
 """Lowest number of steps that are drawn together, if the record has that many."""
+_ALIKE = 0.1
+"""Numbers of rows that differ by less, in logarithms, count as the same."""
 _SCRIPT = frozenset({"trainer", "publish"})
 """Waiters in the script."""
 
@@ -53,7 +55,12 @@ class Pace:
     steps: int = 1
     """Number of recorded steps."""
     strict: bool = False
-    """True if a missing endpoint is an error. Otherwise it takes no time."""
+    """True if the costs are recorded. Then a missing endpoint is an error, else it takes no time."""
+    beyond: tuple[float, float] = (0.0, 0.0)
+    """Exponents for calls with fewer and with more rows than recorded ones.
+
+    A call with k times the nearest recorded rows takes k to this power times as long as on the line.
+    """
 
     @classmethod
     def guessed(cls, rollout: float, train: float, rows: int | None) -> Self:
@@ -139,9 +146,13 @@ class Tape:
 class Draws:
     """The durations of an endpoint's calls on one rank, from the tape's place in the record."""
 
-    def __init__(self, works: Sequence[Work], rank: int, tape: Tape) -> None:
-        """`works`: in recorded order."""
+    def __init__(self, works: Sequence[Work], rank: int, tape: Tape, beyond: tuple[float, float] = (0.0, 0.0)) -> None:
+        """`works`: in recorded order. `beyond`: as in `Pace`."""
         self._works = works
+        self._beyond = beyond
+        self._sizes = [work.rows for work in works if work.rows]
+        self.guessed: set[int] = set()
+        """Drawn numbers of rows beyond the recorded ones."""
         self._rank = rank
         self._tape = tape
         self._step = 0
@@ -157,13 +168,24 @@ class Draws:
         key = rows or 0
         if key not in self._near:
             self._near[key] = self._about_as_many(rows)
+            if abs(math.log(self._times(rows))) > _ALIKE and any(sum(work.seconds) for work in self._works):
+                self.guessed.add(key)
         some = self._near[key]
         if self._tape.step != self._step:
             self._step, self._drawn = self._tape.step, 0
         work = some[(bisect_left(some, self._tape.place, key=lambda each: each.step) + self._drawn) % len(some)]
         self._drawn += 1
         seconds = work.seconds[self._rank % len(work.seconds)]
-        return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
+        if not rows or not work.rows:
+            return seconds
+        times = self._times(rows)
+        return seconds * self._cost(rows) / self._cost(work.rows) * math.pow(times, self._beyond[times > 1])
+
+    def _times(self, rows: int | None) -> float:
+        """`rows` over the nearest recorded number. 1 within the recorded range."""
+        if not rows or not self._sizes:
+            return 1.0
+        return rows / min(max(rows, min(self._sizes)), max(self._sizes))
 
     def _cost(self, rows: float) -> float:
         return self._fixed + self._slope * rows

@@ -2,16 +2,18 @@
 
 import math
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self, cast
 
 import numpy as np
 
 from meshrl.config import Table
 from meshrl.errors import DataError
+from meshrl.events import CORES_OF, Gauge
 from meshrl.report import read_events
 from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
 
@@ -27,6 +29,10 @@ class Place:
     """Number of ranks that share the same rows, along all axes except dp."""
     cpus: int | None = None
     """Cores per rank. None if unknown, or if the rank computes on a GPU."""
+    is_told: bool = False
+    """True if `cpus` is known and not assumed."""
+    gpus: bool = False
+    """True if the rank computes on a GPU."""
     stages: int = 1
     """Pipeline stages: ranks along pp."""
     passes: int = 1
@@ -38,24 +44,31 @@ class Place:
         return 1 + (self.stages - 1) / self.passes
 
 
-def places_of(table: Table, cores: int | None = None) -> dict[str, Place]:
+def places_of(
+    table: Table, cores: int | None = None, recorded: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Place]:
     """The place of each role of a configuration's tables, by the role's name.
 
-    `cores`: cores of the machine, which a single mesh without `cpus` uses.
+    `cores`: cores of the machine, which a single mesh without `cpus` is assumed to use. `recorded`: cores per rank of
+    meshes, as they were in a run.
     """
     meshes = _table(_table(table, "run"), "meshes")
     tables = {role: _table(table, role.lower()) for role in ROLES}
     named = {str(own.get("mesh", "main")) for own in tables.values()}
     found: dict[str, Place] = {}
     for role, own in tables.items():
-        mesh = _table(meshes, str(own.get("mesh", "main")))
-        ranks, cpus = number(mesh, "ranks", 1), mesh.get("cpus")
-        if cpus is None and len(named) == 1 and not mesh.get("gpus"):
+        name = str(own.get("mesh", "main"))
+        mesh = _table(meshes, name)
+        ranks, gpus = number(mesh, "ranks", 1), bool(mesh.get("gpus"))
+        cpus = None if gpus else recorded.get(name, mesh.get("cpus"))
+        is_told = isinstance(cpus, int)
+        if not is_told and not gpus and len(named) == 1:
             cpus = cores and max(1, cores // ranks)
         axes = _table(own, "axes") or _table(mesh, "axes")
         split = prod(size for axis, size in axes.items() if axis != "dp" and isinstance(size, int))
         passes = _passes(table, own, max(1, ranks // split))
-        found[role] = Place(split, cpus if isinstance(cpus, int) else None, number(axes, "pp", 1), passes)
+        known = cpus if isinstance(cpus, int) else None
+        found[role] = Place(split, known, is_told, gpus, number(axes, "pp", 1), passes)
     return found
 
 
@@ -77,6 +90,8 @@ class Record:
     pace: Pace
     measured: float
     """Its median step in seconds."""
+    cores: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Cores per rank of its meshes."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -93,12 +108,18 @@ class Record:
         windows = step_windows(events, first)
         splits = {role: place.split for role, place in places_of(table).items()}
         pace = Pace.recorded(events, number(_table(table, "sampling"), "n", 1), first, splits)
-        return cls(folder, table, pace, float(np.median(windows[:, 1] - windows[:, 0])))
+        told = [each for each in events if isinstance(each, Gauge) and each.name.startswith(CORES_OF)]
+        cores = {each.name.removeprefix(CORES_OF): int(each.value) for each in told}
+        return cls(folder, table, pace, float(np.median(windows[:, 1] - windows[:, 0])), cores)
 
     @classmethod
     def guessed(cls, pace: Pace) -> Self:
         """A guess in place of a record, for one rank on any device."""
         return cls(Path(), {"run": {"meshes": {"main": {"gpus": 1}}}}, pace, 0.0)
+
+    def places(self, cores: int | None) -> dict[str, Place]:
+        """The place of each role. `cores`: as in `places_of`, for a run that recorded none."""
+        return places_of(self.table, cores, self.cores)
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,9 @@ class Guesses:
 GUESSES: Final = Guesses()
 _ENDS: Final = [Guesses(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
 """Extremes of the assumptions."""
+_ROWS: Final = (-0.5, 0.1)
+"""Extremes of the exponent of a call's time off its line, for rows beyond the recorded ones. Calls with few rows have
+been up to 1.4 times as long with half of the rows (docs/benchmarks.md, Planned and measured steps)."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +157,15 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
     endpoint with different cores. `table`: the configuration with its defaults. `cores`: of the machine, as in
     `places_of`.
     """
-    asked, places = places_of(table, cores), [places_of(record.table, cores) for record in records]
+    asked, places = places_of(table, cores), [record.places(cores) for record in records]
     works: dict[Endpoint, Sequence[Work]] = {}
     told: dict[str, None] = {}
     chosen = {role: _nearest([each[role] for each in places], wanted) for role, wanted in asked.items()}
     for role, wanted in asked.items():
         had, pace = places[chosen[role]][role], records[chosen[role]].pace
         keys = [key for key in pace.works if key[0] == role]
+        if keys and pace.strict and (unlike := _unlike(had, wanted)):
+            told[f"{role}: {unlike}"] = None
         if keys and had.split != wanted.split:
             told[f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}"] = None
         for key in keys:
@@ -166,7 +192,9 @@ def fit_ends(records: Sequence[Record], table: Table, cores: int | None = None) 
     paces = [fit(records, table, cores, guesses).pace for guesses in _ENDS]
     slow, fast = (
         replace(
-            paces[0], works={key: choose((pace.works[key] for pace in paces), key=_total) for key in paces[0].works}
+            paces[0],
+            works={key: choose((pace.works[key] for pace in paces), key=_total) for key in paces[0].works},
+            beyond=(choose(_ROWS, key=lambda of: -of), choose(_ROWS)) if paces[0].strict else paces[0].beyond,
         )
         for choose in (max, min)
     )
@@ -177,10 +205,20 @@ def _total(works: Sequence[Work]) -> float:
     return sum(sum(work.seconds) for work in works)
 
 
+def _unlike(had: Place, wanted: Place) -> str:
+    """The assumption that a recorded rank computes like the wanted one, if nothing says so. Or nothing."""
+    if had.gpus != wanted.gpus and 0 not in (had.cpus, wanted.cpus):  # a function may have no core
+        kinds = "CPU", "GPU"
+        return f"a rank on a {kinds[wanted.gpus]} as fast as the recorded one on a {kinds[had.gpus]}"
+    if wanted.cpus and not had.is_told and not had.gpus:
+        return f"recorded on ranks of unknown cores, taken as {had.cpus or wanted.cpus}"
+    return ""
+
+
 def _nearest(places: Sequence[Place], wanted: Place) -> int:
-    def apart(place: Place) -> tuple[float, float]:
+    def apart(place: Place) -> tuple[bool, float, float]:
         cores = math.log(place.cpus / wanted.cpus) if place.cpus and wanted.cpus else 0.0
-        return abs(cores), abs(math.log(place.split / wanted.split))
+        return place.gpus != wanted.gpus, abs(cores), abs(math.log(place.split / wanted.split))
 
     return min(range(len(places)), key=lambda at: apart(places[at]))
 

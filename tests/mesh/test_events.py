@@ -32,6 +32,7 @@ from meshrl import (
     endpoint,
 )
 from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
+from meshrl.mesh import free_cores
 from meshrl.simulation import Deadlock, simulate
 
 
@@ -115,6 +116,14 @@ async def test_a_stream_that_is_left_has_not_failed(tmp_path: Path) -> None:
     call, spans = calls(read(run.folder))["times"]
     assert call.error is None
     assert len(spans) == 1
+
+
+async def test_a_run_records_the_cores_that_its_ranks_have(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        for cpus in (1, 0, None):
+            await run.mesh(1, Resources(cpus=cpus))
+    cores = {event.name: event.value for event in read(run.folder) if isinstance(event, Gauge)}
+    assert cores == {"cores of 1": 1, "cores of 3": max(1, free_cores() - 1)}
 
 
 async def test_meshes_are_named_as_in_the_configuration(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl import cli
 from meshrl.errors import ConfigError, DataError
-from meshrl.events import Call, Event, Span, Step
+from meshrl.events import Call, Event, Gauge, Span, Step
 from meshrl.planning import Devices, Plan, Wanted, make_plan
 from meshrl.planning.plan import Planner
 from meshrl.planning.search import search
@@ -51,18 +51,18 @@ def record(
     draw: float,
     train: float,
     *,
-    cpus: int = 1,
+    cpus: int | None = 1,
     noise: float = 0.0,
     steps: int = 9,
     slow: Sequence[int] = (),
 ) -> Path:
-    """A run on one mesh whose steps draw and train so many seconds, and do nothing else.
+    """A run on one mesh whose steps draw and train so many seconds, and do nothing else. `cpus`: None sets none.
 
     Up to `noise` more; steps that are `slow` take four times as long.
     """
     folder = Path(name)
     folder.mkdir()
-    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"], RunConfig)
+    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"] if cpus else [], RunConfig)
     (folder / "config.toml").write_text(tomli_w.dumps(_without_none(job.resolved)), "utf-8")
     numbers, events, t = random.Random(name), list[Event](), 0.0
     for step in range(steps):
@@ -102,7 +102,8 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
     assert best.efficiency > 0.95
     assert best.staleness == pytest.approx(1, abs=0.05)
     assert best.cost == pytest.approx(9.0 * 4 / 3600, rel=0.02)
-    assert best.guessed == []
+    assert best.guessed == ["Sampler.generate: 4 rows on a rank, from 12"]
+    assert best.low == pytest.approx(best.steps_per_minute / 3**0.5, rel=0.02)  # all of a step is drawing fewer rows
     assert best.low <= best.steps_per_minute <= best.high
     assert made.records == {"recorded": pytest.approx(1.0)}
     job = load_job(Path(source), best.overrides, RunConfig)
@@ -145,6 +146,28 @@ def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
     assert together.high == pytest.approx(together.low)
     assert [told.partition(":")[0] for told in apart.guessed] == ["Policy", "Sampler"]
     assert apart.low < 0.8 * apart.high
+
+
+def test_a_record_tells_the_cores_that_its_configuration_leaves_open(source: str) -> None:
+    told, old = (record(source, name, draw=1.0, train=1.0, cpus=None) for name in ("told", "old"))
+    events = told / "events.jsonl"
+    events.write_bytes(msgspec.json.encode(Gauge("cores of main", 0.0, 1)) + b"\n" + events.read_bytes())
+    known, assumed = (make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), [run])) for run in (told, old))
+    whole, guess = (
+        next(each for each in made.proposals if each.name == "one mesh: 1 rank of 2 cores, ahead 0")
+        for made in (known, assumed)
+    )
+    assert whole.step_seconds == pytest.approx(2.0 * (1 / 2) ** 0.4)
+    assert "Policy: cores ** 0.4, from ranks of 1 to ranks of 2" in whole.guessed
+    assert guess.step_seconds == pytest.approx(2.0)
+    assert "Policy: recorded on ranks of unknown cores, taken as 2" in guess.guessed
+
+
+def test_gpus_that_no_record_has_are_marked(source: str) -> None:
+    run = record(source, "cores", draw=1.0, train=1.0)
+    for proposal in make_plan(source, [], Wanted(Devices(2, "gpus"), [run])).proposals:
+        assert "Policy: a rank on a GPU as fast as the recorded one on a CPU" in proposal.guessed
+        assert "Sampler: a rank on a GPU as fast as the recorded one on a CPU" in proposal.guessed
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -48,6 +48,18 @@ def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
     assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
     assert seconds([record({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
     assert seconds([record({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
+    unknown = fit([record({}, 1.0)], table({"cpus": 1})).guessed
+    assert unknown == ["Policy: recorded on ranks of unknown cores, taken as 1"]
+    assert fit([replace(record({}, 1.0), cores={"main": 2})], table({"cpus": 1}), 8).guessed == [
+        "Policy: cores ** 0.4, from ranks of 2 to ranks of 1"
+    ]
+
+
+def test_a_record_on_the_same_kind_of_device_comes_first() -> None:
+    both = [record({"cpus": 2}, 1.0), record({"gpus": 1}, 0.1)]
+    assert seconds(both, {"gpus": 1}) == 0.1
+    assert fit(both, table({"gpus": 1})).guessed == []
+    assert fit(both[:1], table({"gpus": 1})).guessed == ["Policy: a rank on a GPU as fast as the recorded one on a CPU"]
 
 
 def test_calls_of_other_numbers_of_rows_are_compared_at_the_same() -> None:
