@@ -200,11 +200,11 @@ class Dying:
 def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next_update(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # it is waited for when it has asked
     policy.publish(0)
     store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
     with suppress(KeyboardInterrupt):
         ask(cast("Store", Dying(store)), "names/1", said)
+    monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
     ending = threading.Thread(target=policy.end, daemon=True)
     ending.start()
     ending.join(60)
