@@ -309,3 +309,9 @@ def gauge(name: str, value: float) -> None:
     """Record the value of a number that rises and falls."""
     if to := sink.get():
         to.emit(Gauge(name, to.now(), value))
+
+
+def tell_cores(mesh: str, cores: int) -> None:
+    """Record the CPU cores of each rank of a mesh. 0 records nothing."""
+    if cores:
+        gauge(f"{CORES_OF}{mesh}", cores)

@@ -7,7 +7,7 @@ from math import prod
 from typing import ParamSpec, TypeVar, cast
 
 from meshrl.errors import ContractError
-from meshrl.events import CORES_OF, gauge
+from meshrl.events import tell_cores
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.contract import read_contract
 from meshrl.mesh.contract_checks import check_may_shrink
@@ -35,9 +35,7 @@ class Mesh:
     ) -> None:
         self.name = name
         """The name of the mesh in the events of a run."""
-        self._engine = engine
-        self._slots = slots
-        self._min_ranks = min_ranks
+        self._engine, self._slots, self._min_ranks = engine, slots, min_ranks
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
         """The size of each axis, the last one fastest."""
 
@@ -48,18 +46,15 @@ class Mesh:
         """Reserve `count` ranks of an engine. `logs`: a folder for the output of their processes, as NAME-RANK.log."""
         asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
         slots = await engine.reserve(count, asked, log)
-        if asked.cpus != 0 and slots[0].threads:  # with cpus = 0, a rank shares cores with others
-            gauge(f"{CORES_OF}{name}", slots[0].threads)
+        tell_cores(name, 0 if asked.cpus == 0 else slots[0].threads)  # with cpus = 0, a rank shares cores with others
         return cls(engine, slots, name=name, min_ranks=asked.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
         """Arrange the same ranks along these axes. Sizes multiply to the number of ranks. The last axis is fastest."""
         written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        if not axes or min(axes.values()) < 1 or prod(axes.values()) != len(self._slots):
-            raise ContractError(
-                f"mesh.shape({written}): the sizes multiply to {prod(axes.values())}, but the mesh has "
-                f"{len(self._slots)} ranks"
-            )
+        size, ranks = prod(axes.values()), len(self._slots)
+        if not axes or min(axes.values()) < 1 or size != ranks:
+            raise ContractError(f"mesh.shape({written}): the sizes multiply to {size}, but the mesh has {ranks} ranks")
         return Mesh(self._engine, self._slots, axes, self.name, self._min_ranks)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:

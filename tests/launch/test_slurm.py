@@ -53,7 +53,8 @@ def test_each_step_has_the_cores_of_its_node(config: Path, monkeypatch: pytest.M
     """srun and scontrol are stand-ins."""
     written(config, *([f"--cpus-per-node={cores}"] if cores else []))
     steps = config.with_name("steps")
-    answers = "case $* in *--ip-address*) echo 10.0.0.1 ;; *ray.nodes*) echo 2 ;; esac"
+    began = f"until [ $(grep -c ^--overlap {steps}) -ge 4 ]; do sleep .05; done"  # Ray starts in the background
+    answers = f"case $* in *--ip-address*) echo 10.0.0.1 ;; *ray.nodes*) {began}; echo 2 ;; esac"
     for name, line in {"srun": f'echo "$*" >> {steps}; {answers}', "scontrol": "echo node1"}.items():
         config.with_name(name).write_text(f"#!/bin/sh\n{line}\n")
         config.with_name(name).chmod(0o755)

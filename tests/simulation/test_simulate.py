@@ -13,10 +13,10 @@ from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.run import Job, RunConfig, load_job
 from meshrl.simulation import simulate, simulate_job
-from meshrl.simulation.backend import Job as RankJob
-from meshrl.simulation.backend import Processor
 from meshrl.simulation.forecast import Forecast
 from meshrl.simulation.pace import Draws, Pace, Tape, Work
+from meshrl.simulation.processor import Job as RankJob
+from meshrl.simulation.processor import Processor
 
 CONFIG = """
 algorithm = "grpo"
