@@ -74,7 +74,8 @@ async def test_what_columns_share_is_copied_once(mesh: Mesh) -> None:
     assert await maker.copied() - before == COUNT * (4 + 1 + 8) + 8
 
 
-async def test_where_ranks_are_threads_it_is_an_array_as_any(mesh: Mesh) -> None:
+async def test_where_ranks_are_threads_it_is_an_array_as_any(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "hands_on", False)  # as `make_engine("local")` does, whatever ran here before
     assert await (await mesh.spawn(Rows)).is_in_place()
     engine = LocalEngine()
     rows = await (await Mesh.reserve(engine, 1)).spawn(Rows)
