@@ -113,7 +113,7 @@ def reward_file_missing() -> None:
 
 
 def reward_package_missing() -> None:
-    _reward("judges.words:judge")
+    _reward("acme_judges.words:judge")
 
 
 def reward_file_that_raises() -> None:
