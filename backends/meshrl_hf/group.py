@@ -1,5 +1,6 @@
 """The process group of a rank's process: made once, shared by all its actors, made again after a respawn."""
 
+import os
 from collections.abc import Callable, Hashable
 from functools import partial
 from threading import Lock
@@ -12,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_hf.meeting import PATIENCE, are_processes, meet, place
+from meshrl_hf.meeting import PATIENCE, are_processes, meet, patience_with_hosts, place
 from meshrl_hf.vigil import Vigil
 
 T = TypeVar("T")
@@ -88,16 +89,28 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
             timeout=PATIENCE, device_id=_bound(device),
         )  # fmt: skip
-        vigil = Vigil(store, rank, here.rpartition(":")[0], partial(_abort, device, dist.group.WORLD))
+        lost = partial(_end_collectives, device, dist.group.WORLD)
+        vigil = Vigil(store, rank, here.rpartition(":")[0], lost, patience_with_hosts())
         _joined = _Joined(here, here, vigil)
     elif _joined is not None:
         _joined = _joined._replace(place=here)
 
 
-def _abort(device: torch.device, world: dist.ProcessGroup | None, dead: int) -> None:
-    """End collectives on a GPU after a rank of the default group `world` died. gloo ends by itself."""
-    if device.type == "cuda" and dist.group.WORLD is world:
-        log.info("a rank has gone, and collectives are ended", rank=dead)
+def _end_collectives(device: torch.device, world: dist.ProcessGroup | None, gone: int, silent: bool) -> None:
+    """End collectives of the default group `world` after a rank was lost. gloo ends by itself if a process has ended.
+
+    Nothing ends gloo's wait for a silent host but the end of this process, which the controller sees as its death.
+    """
+    if dist.group.WORLD is not world:
+        return
+    if silent:
+        log.warning(
+            f"this rank ends, because rank {gone} of its mesh cannot be reached: nothing was heard of its host for "
+            f"{patience_with_hosts():g} s, which is run.patience: the host or the network between the two is down"
+        )
+        os._exit(1)
+    if device.type == "cuda":
+        log.info("a rank has gone, and collectives are ended", rank=gone)
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end them in one order
 
 

@@ -7,6 +7,7 @@ from typing import Final
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from meshrl import mesh
 from meshrl.mesh import Rank
 
 PATIENCE: Final = timedelta(minutes=30)
@@ -24,6 +25,11 @@ def are_processes(rank: Rank) -> bool:
 def place() -> str:
     """Return the meeting place, as host and port. It changes after a process of the mesh was restarted."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def patience_with_hosts() -> float:
+    """Return the seconds after which a host that does not answer is given up: `run.patience`."""
+    return float(os.environ.get("MESHRL_PATIENCE", mesh.PATIENCE))
 
 
 def meet(rank: Rank) -> Store:

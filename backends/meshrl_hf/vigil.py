@@ -1,6 +1,7 @@
-"""Report the death of a rank to the others of its process group at once: NCCL would wait for its timeout.
+"""Report the loss of a rank to the others of its process group. Collectives would wait for their timeout.
 
-Each rank holds a connection to the first one. The system closes the connections of a process that ends in any way.
+Each rank holds a connection to the first one. The system closes the connections of a process that ends in any way, and
+those to a host that has not answered for some time.
 """
 
 import secrets
@@ -21,27 +22,41 @@ _KEY: Final = "vigil"
 _TOKEN: Final = 16
 """Bytes of the secret by which the first rank recognises the others."""
 _NUMBER: Final = struct.Struct("<I")
+_REPORT: Final = struct.Struct("<I?")
+"""Number of a rank that is gone, and whether its host is silent."""
 _PATIENCE: Final = 10.0
 """Seconds that a connecting process has to identify itself."""
 _CONNECTED: Final = 120.0
 """Seconds within which all ranks connect. They have met just before."""
 _FAREWELL: Final = 0xFFFFFFFF
 """Sent instead of a number by a living rank that closes its vigil."""
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""The host of a rank counts as gone after a minute without an answer."""
+_PROBES: Final = 5
+"""Number of unanswered probes after which the system gives up a host."""
 
 
 class Vigil:
-    """One rank's watch over the others. Calls `died` once, in a thread, with the number of a rank that is gone."""
+    """One rank's watch over the others.
+
+    Calls `lost` once, in a thread, with the number of a rank that is gone, and whether its host is silent. If not, its
+    process has ended.
+    """
 
     def __init__(
-        self, store: Store, rank: Rank, host: str, died: Callable[[int], None], patience: float = _CONNECTED
+        self,
+        store: Store,
+        rank: Rank,
+        host: str,
+        lost: Callable[[int, bool], None],
+        patience: float,
+        connected: float = _CONNECTED,
     ) -> None:
         """All ranks construct theirs together. `host`: where the others reach the first rank.
 
-        A rank that has not connected within `patience` seconds counts as gone.
+        `patience`: seconds after which a host that does not answer is given up. A rank that has not connected within
+        `connected` seconds counts as gone.
         """
-        self._died = died
+        self._lost = lost
+        self._patience = patience
         self._closed = False
         if rank.index == 0:
             both = socket.has_dualstack_ipv6()
@@ -50,10 +65,10 @@ class Vigil:
             token = secrets.token_bytes(_TOKEN)
             store.set(_KEY, f"{listening.getsockname()[1]} {token.hex()}")
             self._own, closing = socket.socketpair()
-            watch = self._over(listening, closing, token, set(range(1, rank.size)), patience)
+            watch = self._over(listening, closing, token, set(range(1, rank.size)), connected)
         else:
             port, told = store.get(_KEY).decode().split()
-            self._own = _kept(socket.create_connection((host, int(port)), patience))
+            self._own = _kept(socket.create_connection((host, int(port)), connected), patience)
             self._own.settimeout(None)
             self._own.sendall(bytes.fromhex(told) + _NUMBER.pack(rank.index))
             watch = self._of(self._own)
@@ -61,7 +76,7 @@ class Vigil:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch. `died` is not called any more, and the others do not count this as a death."""
+        """End the watch. `lost` is not called any more, and the others do not count this as a death."""
         self._closed = True
         with suppress(OSError):  # it has ended, or the first rank is gone
             self._own.sendall(_NUMBER.pack(_FAREWELL))
@@ -70,13 +85,13 @@ class Vigil:
         self._own.close()
 
     def _over(
-        self, listening: socket.socket, closing: socket.socket, token: bytes, awaited: set[int], patience: float
+        self, listening: socket.socket, closing: socket.socket, token: bytes, awaited: set[int], connected: float
     ) -> Callable[[], None]:
-        """Return the first rank's watch, which reports the first death to all. `awaited`: unconnected ranks."""
+        """Return the first rank's watch, which reports the first loss to all. `awaited`: unconnected ranks."""
         there: dict[socket.socket, int] = {}
 
         def watch() -> None:
-            until, gone = time.monotonic() + patience, _FAREWELL
+            until, gone, silent = time.monotonic() + connected, _FAREWELL, False
             with selectors.DefaultSelector() as selector, listening, closing:
                 selector.register(closing, selectors.EVENT_READ)
                 selector.register(listening, selectors.EVENT_READ)
@@ -88,9 +103,11 @@ class Vigil:
                     for each in there.keys() & ready:
                         selector.unregister(each)
                         with each:
-                            gone = gone if _read(each, _NUMBER.size) else there[each]
+                            told, unheard = _read(each, _NUMBER.size)
+                        if not told:
+                            gone, silent = there[each], unheard
                         del there[each]
-                    if listening in ready and (came := _greeted(listening, token)):
+                    if listening in ready and (came := self._greeted(listening, token)):
                         connection, number = came
                         there[connection] = number
                         awaited.discard(number)
@@ -99,51 +116,56 @@ class Vigil:
                             selector.unregister(listening)
             for each in there:
                 with each, suppress(OSError):
-                    each.sendall(_NUMBER.pack(gone))
-            self._tell(gone)
+                    each.sendall(_REPORT.pack(gone, silent))
+            self._tell(gone, silent)
 
         return watch
 
     def _of(self, first: socket.socket) -> Callable[[], None]:
-        """Return another rank's watch, which waits for the first rank's report, or for its death."""
+        """Return another rank's watch, which waits for the first rank's report, or for its loss."""
 
         def watch() -> None:
             with first:
-                told = _read(first, _NUMBER.size)
-            self._tell(_NUMBER.unpack(told)[0] if told else 0)
+                told, silent = _read(first, _REPORT.size)
+            self._tell(*(_REPORT.unpack(told) if told else (0, silent)))
 
         return watch
 
-    def _tell(self, gone: int) -> None:
+    def _greeted(self, listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
+        """Accept a connection from a rank, and return its number. None for a stranger."""
+        connection = _kept(listening.accept()[0], self._patience)
+        connection.settimeout(_PATIENCE)
+        hello, _ = _read(connection, _TOKEN + _NUMBER.size)
+        connection.settimeout(None)
+        if secrets.compare_digest(hello[:_TOKEN], token):
+            return connection, _NUMBER.unpack(hello[_TOKEN:])[0]
+        connection.close()
+        return None
+
+    def _tell(self, gone: int, silent: bool) -> None:
         if gone != _FAREWELL and not self._closed:
-            self._died(gone)
+            self._lost(gone, silent)
 
 
-def _greeted(listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
-    """Accept a connection from a rank, and return its number. None for a stranger."""
-    connection = _kept(listening.accept()[0])
-    connection.settimeout(_PATIENCE)
-    hello = _read(connection, _TOKEN + _NUMBER.size)
-    connection.settimeout(None)
-    if secrets.compare_digest(hello[:_TOKEN], token):
-        return connection, _NUMBER.unpack(hello[_TOKEN:])[0]
-    connection.close()
-    return None
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    """Read `size` bytes. Empty if the other end is gone before."""
+def _read(connection: socket.socket, size: int) -> tuple[bytes, bool]:
+    """Read `size` bytes. Empty if the other end is gone before, and then True if it is because its host is silent."""
     got = b""
-    with suppress(OSError):
+    try:
         while len(got) < size and (more := connection.recv(size - len(got))):
             got += more
-    return got if len(got) == size else b""
+    except ConnectionError:  # its process has ended
+        return b"", False
+    except OSError:
+        return b"", True
+    return got if len(got) == size else b"", False
 
 
-def _kept(connection: socket.socket) -> socket.socket:
-    """Configure a connection so that it ends if the other host does not answer."""
+def _kept(connection: socket.socket, patience: float) -> socket.socket:
+    """Let the system end a connection if the other host has not answered for `patience` seconds."""
+    probing = max(1, round(patience / 2 / _PROBES))
+    idle = max(1, round(patience) - probing * _PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": probing, "TCP_KEEPCNT": _PROBES}.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection

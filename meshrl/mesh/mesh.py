@@ -79,7 +79,9 @@ class Mesh:
         check_may_shrink(cls, self.axes, self._min_ranks)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
         away = {member.rank.index for member in members if not member.is_made}
-        it = Deployment(cls, contract, self.axes, members, self._engine, self.name, None, self._min_ranks, away)
+        it = Deployment(
+            cls, contract, self.axes, members, self._engine, self.name, min_ranks=self._min_ranks, away=away
+        )
         return cast("A", Handle(it))
 
     async def stop(self) -> None:

@@ -31,11 +31,11 @@ index, size, port = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, size, is_master=index == 0)
 dist.init_process_group("gloo", store=PrefixStore("group", store), rank=index, world_size=size)
 
-def died(dead):
-    print("died", dead, flush=True)
+def lost(gone, silent):
+    print("silent" if silent else "died", gone, flush=True)
     os._exit(0)
 
-Vigil(store, Rank(index, size), "127.0.0.1", died)
+Vigil(store, Rank(index, size), "127.0.0.1", lost, 10)
 dist.barrier()
 print("ready", flush=True)
 try:
@@ -83,8 +83,9 @@ Told: TypeAlias = "Queue[tuple[int, int]]"
 Watching: TypeAlias = Callable[..., tuple[list[Vigil], Told]]
 
 
-def _hear(told: Told, own: int, dead: int) -> None:
-    told.put((own, dead))
+def _hear(told: Told, own: int, gone: int, silent: bool) -> None:
+    assert not silent
+    told.put((own, gone))
 
 
 @pytest.fixture
@@ -92,11 +93,11 @@ def watching() -> Iterator[Watching]:
     """`watching(size, *ranks)`: the vigils of some ranks, in this process."""
     made: list[Vigil] = []
 
-    def make(size: int, *ranks: int, patience: float = 60) -> tuple[list[Vigil], Told]:
+    def make(size: int, *ranks: int, connected: float = 60) -> tuple[list[Vigil], Told]:
         store, told = vars(dist)["HashStore"](), Queue[tuple[int, int]]()
         for index in ranks:
             hear = partial(_hear, told, index)
-            made.append(Vigil(store, Rank(index, size), "127.0.0.1", hear, patience))
+            made.append(Vigil(store, Rank(index, size), "127.0.0.1", hear, 10, connected))
         return made, told
 
     yield make
@@ -106,7 +107,7 @@ def watching() -> Iterator[Watching]:
 
 
 def test_a_rank_that_dies_before_it_has_connected_is_heard_of(watching: Watching) -> None:
-    _, told = watching(3, 0, 1, patience=0.5)
+    _, told = watching(3, 0, 1, connected=0.5)
     assert {told.get(timeout=60) for _ in range(2)} == {(0, 2), (1, 2)}
 
 
@@ -134,8 +135,8 @@ def test_collectives_of_gpus_are_aborted_and_those_of_a_group_that_came_after_ar
     aborted: list[str] = []
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=(world := object())))
-    group._abort(torch.device("cpu"), world, 1)  # type: ignore[arg-type]
-    group._abort(torch.device("cuda"), object(), 1)  # type: ignore[arg-type]
+    group._end_collectives(torch.device("cpu"), world, 1, silent=False)  # type: ignore[arg-type]
+    group._end_collectives(torch.device("cuda"), object(), 1, silent=False)  # type: ignore[arg-type]
     assert aborted == []
-    group._abort(torch.device("cuda"), world, 1)  # type: ignore[arg-type]
+    group._end_collectives(torch.device("cuda"), world, 1, silent=False)  # type: ignore[arg-type]
     assert aborted == ["all"]

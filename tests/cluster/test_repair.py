@@ -1,4 +1,4 @@
-"""A run whose policy's host is cut off goes on by itself on another, though Ray takes the first for living."""
+"""Runs whose policy's hosts are lost or lose each other restart by themselves, though Ray takes all for living."""
 
 import json
 import random
@@ -99,6 +99,32 @@ def test_a_run_goes_on_where_the_policys_host_is_cut_off(three: Cluster, folder:
     assert f"nothing was heard of its host ({cut.address}) for {PATIENCE:g} s" in said
     summary = json.loads((folder / "runs/mine/summary.json").read_text("utf-8"))
     assert summary["restarts"] == 1
+    audit = audit_run(folder / "runs/mine")
+    assert audit.steps == 200
+    assert audit.holds, audit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_after_the_hosts_of_its_policy_lost_each_other(three: Cluster, folder: Path) -> None:
+    """The controller still reaches both, so that only the policy's ranks can notice. FSDP's collectives just wait."""
+    _, one, other = three.hosts
+    policy = ["policy.backend=fsdp", "run.meshes.train={ranks=2, cpus=1, custom={train=1}}"]
+    command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={three.address}", *policy]
+    controller = three.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
+    wait_for_steps(controller, folder, 7)
+    one.cut(other)
+    assert controller.stdout
+    said = ""
+    while "the run is restarted, number 1 of 1" not in said:
+        line = controller.stdout.readline()
+        assert line, said
+        said += line
+    one.heal()
+    other.heal()
+    assert f"nothing was heard of its host for {PATIENCE:g} s" in said
+    said += controller.communicate(timeout=300)[0]
+    assert controller.returncode == 0, said
     audit = audit_run(folder / "runs/mine")
     assert audit.steps == 200
     assert audit.holds, audit

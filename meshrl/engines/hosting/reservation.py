@@ -176,7 +176,7 @@ async def enough(waits: Sequence[Coroutine[object, object, None]], min_ranks: in
 
 
 def environments(places: Mapping[int, Place], ranks: int, threads: int) -> dict[int, dict[str, str]]:
-    """Return the environment variables of each rank, which are all that `torch.distributed` needs.
+    """Return the environment variables of each rank, which are all that `torch.distributed` and its backend need.
 
     `places`: of the processes that begin together, by their number among all the `ranks` of the mesh.
     """
@@ -195,5 +195,7 @@ def environments(places: Mapping[int, Place], ranks: int, threads: int) -> dict[
             "OMP_NUM_THREADS": str(threads),
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "5000"),  # as for `meshrl run` in one process
         }
+        if place.door is not None:
+            made[index]["MESHRL_PATIENCE"] = str(place.door.patience)
         seen[place.node] += 1
     return made
