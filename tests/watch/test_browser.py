@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,6 +105,22 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
     assert errors == []
     assert requests
     assert [url for url in requests if not url.startswith((f"http://127.0.0.1:{watcher.port}/", "data:"))] == []
+
+
+async def test_an_update_is_on_the_page_within_a_second(run: Path, browser: "Browser") -> None:
+    """The fastest of 20, so that it holds on a busy machine too. A page that looked every few seconds would fail."""
+    took = list[float]()
+    page = await browser.new_page()
+    async with Watcher(run).serving() as watcher:
+        await page.goto(watcher.address)
+        await expect(page.locator("header")).to_contain_text("0.125 → 0.25")
+        while len(took) < 20 and min(took, default=1) >= 1:
+            reward = 1 + len(took)
+            began = time.monotonic()
+            append(run / "metrics.jsonl", step(2 + len(took), reward))
+            await expect(page.locator("header")).to_contain_text(f"0.125 → {reward}")
+            took.append(time.monotonic() - began)
+    assert min(took) < 1, took
 
 
 async def test_what_somebody_chose_stays_while_the_page_goes_on(run: Path, browser: "Browser") -> None:
