@@ -132,15 +132,14 @@ def _relinked(text: str, path: Path, page: str) -> str:
 def _shown(path: Path) -> str:
     """A file or a folder of the repository as a page."""
     name = path.relative_to(ROOT).as_posix()
+    unfound = "---\nsearch: {exclude: true}\n---\n\n"  # who searches wants the pages that explain a word
     if path.is_dir():
-        return f"# {name}/\n\n" + "".join(
-            f"- `{each.name}`\n" for each in sorted(path.iterdir()) if each.name[0] not in "._"
-        )
+        inside = [each.name for each in sorted(path.iterdir()) if each.name[0] not in "._"]
+        return f"{unfound}# {name}/\n\n" + "".join(f"- `{each}`\n" for each in inside)
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         return _relinked(text, path, _page_of(path))
-    hidden = "---\nsearch: {exclude: true}\n---\n\n"  # its words would hide those of pages from who searches
-    return f"{hidden}# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+    return f"{unfound}# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
 
 
 def _decisions() -> list[Path]:
