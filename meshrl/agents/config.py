@@ -33,7 +33,7 @@ class AgentConfig(Config):
     runtime: Runtime = "docker"
     """The program that runs containers."""
     timeout: float = Field(default=600.0, gt=0)
-    """Time limit of an episode."""
+    """Time limit of an episode in seconds."""
     retries: int = Field(default=0, ge=0)
     """Number of times that a failed episode is repeated before its error is reported."""
     concurrency: int = Field(default=256, gt=0)

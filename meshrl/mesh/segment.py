@@ -248,7 +248,7 @@ class Segment:
 
     @property
     def memory(self) -> Bytes:
-        """The bytes."""
+        """The bytes, uint8[nbytes]."""
         view = _View((self.nbytes,), np.uint8, self._lease.mapped.memory)
         view.lease = self._lease
         return np.asarray(view)

@@ -21,7 +21,10 @@ _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versi
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
-    """Generate all rollouts of the prompts, in order. The `sampling.n` completions of a prompt are adjacent."""
+    """Generate all rollouts of the prompts, in order. The `sampling.n` completions of a prompt are adjacent.
+
+    Raises DataError if the sampler returned another number of rows, or if a stream on the same sampler aborted some.
+    """
     tagged = prompts.part(np.arange(len(prompts)))
 
     async def draw() -> list[Batch]:

@@ -43,7 +43,7 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
 
     These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` if the
     algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
-    folder. Nothing is overwritten.
+    folder. Raises ConfigError if one of these files exists already. Nothing is overwritten.
     """
     script = find_script(algorithm)
     shipped = shipped_configs()[f"{algorithm}/quickstart"]

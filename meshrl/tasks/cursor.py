@@ -124,7 +124,7 @@ class DataCursor:
             self._pulling = False
 
     def use(self, numbers: Numbers) -> None:
-        """Note dealt prompts. If the script itself took them in its loop, they are used."""
+        """Note dealt prompts, int64[prompts]. If the script itself took them in its loop, they are used."""
         if self._pulling:
             return
         if self.begun:
@@ -132,9 +132,10 @@ class DataCursor:
         self._note("train" if self.begun else "hold", numbers.tolist())
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Note the prompts that a stream has, which reports their use. Returns those not used before the checkpoint.
+        """Note the prompts that a stream has, int64[prompts]. The stream reports their use.
 
-        DataError for a number that a stream of the run has had already.
+        Returns bool[prompts], True for those not used before the checkpoint. Raises DataError for a number that a
+        stream of the run has had already.
         """
         again = self._streamed.has(numbers)
         if self._is_kept and again.any():

@@ -29,7 +29,10 @@ _MOST: Final = 10_000_000
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
-    """Yield each row of a task's source with its place. Stops after `rows` rows if the source can read fewer."""
+    """Yield each row of a task's source with its place. Stops after `rows` rows if the source can read fewer.
+
+    Raises DataError for an unknown source, a file that is missing or has options, and a row that cannot be read.
+    """
     if config.source == NAME:
         options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
         return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)

@@ -128,7 +128,7 @@ class FakeReference(Reference):
         return batch.assign(reference_logprobs=_zeros(batch, Source("reference")))
 
     async def load(self, weights: Weights) -> None:
-        """Load the skill."""
+        """Load the skill. Raises ModelError for weights of another model."""
         if set(weights.tensors) != {_SKILL}:
             has = ", ".join(weights.tensors) or "nothing"
             raise ModelError(

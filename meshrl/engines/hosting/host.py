@@ -64,7 +64,7 @@ class Host:
     """One process for one rank of a mesh, with all actors that are spawned there."""
 
     def __init__(self, put: Put, inline_bytes: int, shares_memory: bool) -> None:
-        """`put`: keeps the large parts of answers. For the other parameters see `Engine`."""
+        """`put`: keeps the large parts of answers. `inline_bytes`, `shares_memory`: the properties of `Engine`."""
         self._put = put
         self._inline_bytes = inline_bytes
         self._shares_memory = shares_memory
