@@ -73,7 +73,7 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
 
 
 def load_reward(config: AgentConfig) -> Callable[..., object] | None:
-    """The function that judges episodes; None where the program does. ConfigError where it is not found or none."""
+    """Load the function that judges episodes. None if the program judges them. ConfigError if it does not fit."""
     if not config.reward:
         return None
     return _function("agent.reward", config.reward, "the transcripts", "a row", "what the program returned")

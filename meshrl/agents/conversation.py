@@ -181,7 +181,7 @@ class Conversation:
         of the other kind.
         """
         if not len(drawn.tokens):
-            raise DataError("a turn of no tokens is none: the sampler found no room after the prompt")
+            raise DataError("a turn needs at least one token: the sampler found no room after the prompt")
         if prompt.before is not None and prompt.before.drawn.temperature != drawn.temperature:
             raise DataError(
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "

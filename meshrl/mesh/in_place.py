@@ -18,7 +18,7 @@ _FROM: Final = 1 << 16
 class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
     """The base of such an array. It keeps the memory from being written again.
 
-    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
     """
 
     writing: Writing

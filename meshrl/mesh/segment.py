@@ -228,7 +228,7 @@ class _Lease:
 class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     """The base of arrays that look into a segment. It keeps their lease.
 
-    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
     """
 
     lease: _Lease

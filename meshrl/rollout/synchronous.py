@@ -35,8 +35,8 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     done = Batch.join(await drawn)
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
         raise DataError(
-            'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
-            "open, or from a sampler of their own"
+            'a stream with swap="abort" on the same sampler aborted rollouts: draw these when no stream is open, or '
+            "from another sampler"
         )
     if len(done) != len(prompts) * sampling.n:
         raise DataError(

@@ -144,7 +144,7 @@ class MemoryPlan:
 
     meshes: list[RankMemory]
     assumed: list[str]
-    """Assumptions where the configuration says nothing."""
+    """Assumptions about what the configuration leaves open."""
     savings: list[Saving] = field(default_factory=list)
 
 

@@ -25,7 +25,7 @@ _TABLE: Final = f"""\
 source = "{_TASK}"
 prompt = "PROMPT"
 answer = "{{answer}}"
-held_out = "all"  # keep a tenth of the prompts for judging, none of which is trained on; 64 would keep 64 of them
+held_out = "all"  # keep a tenth of the prompts for judging, and never train on them; 64 would keep 64 of them
 """
 
 _FUNCTION: Final = '''\

@@ -52,7 +52,7 @@ class CursorState(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.closed} of {len(self.deals)} deals are over")
         bounds = [bound for pair in self.used for bound in pair]
         if any(first >= after for first, after in self.used) or bounds != sorted(bounds) or (bounds and bounds[0] < 0):
-            raise ValueError(f"the prompts that were used are no ascending ranges: {list(self.used)[:4]}")
+            raise ValueError(f"the prompts that were used are not ascending ranges: {list(self.used)[:4]}")
 
 
 class Stream(Protocol):
@@ -141,8 +141,8 @@ class DataCursor:
         if self._is_kept and again.any():
             raise DataError(
                 f"prompt {numbers[again][0]} (`groups`) came to a stream of rollouts a second time: with "
-                "run.checkpoint_every or run.resume each prompt of a run needs a number of its own, so that a "
-                "checkpoint can tell what was used"
+                "run.checkpoint_every or run.resume each prompt of a run needs a different number, so that a "
+                "checkpoint knows which were used"
             )
         self._streamed.add(numbers)
         self._used.add(numbers)

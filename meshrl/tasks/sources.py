@@ -64,7 +64,7 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
 
 
 def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
-    """Yield rows in memory with their places. DataError if there are none, or one is no mapping."""
+    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping."""
 
     def numbered() -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(rows):

@@ -243,7 +243,7 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
 
 
 def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
-    """Rows with these completions, after their previous tokens and observations, none of which is learned."""
+    """Rows with these completions, after their previous tokens and observations, which are not learned."""
     goes_on = "observation" in rows and "tokens" in rows
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
     done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)

@@ -242,7 +242,7 @@ def _current_task() -> asyncio.Task[object]:
 
 
 def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Continue the loop when its thread ends: a task's SystemExit ends it, and belongs to whoever awaits the task."""
+    """Continue the loop if its thread ends, as a task's SystemExit ends it. The code that awaits the task gets that."""
     thread.join()
     while True:
         try:
