@@ -212,11 +212,14 @@ class Batch(HasRefs):
         return self._make(self._rows, kept, self._origins)
 
     def select(self, rows: ArrayLike) -> Self:
-        """Select rows, in the given order. `rows`: row numbers (negative: from the end), or one bool for each row."""
+        """Select rows, in the given order. `rows`: int[any] (negative: from the end), or bool[rows]."""
         return self._take(table.row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
-        """Repeat each row n times, next to each other. Ranks may repeat their rows differently often."""
+        """Repeat each row n times, next to each other. Ranks may repeat their rows differently often.
+
+        Raises DataError if `n` is negative or too large, or if nested calls repeat a part's rows too often.
+        """
         if not 0 <= n <= _TURNS:
             raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
         if any(level.max(initial=0) >= (1 << 63) // _TURNS for level in self._origins):
@@ -255,6 +258,7 @@ class Batch(HasRefs):
 
         Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
         to the lightest part, longest row first (Graham 1969, LPT). Two parts differ by at most the tokens of one row.
+        Raises DataError for fewer than one part.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
@@ -316,8 +320,8 @@ class Batch(HasRefs):
         """Join the rows of all parts, in the order of the batch that they were split from.
 
         Parts that were made by `part` know their row numbers. Newly made parts must have one row for each row of
-        `plan`, in its order. Without a plan, or with an empty one (no batch was split), they are concatenated. Parts
-        without rows are skipped.
+        `plan`, in its order: DataError if they do not. Without a plan, or with an empty one (no batch was split), they
+        are concatenated. Parts without rows are skipped.
         """
         whole = cls.concat(parts)
         if plan is not None and not plan:

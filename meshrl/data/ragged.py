@@ -22,7 +22,7 @@ _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtype
 
 
 def check_dtype(array: Array, what: str) -> None:
-    """Raise `DataError` unless an array holds numbers or booleans."""
+    """Raise `DataError` unless an array of any shape holds numbers or booleans."""
     if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
         raise DataError(
             f"{what} has dtype {array.dtype}, which meshrl does not support: give numbers or booleans as an "
@@ -35,8 +35,8 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
     An array that owns its memory, or comes from `mesh.empty`, is frozen in place: writing to it raises from then on.
     Views that were made before stay writable, and must not be used any more. A view of memory that may still be written
-    is copied. Any shape is allowed, with dtype bool, integer, float, complex, bfloat16 or float8. Raises a DataError
-    that names `what` for other dtypes.
+    is copied. The array may have any shape, with dtype bool, integer, float, complex, bfloat16 or float8. Raises a
+    DataError that names `what` for other dtypes.
     """
     check_dtype(array, what)
     if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -56,18 +56,27 @@ def sealed(array: A) -> A:
 
 
 def raw(array: Array) -> memoryview:
-    """Return the bytes of a C-contiguous array, not copied, even for dtypes without a buffer such as bfloat16."""
+    """Return the bytes of a C-contiguous array of any shape, not copied.
+
+    This works for dtypes without a buffer too, such as bfloat16.
+    """
     return array.reshape(-1).view(np.uint8).data
 
 
 def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Make the array from the result of `raw`: a read-only view of the buffer, which must not be written any more."""
+    """Make the array, of any shape, from the result of `raw`.
+
+    It is a read-only view of the buffer, which must not be written any more.
+    """
     values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
     return sealed(values)
 
 
 def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
-    """Return the arguments of `from_raw`, for `__reduce_ex__`. Out of band if the protocol supports it."""
+    """Return the arguments of `from_raw` for an array of any shape, as `__reduce_ex__` needs them.
+
+    The bytes are out of band if the protocol supports it.
+    """
     buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
     return buffer, dtype_name(array.dtype), array.shape
 
@@ -120,7 +129,7 @@ class Ragged:
 
     @classmethod
     def make(cls, values: Array, offsets: Rows, source: Source | None = None) -> "Ragged":
-        """Make a column without checks, from arrays that are known to fit."""
+        """Make a column without checks from arrays that are known to fit, [tokens, ...] and int64[rows + 1]."""
         self = cls.__new__(cls)
         self._values = sealed(values)
         self._offsets = offsets
@@ -130,7 +139,10 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike, *, source: Source | None = None) -> "Ragged":
-        """Pack rows. Each is an array or a list of numbers, `[tokens, ...]`."""
+        """Pack rows. Each is an array or a list of numbers, `[tokens, ...]`.
+
+        Raises DataError for a row that is a single number, and for rows that differ past their first dim.
+        """
         arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
         for index, array in enumerate(arrays):
             if array.ndim == 0:

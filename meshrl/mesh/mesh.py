@@ -50,7 +50,10 @@ class Mesh:
         return cls(engine, slots, name=name, min_ranks=asked.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
-        """Arrange the same ranks along these axes. Sizes multiply to the number of ranks. The last axis is fastest."""
+        """Arrange the same ranks along these axes. The last axis is fastest.
+
+        Raises ContractError unless the sizes multiply to the number of ranks.
+        """
         written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         size, ranks = prod(axes.values()), len(self._slots)
         if not axes or min(axes.values()) < 1 or size != ranks:

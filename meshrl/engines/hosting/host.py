@@ -64,7 +64,7 @@ class Host:
     """One process for one rank of a mesh, with all actors that are spawned there."""
 
     def __init__(self, put: Put, inline_bytes: int, shares_memory: bool) -> None:
-        """`put`: keeps the large parts of answers. For the other parameters see `Engine`."""
+        """`put`: keeps the large parts of answers. `inline_bytes`, `shares_memory`: the properties of `Engine`."""
         self._put = put
         self._inline_bytes = inline_bytes
         self._shares_memory = shares_memory
@@ -242,7 +242,7 @@ def _current_task() -> asyncio.Task[object]:
 
 
 def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Continue the loop when its thread ends: a task's SystemExit ends it, and belongs to whoever awaits the task."""
+    """Continue the loop if its thread ends, as a task's SystemExit ends it. The code that awaits the task gets that."""
     thread.join()
     while True:
         try:
