@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
 from itertools import accumulate, pairwise
-from pickle import PickleBuffer
 from types import MappingProxyType
 from typing import ClassVar, Self, SupportsIndex, TypeAlias, cast
 
@@ -15,9 +14,9 @@ from meshrl.data import column_ops as table
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, sealed
+from meshrl.data.ragged import Ragged, portable, raw, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
-from meshrl.data.wire import pack, unpack
+from meshrl.data.wire import pack, unpack, unpack_own
 from meshrl.errors import DataError, did_you_mean
 from meshrl.mesh import Array, HasRefs, Put, Rows, even_runs, lightest, plan_of
 
@@ -26,7 +25,6 @@ __all__ = ["Batch", "Column", "Ragged"]
 
 _TURNS = 1 << 20
 """Most times that `repeat` can repeat a row, so that the row numbers stay distinct."""
-
 
 _State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]
 """A pickled batch: local columns in the wire format, remote columns, and all names in order."""
@@ -342,7 +340,8 @@ class Batch(HasRefs):
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """Return a msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
-        return pack(self._rows, self.columns, self._origins)
+        header, parts = pack(self._rows, self.columns, self._origins)
+        return header, [memoryview(part) if isinstance(part, bytes) else raw(part) for part in parts]
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
@@ -352,13 +351,13 @@ class Batch(HasRefs):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[type[Self]], _State]:
         remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
         here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
-        header, buffers = pack(self._rows, here, self._origins)
-        wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
-        return __newobj__, (type(self),), (header, wrapped, remote, self.names)
+        header, parts = pack(self._rows, here, self._origins)
+        buffers = [part if isinstance(part, bytes) else portable(part, protocol) for part in parts]
+        return __newobj__, (type(self),), (header, buffers, remote, self.names)
 
     def __setstate__(self, state: _State) -> None:
         header, buffers, remote, names = state
-        self._rows, here, self._origins = unpack(header, buffers)
+        self._rows, here, self._origins = unpack_own(header, buffers)
         stored: table.Table = {**here, **remote}
         self._columns = {name: stored[name] for name in names} if remote else here
 
