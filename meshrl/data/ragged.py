@@ -75,7 +75,10 @@ def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
 
 
 def portable(array: Array, protocol: SupportsIndex) -> Buffer:
-    """Return the bytes of an array of any shape for pickle: out of band if they are many and the protocol supports it."""
+    """Return the bytes of an array of any shape for pickle.
+
+    Many bytes are out of band if the protocol supports it.
+    """
     return PickleBuffer(raw(array)) if array.nbytes > _COPIED and protocol.__index__() >= 5 else array.tobytes()
 
 
