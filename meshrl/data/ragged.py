@@ -53,7 +53,7 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
 def sealed(array: A) -> A:
     """Make a fresh array of our own read-only, in place."""
-    array.setflags(False)  # five times as fast as by name, or through `flags`
+    array.setflags(write=False)
     return array
 
 
@@ -70,7 +70,7 @@ def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
 
     It is a read-only view of the buffer, which must not be written any more.
     """
-    values: Array = np.frombuffer(buffer, dtype).reshape(shape)
+    values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
     return sealed(values)
 
 
