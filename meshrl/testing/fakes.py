@@ -280,7 +280,7 @@ def _seen(rows: Batch) -> list[str]:
 
 
 def _kept(versions: Ragged, had: Ragged) -> Ragged:
-    """Versions of the rows' tokens, the first of which are known."""
+    """Versions of the rows' tokens. `had`: those of the first tokens of each row."""
     return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, had, strict=True)], np.int32)
 
 
