@@ -214,10 +214,7 @@ class Batch(HasRefs):
         return self._take(table.row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
-        """Repeat each row n times, next to each other. Ranks may repeat their rows differently often.
-
-        Raises DataError if `n` is negative or too large, or if nested calls repeat a part's rows too often.
-        """
+        """Repeat each row n times, next to each other. DataError if n is negative, or if calls repeat too often."""
         if not 0 <= n <= _TURNS:
             raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
         if any(level.max(initial=0) >= (1 << 63) // _TURNS for level in self._origins):
@@ -255,8 +252,7 @@ class Batch(HasRefs):
         """Divide the rows into parts that are balanced by tokens. Returns the row numbers of each part, ascending.
 
         Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
-        to the lightest part, longest row first (Graham 1969, LPT). Two parts differ by at most the tokens of one row.
-        Raises DataError for fewer than one part.
+        to the lightest part, longest row first (Graham 1969, LPT). They differ by at most a row. DataError below 1 part.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
