@@ -249,10 +249,10 @@ class Batch(HasRefs):
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:
-        """Divide the rows into parts that are balanced by tokens. Returns the row numbers of each part, ascending.
+        """Return the row numbers of parts that are balanced by tokens. DataError for fewer than one part.
 
         Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
-        to the lightest part, longest row first (Graham 1969, LPT). They differ by at most a row. DataError below 1 part.
+        to the lightest part, longest row first (Graham 1969, LPT). Two parts differ by at most the tokens of one row.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
