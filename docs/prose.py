@@ -1,14 +1,16 @@
-"""The English of the pages: checks it, and measures how readable each page is.
+"""The English of the pages and docstrings: checks it, and measures how readable each page is.
 
-python docs/prose.py           # checks the pages and the table; exit status 1 if something is wrong
-python docs/prose.py --table   # writes docs/readability.md: the figures of now, beside those of before
+python docs/prose.py           # checks the pages, the docstrings and the table; exit status 1 if something is wrong
+python docs/prose.py --table   # writes docs/readability.md: today's figures next to the first ones
 """
 
+import ast
 import math
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from inspect import cleandoc
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -65,10 +67,11 @@ def pages() -> list[Path]:
     return [*(ROOT / name for name in outside), *sorted(inside)]
 
 
-def prose(text: str, headings: str = r"\1.") -> str:
-    r"""A page's text, each line where it was, without code blocks, tables, targets of links and marks.
+def prose(text: str, headings: str = r"\1.", *, tables: bool = False) -> str:
+    r"""A page's text, each line where it was, without code blocks, targets of links and marks.
 
     A piece of code is a word that is like no other. `headings`: what takes the place of one, `\1` being its text.
+    `tables`: keep them.
     """
     numbers = count()
 
@@ -77,29 +80,40 @@ def prose(text: str, headings: str = r"\1.") -> str:
 
     text = re.sub(r"^ *(```+).*?^ *\1 *$", blank, text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
-    text = re.sub(r"^    .*$|^ *\|.*$", blank, text, flags=re.MULTILINE)
+    text = re.sub(r"^    .*$" if tables else r"^    .*$|^ *\|.*$", blank, text, flags=re.MULTILINE)
     text = re.sub(r"(`+)(?:.+?)\1", lambda _: f"c{next(numbers)}", text, flags=re.DOTALL)
     text = re.sub(r"^#+ (.*)$", headings, text, flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)|!\[|\[|\*\*", "", text)
 
 
 def found(page: Path) -> Iterator[str]:
-    """What is wrong with a page, each thing in one line."""
-    text = prose(page.read_text("utf-8"))
-    name = page.relative_to(ROOT).as_posix()
-    for check, (line, _) in LintFile(source=page, content=text).lint():
+    """Yield the mistakes of a page, one in each line."""
+    text = page.read_text("utf-8")
+    for check, (line, _) in LintFile(source=page, content=prose(text)).lint():
         if not check.check_path.startswith(tuple(RULES["proselint"])):
-            yield f"{name}:{line}: {' '.join(check.message.split())} ({check.check_path})"
-    for pattern, instead in RULES["words"].items():
-        for match in re.finditer(pattern, text):
-            line = text.count("\n", 0, match.start()) + 1
-            yield f"{name}:{line}: {match[0]!r}: {instead} (docs/prose.toml)"
+            yield f"{page.relative_to(ROOT)}:{line}: {' '.join(check.message.split())} ({check.check_path})"
+    yield from turns(page, prose(text, tables=True))
     now = figures(page)
     if now.sentence > WORST.sentence or now.long > WORST.long:
         yield (
-            f"{name}: {now.sentence:g} words a sentence and {now.long:g} % long ones; at most {WORST.sentence:g} and "
-            f"{WORST.long:g} %: divide long sentences"
+            f"{page.relative_to(ROOT)}: {now.sentence:g} words a sentence and {now.long:g} % long ones; at most "
+            f"{WORST.sentence:g} and {WORST.long:g} %: divide long sentences"
         )
+
+
+def turns(path: Path, text: str, first: int = 1) -> Iterator[str]:
+    """Yield the words of a text that the project does not use. `first`: the number of its first line in the file."""
+    for pattern, instead in RULES["words"].items():
+        for match in re.finditer(pattern, text):
+            line = first + text.count("\n", 0, match.start())
+            yield f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: {instead} (docs/prose.toml)"
+
+
+def found_in_docstrings(path: Path) -> Iterator[str]:
+    """Yield such words in the docstrings of a Python file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from turns(path, prose(cleandoc(node.value.value)), node.lineno)
 
 
 def stale() -> Iterator[str]:
@@ -167,8 +181,12 @@ def main() -> None:
         TABLE.write_text(table(), "utf-8")
         return
     CheckRegistry().register_many(__register__)
-    mistakes = [*(mistake for page in pages() for mistake in found(page)), *stale()]
-    print("\n".join(mistakes) or f"prose: nothing found in {len(pages())} pages")
+    sources = [
+        path for folder in ("meshrl", "backends", "algorithms") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    mistakes = [mistake for page in pages() for mistake in found(page)]
+    mistakes += [mistake for path in sources for mistake in found_in_docstrings(path)] + [*stale()]
+    print("\n".join(mistakes) or f"prose: nothing found in {len(pages())} pages and {len(sources)} Python files")
     sys.exit(bool(mistakes))
 
 
