@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
 from meshrl_hf import broadcast, collective, live_weights
@@ -24,6 +26,9 @@ from meshrl_hf.collective import KEPT, Asked, Group, Groups, Staging, ask, conne
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.reading import Reader
 from meshrl_hf.roles import TrainedPolicy
+from meshrl_inference.assembly import read
+from meshrl_inference.engine import Outcome
+from meshrl_inference.naming import Naming
 from tests.senders import Senders, sending
 
 if TYPE_CHECKING:
@@ -151,6 +156,35 @@ def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
         weights.pour({"all": place}, lambda: None)
         assert torch.equal(place, known)
     assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.each)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_in_files(
+    policy: Senders, tmp_path: Path, experts: int
+) -> None:
+    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(**shape, **heads, num_local_experts=experts) if experts else LlamaConfig(**shape, **heads)
+    config.save_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_config(config)
+    known, naming = dict(network.named_parameters()), Naming(str(tmp_path))
+    loaded: list[dict[str, torch.Tensor]] = []
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded.append(dict(tensors))
+
+    offer = policy.offer(known, 0).offer
+    outcome = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert outcome == Outcome("gloo", begun=True)
+    came = {name: tensor for each in loaded for name, tensor in each.items()}
+    assert {name: list(each.shape) for name, each in came.items()} == naming.filed()
+    for name, tensor in naming.in_files(known.items()):
+        assert torch.equal(came[name], tensor)
+    layers = [each for each in loaded if any(".layers." in name for name in each)]
+    assert len(layers) == 2
+    policy.end()
+    gone = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert (gone.library, gone.begun, gone.lost) == ("", False, "the policy's ranks")
 
 
 class Dying:
