@@ -135,6 +135,6 @@ async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[
     ours, cast = (median(times[name][WARM:]) for name in ("ours", "cast"))
     return [
         within(f"{nbytes >> 20} MiB from 2 ranks to 2 samplers, against gloo's broadcast", ours, "s", cast, 1.5),
-        at_most("  a rank's memory beyond what it had, at most", float(extra.max()), "MiB", IN_FLIGHT * BUCKET),
-        figure("  with what the model computes, of policy and samplers", min(proved), "s", cast),
+        at_most("  most additional memory of a rank", float(extra.max()), "MiB", IN_FLIGHT * BUCKET),
+        figure("  with the model's computation, on policy and samplers", min(proved), "s", cast),
     ]

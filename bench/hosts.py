@@ -124,7 +124,7 @@ def measure(cluster: Cluster, mib: int, rounds: int) -> list[Figure]:
         within(f"{mib} MiB of weights to {samplers} samplers, against one copy", ours["weights"], "s", one, 1.3),
         figure("  the same, against a chain of bare sockets", ours["weights"], "s", chain),
         figure(f"  the same, against {samplers} direct copies", ours["weights"], "s", direct),
-        figure("  what leaves the trainer's host, against one copy", sent * mib, "MiB", mib),
+        figure("  bytes that leave the trainer's host, against one copy", sent * mib, "MiB", mib),
         figure("  processors busy", busy, "%"),
         at_least("rows from host to host, against one copy", rate / ours["batch"], "MB/s", rate / one, 0.8),
     ]

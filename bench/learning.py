@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--seeds", metavar="N,N", help="runs of each side of each algorithm (default: 3, of DPO 1)")
     parser.add_argument("--steps", type=int, default=80, help="steps of a run (default: 80)")
     parser.add_argument("--algorithms", default="grpo,rloo,dpo", help="which (default: all three)")
-    parser.add_argument("--folder", type=Path, help="keep the runs there, and make none again that is there")
+    parser.add_argument("--folder", type=Path, help="keep the runs there, and reuse those that it has")
     parser.add_argument("--judge", nargs="+", type=Path, metavar="RUN", help="be the judge of runs' models")
     options = parser.parse_args()
     if options.judge:

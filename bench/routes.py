@@ -62,7 +62,7 @@ def compared(cluster: Cluster, spread: int, rounds: int) -> list[Figure]:
     place = "one host" if spread == 1 else "two hosts"
     return [
         figure(f"policy on {place}: a broadcast, against auto", broadcast["sync"], "s", auto["sync"]),
-        figure("  what leaves the policy's hosts", broadcast["sent"], "MiB", auto["sent"]),
+        figure("  bytes that leave the policy's hosts", broadcast["sent"], "MiB", auto["sent"]),
     ]
 
 

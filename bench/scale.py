@@ -74,7 +74,7 @@ def fakes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
         largest = ranks == f"{RANKS[-1]:,} ranks"
         figures.append(within(name, value, "us/rank", base, 1.25) if largest else figure(name, value, "us/rank", base))
         if largest and kind == SHARDED:
-            figures.append(at_most(f"{name}, in itself", value, "us/rank", target=60))
+            figures.append(at_most(f"{name}, per rank", value, "us/rank", target=60))
     return figures
 
 

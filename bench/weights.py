@@ -189,7 +189,7 @@ async def sync(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure
         whole, pause = (median([value[index] for value in values]) for index in (0, 1))
         numbers = (f"{nbytes >> 20} MiB through {name}, against one copy", whole * 1e3, "ms", copied * 1e3)
         figures.append(within(*numbers, target=3.0) if name == "shared memory" else figure(*numbers))
-        figures.append(figure("  that is", nbytes / whole / 1e9, "GB/s", nbytes / copied / 1e9))
+        figures.append(figure("  the same as bandwidth", nbytes / whole / 1e9, "GB/s", nbytes / copied / 1e9))
         figures.append(figure("  exposed pause: vLLM takes them in", pause * 1e3, "ms", copied * 1e3))
     return figures
 

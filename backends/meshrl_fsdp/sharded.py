@@ -126,7 +126,8 @@ def shard(
         nn.Module.to(network, world.device)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     place = partial(fully_shard, mesh=world.sharding, offload_policy=offload)
-    # Inputs keep their dtype: temperatures and positions are no states. Gradients are summed, not averaged, in float32.
+    # Inputs keep their dtype, because temperatures and positions are not states. Gradients are summed, not averaged, in
+    # float32.
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = _blocks(network)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Hugging Face models on torch, packed: what the training backends share. It is no backend itself.
+"""Hugging Face models on torch, packed: what the training backends share. It is not a backend itself.
 
 From a role's table to a model: `files`, `loading`, `model`, `text`, `lora`. From rows to a gradient: `packing`,
 `attention`, `scoring`, `training`, `optimizer`, and `value_head` for a critic. Output: `transfer` for weights,

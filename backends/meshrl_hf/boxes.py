@@ -143,7 +143,7 @@ def _heads(file: Path) -> Iterator[tuple[str, Ranges]]:
     """Yield the parts in a file."""
     with safe_open(file, framework="pt") as opened:
         said = json.loads((opened.metadata() or {}).get(_PARTS, "null"))
-        for name in opened.keys():  # noqa: SIM118 -- it is no dict
+        for name in opened.keys():  # noqa: SIM118 -- it is not a dict
             shape: list[int] = opened.get_slice(name).get_shape()
             yield name, _ranges([0] * len(shape) if said is None else said[name]["saved_offsets"], shape)
 

@@ -1,6 +1,6 @@
 """Weights that a policy's ranks broadcast from their shards, bucket by bucket: the sending side.
 
-Each rank is the root of its own process group, whose other members are the ranks that read. So no rank gathers
+Each rank is the root of one process group, whose other members are the ranks that read. So no rank gathers
 anything, and each reader receives each byte once. They meet in the store of the policy's ranks: a reader asks there
 (`reading`), the policy's first rank decides who reads together, and all of its ranks start to send.
 """

@@ -24,8 +24,8 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
     `messages`: a list of `{"role": ..., "content": ...}` for each row. The assistant's turns are learned, all or the
     last, from after the template's opening of the turn through the token that ends it. Each piece is tokenised
     separately, like a prompt before generation. ModelError if the tokenizer has no template. DataError for a row that
-    is no dialogue, that the template refuses or does not render piece by piece, that has nothing to learn, or that is
-    too long.
+    is not a dialogue, that the template refuses or does not render piece by piece, that has nothing to learn, or that
+    is too long.
     """
     if not words.tokenizer.chat_template:
         raise ModelError(
@@ -74,10 +74,10 @@ def _added(before: str, after: str, at: int, row: int) -> str:
     where = next((place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), 0)
     place = min(where, len(before), len(after))
     raise DataError(
-        f"row {row}: the chat template renders what stands before message {at} in another way once that is there, so "
-        f"which tokens are its own cannot be told: at character {place} it has {after[place : place + 30]!r} in place "
-        f"of {before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
-        "give the row's turns as rows of their own"
+        f"row {row}: the chat template renders the text before message {at} differently with that message, so the "
+        f"message's tokens are unknown: at character {place} it has {after[place : place + 30]!r} in place of "
+        f"{before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
+        "give each turn as a separate row"
     )
 
 

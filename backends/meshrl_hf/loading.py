@@ -204,7 +204,7 @@ def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise ModelError(
             f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "
-            f"tokenizer_config.json belong beside config.json): {_first_line(error)}"
+            f"tokenizer_config.json belong next to config.json): {_first_line(error)}"
         ) from error
 
 

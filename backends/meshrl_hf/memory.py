@@ -215,14 +215,14 @@ def _shorten(network: PreTrainedModel, depth: int) -> None:
                 continue
             if len({tuple(each.shape for each in layer.parameters()) for layer in layers}) > 1:
                 raise ModelError(
-                    f"{type(network).__name__} has layers of different sizes, and what it holds is told from one of "
-                    "them alone: how much memory it takes is not known"
+                    f"{type(network).__name__} has layers of different sizes, and memory is estimated from one layer: "
+                    "how much it takes is not known"
                 )
             setattr(parent, name, layers[:depth])
 
 
 def longest_rows(work: Work, families: int, *, trains: bool) -> tuple[Batch, Rows, Ragged | None]:
-    """Make rows of the longest prompt and completion, of at most `families` families, with what is read and learned."""
+    """Make rows of the longest prompt and completion in up to `families` families, and the tokens to read or learn."""
     count = min(work.own_rows, families * work.n)
     prompts = [np.full(work.prompt, row // work.n, np.int32) for row in range(count)]
     completions = [np.full(work.completion, row, np.int32) for row in range(count)]  # all begin differently
@@ -246,8 +246,8 @@ def rehearsed_alone(rank: int, size: int) -> Generator[None]:
     """
     if dist.is_initialized():
         raise ConfigError(
-            "this process is in a process group, and memory is told in a group whose other ranks are not there: ask "
-            "in a process of its own, as `meshrl memory` is"
+            "this process is in a process group, and memory is estimated in a group whose other ranks are simulated: "
+            "estimate it in a separate process, as `meshrl memory` does"
         )
     group = import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
     dist.init_process_group("fake", store=group.FakeStore(), rank=rank, world_size=size)

@@ -217,7 +217,7 @@ def check_packing(model: LanguageModel) -> None:
     tolerance = math.sqrt(torch.finfo(packed.dtype).eps)
     if not torch.allclose(packed, alone, rtol=0, atol=tolerance * float(alone.abs().max())):
         raise ModelError(
-            f"{name} lets packed sequences see each other (a state-space layer, an attention of its own or positions "
+            f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention or positions "
             "that do not restart): the torch backend cannot train it"
         )
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from meshrl.errors import ModelError
 
 T = TypeVar("T")
-REMEDY: Final = "go on with the configuration that the checkpoint was written with, or start a run of another name"
-REMOVE: Final = "Remove the checkpoint that it belongs to, to go on from the one before"
+REMEDY: Final = "resume with the configuration that the checkpoint was written with, or start a run with another name"
+REMOVE: Final = "Remove the checkpoint that it belongs to, to resume from the one before"
 _FILE: Final = "state.json"
 
 
@@ -44,8 +44,8 @@ def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         raise ModelError(
             f"{folder} is the state of a {role} that another backend has written: it has {there[0]}{more}, and this "
-            f"backend reads {files}. Nothing is wrong with the checkpoint: go on with the `backend` that it was "
-            "written with, or start a run of another name"
+            f"backend reads {files}. Nothing is wrong with the checkpoint: resume with the `backend` that it was "
+            "written with, or start a run with another name"
         )
     try:
         numbers = msgspec.json.decode((folder / _FILE).read_bytes(), type=Numbers)

@@ -123,7 +123,7 @@ class ScoreModel:
         return [prompt + completion for prompt, completion in pairs]
 
     def judged(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens up to the last that is no padding, where transformers' classifiers learn to score."""
+        """Return the tokens up to the last that is not padding, where transformers' classifiers learn to score."""
         end = len(ids)
         while end and ids[end - 1] == self._pad:
             end -= 1

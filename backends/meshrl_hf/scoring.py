@@ -58,7 +58,7 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
 
 
 def temperatures(batch: Batch, target: NDArray[np.int64], device: torch.device) -> Tensor | None:
-    """The temperature of the row of each of these tokens, float32[target]; None where the batch has none."""
+    """The temperature of the row of each of these tokens, float32[target]. None if the batch has none."""
     return moved(torch.from_numpy(spread(batch, "temperature", target)), device) if "temperature" in batch else None
 
 

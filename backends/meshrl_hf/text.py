@@ -13,7 +13,7 @@ from meshrl.errors import ConfigError, DataError, ModelError
 
 PAD: Final = 0
 END: Final = 1
-"""The tokens of a character tokenizer that are no characters."""
+"""The tokens of a character tokenizer that are not characters."""
 Template: TypeAlias = Mapping[str, JsonValue]
 """Variables of a chat template, by name."""
 
@@ -171,7 +171,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def texts_of(batch: Batch, name: str) -> list[str]:
-    """Return a column of texts. DataError if a value is no text."""
+    """Return a column of texts. DataError if a value is not text."""
     values = batch.objects(name) if len(batch) else ()
     for row, value in enumerate(values):
         if not isinstance(value, str):

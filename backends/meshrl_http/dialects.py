@@ -244,7 +244,7 @@ def _piece(client: Client, ask: Ask, tokens: object, logprobs: object, reason: s
         return Piece([], [], reason, tag)
     for found, what in ((tokens, "token ids"), (logprobs, "log-probs")):
         if not isinstance(found, list) or not found or None in found:
-            raise ModelError(f"{client.url} tells no {what} of its tokens, which training needs: use a newer server")
+            raise ModelError(f"{client.url} returns no {what} of its tokens, which training needs: use a newer server")
     drawn, values = [int(token) for token in tokens], [float(value) for value in logprobs]  # type: ignore[attr-defined]
     if len(drawn) != len(values) or len(drawn) > ask.limit:
         raise NoAnswerError(f"{len(drawn)} tokens came with {len(values)} log-probs, and {ask.limit} were asked for")

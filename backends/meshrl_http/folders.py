@@ -34,7 +34,7 @@ class Folders:
             ) from None
 
     def of_model(self) -> str:
-        """Return a folder with the model's original weights. ConfigError if these are no safetensors."""
+        """Return a folder with the model's original weights. ConfigError if these are not safetensors."""
         files = sorted(self._model.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{self._model} has no safetensors, which the servers need for their first weights")
@@ -85,7 +85,7 @@ class Folders:
 def _in_files(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 -- it is no dict
+            for name in opened.keys():  # noqa: SIM118 -- it is not a dict
                 yield name, opened.get_tensor(name)
 
 

@@ -73,13 +73,14 @@ class Found:
         asked = [f"{key} = {value:g}" for key, value, off in _restrictions(sampling) if value != off]
         if asked and not self.whole:
             raise DataError(
-                f"{url} tells log-probs of what {' and '.join(asked)} leave, but a trainer's are of the whole "
-                "distribution: remove them, or start vLLM with --logprobs-mode raw_logprobs and give temperature = 1"
+                f"{url} returns log-probs of the tokens that {' and '.join(asked)} leave, but a trainer's are of the "
+                "whole distribution: remove these keys, or start vLLM with --logprobs-mode raw_logprobs and give "
+                "temperature = 1"
             )
         if len(asked) > 1 and not self.dialect.restricts_twice:
             raise DataError(
-                f"{self.dialect.title} takes top_p of the whole distribution, and not of what top_k leaves: of "
-                f"{' and '.join(asked)} give one"
+                f"{self.dialect.title} applies top_p to the whole distribution, not to the tokens that top_k leaves: "
+                f"give one of {' and '.join(asked)}"
             )
 
 

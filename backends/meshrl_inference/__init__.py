@@ -1,4 +1,4 @@
-"""An inference engine in its own process, as a sampler: the common part of engine backends. It is no backend.
+"""An inference engine in its own process, as a sampler: the common part of engine backends. It is not a backend.
 
 On the rank's side: `options`, `group` for the GPUs of several ranks, `process` for the engine's process, `sampler` for
 the role, and `rows` for results. On the engine's side, which may be in another environment and imports only this

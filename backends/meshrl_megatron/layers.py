@@ -164,7 +164,7 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class _Gated:
-    """Builds a GatedMlp. It is no ModuleSpec, to which Megatron would add arguments of its MLP."""
+    """Builds a GatedMlp. It is not a ModuleSpec, to which Megatron would add arguments of its MLP."""
 
     params: Mapping[str, object]
     submodules: MLPSubmodules

@@ -1,6 +1,6 @@
 """Calls that decode together: each step is one forward pass over the rows of all of them.
 
-Many small calls would otherwise be decoded in many small passes, each of which costs almost as much as a large one. A
+Many small calls would otherwise be decoded in many small passes, and each costs almost as much as a large one. A
 row's samples depend only on its call's seed. The last bits of its log-probs may depend on the rows next to it, so calls
 join only with `JoinedSampling`.
 """

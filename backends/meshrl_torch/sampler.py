@@ -140,5 +140,5 @@ class TorchSampler(SteppingSampler):
         return places.assign(difference=np.full(len(places), found))
 
     def _refuse(self, weights: Weights) -> None:
-        """Sample nothing from tensors of which only some are new."""
+        """Sample nothing while only some tensors are new."""
         self._refused = f"weights of version {weights.version} did not come whole, and some are in use: publish again"

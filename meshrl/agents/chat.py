@@ -91,7 +91,10 @@ class Chat(Protocol):
 
 
 def read_chat(config: ModelConfig) -> Chat:
-    """Read the tokenizer and chat template of a role's model. Raises ModelError if it has no chat template."""
+    """Read the tokenizer and chat template of a role's model.
+
+    Raises ModelError if it has no chat template, and BackendError if its backend cannot converse.
+    """
     read = function_of(config.backend, "CHAT")
     if read is None:
         raise BackendError(

@@ -127,13 +127,13 @@ def _last(output: IO[bytes], most: int) -> bytes:
 
 
 def result_of(said: str) -> object:
-    """What the last line of a command's output says, as JSON. CommandFailed where it is none."""
+    """Read the last line of a command's output as JSON. Raises CommandFailed if it is not JSON."""
     lines = said.strip().splitlines()
     try:
         return cast("object", json.loads(lines[-1] if lines else ""))
     except (ValueError, RecursionError):
         last = lines[-1][:200] if lines else ""
         raise CommandFailed(
-            f"the command ended well, and its last line of output is no JSON: {last!r}. Let it print its reward there, "
+            f"the command succeeded, but its last line of output is not JSON: {last!r}. Let it print its reward there, "
             'such as 1.0 or {"reward": 1.0}, or judge it by agent.reward'
         ) from None

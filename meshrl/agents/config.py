@@ -33,7 +33,7 @@ class AgentConfig(Config):
     runtime: Runtime = "docker"
     """The program that runs containers."""
     timeout: float = Field(default=600.0, gt=0)
-    """Time limit of an episode."""
+    """Time limit of an episode in seconds."""
     retries: int = Field(default=0, ge=0)
     """Number of times that a failed episode is repeated before its error is reported."""
     concurrency: int = Field(default=256, gt=0)
@@ -73,7 +73,7 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
 
 
 def load_reward(config: AgentConfig) -> Callable[..., object] | None:
-    """The function that judges episodes; None where the program does. ConfigError where it is not found or none."""
+    """Load the function that judges episodes. None if the program judges them. ConfigError if it does not fit."""
     if not config.reward:
         return None
     return _function("agent.reward", config.reward, "the transcripts", "a row", "what the program returned")

@@ -33,13 +33,14 @@ _MARK: Final = "what the assistant wrote stands here"
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What a sampler drew in one turn: three arrays of equal length above 0."""
+    """What a sampler drew in one turn: at least one token."""
 
     tokens: Ints
+    """The ids, int32[tokens]."""
     logprobs: NDArray[np.float32]
-    """Log-prob of each token at the sampler's temperature."""
+    """Log-prob of each token at the sampler's temperature, float32[tokens]."""
     versions: Ints
-    """The policy version that sampled each token."""
+    """The policy version that sampled each token, int32[tokens]."""
     temperature: float
     """Sampling temperature. The policy divides its logits by it too."""
     truncated: bool = False
@@ -56,7 +57,7 @@ class Turn:
     before: "Turn | None"
     """The turn with which the prompt begins."""
     added: Ints
-    """The prompt's tokens after that turn."""
+    """The prompt's ids after that turn, int32[tokens]."""
     drawn: Drawn
     number: int
     """Index among the session's answers, from 0."""
@@ -73,7 +74,7 @@ class Turn:
         return found[::-1]
 
     def tokens(self) -> Ints:
-        """All ids of the prompt and the answer."""
+        """All ids of the prompt and the answer, int32[tokens]."""
         return np.concatenate([part for turn in self.path() for part in (turn.added, turn.drawn.tokens)])
 
 
@@ -86,7 +87,7 @@ class Prompt:
     before: Turn | None
     """The turn that it continues. None if the conversation begins or branches here."""
     added: Ints
-    """The tokens after that turn."""
+    """The ids after that turn, int32[tokens]."""
     asked: bytes | str = field(repr=False)
     """What the client sent: the key of the messages, or a text."""
     messages: Sequence[Message] = field(default=(), repr=False)
@@ -174,9 +175,13 @@ class Conversation:
         return self._going_on(turn, self._encoded(behind), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
-        """Record a turn and what the client received: a message, or the text after a prompt without messages."""
+        """Record a turn and what the client received: a message, or the text after a prompt without messages.
+
+        Raises DataError if nothing was drawn, if the temperature differs from that of the turn before, or if `said` is
+        of the other kind.
+        """
         if not len(drawn.tokens):
-            raise DataError("a turn of no tokens is none: the sampler found no room after the prompt")
+            raise DataError("a turn needs at least one token: the sampler found no room after the prompt")
         if prompt.before is not None and prompt.before.drawn.temperature != drawn.temperature:
             raise DataError(
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "

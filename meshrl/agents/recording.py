@@ -209,7 +209,7 @@ def recorded(batch: Batch) -> Batch:
     rows = cast("tuple[Mapping[str, Sequence[object]], ...]", batch.objects("row") if len(batch) else ())
     for number, row in enumerate(rows):
         if lacks := [name for name in (*_PER_TOKEN, *_PER_ROW) if name not in row]:
-            raise DataError(f"row {number} has no {lacks[0]!r}: these are no rows that `meshrl record` wrote")
+            raise DataError(f"row {number} has no {lacks[0]!r}: `meshrl record` did not write these rows")
     sources = {"sampler_logprobs": Source("sampler")}
     columns = {
         name: Ragged.of([np.array(row[name], kind) for row in rows], kind, source=sources.get(name))

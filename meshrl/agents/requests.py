@@ -119,7 +119,7 @@ class ChatRequest(_Completed, kw_only=True):
 
     @property
     def tells_logprobs(self) -> bool:
-        """Whether the log-prob of each token is told."""
+        """True if the answer has the log-prob of each token."""
         return bool(self.logprobs)
 
     def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
@@ -141,13 +141,13 @@ class CompletionRequest(_Completed, kw_only=True):
 
     @property
     def tells_logprobs(self) -> bool:
-        """Whether the log-prob of each token is told: 0 asks for those of no others."""
+        """True if the answer has the log-prob of each token. 0 asks for that of the sampled token alone."""
         return self.logprobs is not None
 
     def read(self) -> str:
         """Return the prompt. Raises DataError for unsupported features."""
         if self.echo:
-            raise DataError("echo: the prompt is not told again: leave it out")
+            raise DataError("echo: an answer does not repeat the prompt: leave it out")
         if self.logprobs:
             raise DataError("logprobs: only the sampled token's log-prob is available: set this to 0")
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt

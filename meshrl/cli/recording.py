@@ -90,7 +90,7 @@ def _served(source: str, overrides: list[str]) -> _Served:
 
 
 def _is_model(source: str) -> bool:
-    """True for a model: a folder with one, a .gguf file, or ORG/NAME on the hub if ORG is no algorithm."""
+    """True for a model: a folder with one, a .gguf file, or ORG/NAME on the hub if ORG is not an algorithm."""
     path = Path(source)
     if path.exists() or path.suffix in (".toml", ".gguf"):
         return path.suffix == ".gguf" or (path / "config.json").is_file()

@@ -18,8 +18,8 @@ class Counterpart(msgspec.Struct, frozen=True):
     """The counterpart of another project's key."""
 
     keys: tuple[str, ...] = ()
-    """Our keys, of which the first that an algorithm has counts. `*` is each backend with the option. None: no such
-    setting."""
+    """Our keys. The first that the algorithm has counts. `*` stands for each backend with the option. Empty if there is
+    no such setting."""
     say: str = ""
     """Additional advice."""
 

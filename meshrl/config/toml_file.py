@@ -16,7 +16,8 @@ DEEPEST: Final = 100
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
     """Read the tables of a TOML file, and apply `key.sub=value` overrides.
 
-    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and taken as text if it is not valid TOML.
+    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and taken as text if it is not valid TOML. Raises
+    ConfigError if the file is missing, not valid TOML or nested too deeply, or if an override does not fit it.
     """
     path = Path(path)
     try:
@@ -45,7 +46,7 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
 
 
 def put_over(table: Table, overrides: Sequence[str]) -> None:
-    """Apply `key.sub=value` overrides to a table, as `load_toml` does."""
+    """Apply `key.sub=value` overrides to a table, as `load_toml` does. Raises ConfigError if one does not fit."""
     for override in overrides:
         _put(table, override)
         if too_deep(table):

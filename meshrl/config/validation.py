@@ -25,8 +25,8 @@ def validate(
     """Validate a table as a `schema`, with absolute paths. Raises one ConfigError that lists every mistake.
 
     `overrides`: those already in the table. Their mistakes are attributed to the command line, and their paths start at
-    the current folder. Other paths start at `folder`. Nothing is converted: "3" is no integer, and 1 is no boolean. An
-    integer is accepted as a number.
+    the current folder. Other paths start at `folder`. Nothing is converted: "3" is not an integer, and 1 is not a
+    boolean. An integer is accepted as a number.
     """
     read = _judged(schema, table, source, overrides, folder)
     if isinstance(read, list):

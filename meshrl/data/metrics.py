@@ -46,6 +46,7 @@ class Metrics:
         return {name: self[name] for name in self._entries}
 
     def __getitem__(self, name: str) -> float:
+        """Return the mean of a name, NaN if its count is 0. Raises DataError for an unknown name."""
         if name not in self._entries:
             hint = did_you_mean(name, self._entries, "`{}`") or f"it has {', '.join(self._entries) or 'no names'}"
             raise DataError(f"metrics have no `{name}`: {hint}")
@@ -53,7 +54,7 @@ class Metrics:
         return total / count if count else math.nan
 
     def __or__(self, other: "Metrics") -> "Metrics":
-        """Merge metrics with different names. To average metrics with the same names, use `Metrics.mean`."""
+        """Merge metrics with different names. Raises DataError for a name in both: `Metrics.mean` averages these."""
         twice = sorted(self._entries.keys() & other.entries.keys())
         if twice:
             raise DataError(f"both metrics have `{'`, `'.join(twice)}`: rename one, or average them with Metrics.mean")

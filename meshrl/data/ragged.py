@@ -19,10 +19,12 @@ Dtype: TypeAlias = np.dtype[np.generic]
 A = TypeVar("A", bound=Array)
 
 _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+_COPIED = 4096
+"""Size in bytes of the largest array that is pickled as a copy, which takes less time than to wrap it."""
 
 
 def check_dtype(array: Array, what: str) -> None:
-    """Raise `DataError` unless an array holds numbers or booleans."""
+    """Raise `DataError` unless an array of any shape holds numbers or booleans."""
     if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
         raise DataError(
             f"{what} has dtype {array.dtype}, which meshrl does not support: give numbers or booleans as an "
@@ -35,8 +37,8 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
     An array that owns its memory, or comes from `mesh.empty`, is frozen in place: writing to it raises from then on.
     Views that were made before stay writable, and must not be used any more. A view of memory that may still be written
-    is copied. Any shape is allowed, with dtype bool, integer, float, complex, bfloat16 or float8. Raises a DataError
-    that names `what` for other dtypes.
+    is copied. The array may have any shape, with dtype bool, integer, float, complex, bfloat16 or float8. Raises a
+    DataError that names `what` for other dtypes.
     """
     check_dtype(array, what)
     if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -51,25 +53,38 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
 def sealed(array: A) -> A:
     """Make a fresh array of our own read-only, in place."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 
 def raw(array: Array) -> memoryview:
-    """Return the bytes of a C-contiguous array, not copied, even for dtypes without a buffer such as bfloat16."""
+    """Return the bytes of a C-contiguous array of any shape, not copied.
+
+    This works for dtypes without a buffer too, such as bfloat16.
+    """
     return array.reshape(-1).view(np.uint8).data
 
 
 def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Make the array from the result of `raw`: a read-only view of the buffer, which must not be written any more."""
+    """Make the array, of any shape, from the result of `raw`.
+
+    It is a read-only view of the buffer, which must not be written any more.
+    """
     values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
     return sealed(values)
 
 
-def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
-    """Return the arguments of `from_raw`, for `__reduce_ex__`. Out of band if the protocol supports it."""
-    buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
-    return buffer, dtype_name(array.dtype), array.shape
+def portable(array: Array, protocol: SupportsIndex) -> Buffer:
+    """Return the bytes of an array of any shape for pickle.
+
+    Many bytes are out of band if the protocol supports it.
+    """
+    return PickleBuffer(raw(array)) if array.nbytes > _COPIED and protocol.__index__() >= 5 else array.tobytes()
+
+
+def pickled(array: Array, protocol: SupportsIndex) -> tuple[Buffer, str, tuple[int, ...]]:
+    """Return the arguments of `from_raw` for an array of any shape, as `__reduce_ex__` needs them."""
+    return portable(array, protocol), dtype_name(array.dtype), array.shape
 
 
 @cache
@@ -120,17 +135,19 @@ class Ragged:
 
     @classmethod
     def make(cls, values: Array, offsets: Rows, source: Source | None = None) -> "Ragged":
-        """Make a column without checks, from arrays that are known to fit."""
+        """Make a column without checks from arrays that are known to fit, [tokens, ...] and int64[rows + 1]."""
         self = cls.__new__(cls)
         self._values = sealed(values)
-        self._offsets = offsets
-        offsets.flags.writeable = False
+        self._offsets = sealed(offsets)
         self._source = source
         return self
 
     @classmethod
     def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike, *, source: Source | None = None) -> "Ragged":
-        """Pack rows. Each is an array or a list of numbers, `[tokens, ...]`."""
+        """Pack rows. Each is an array or a list of numbers, `[tokens, ...]`.
+
+        Raises DataError for a row that is a single number, and for rows that differ past their first dim.
+        """
         arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
         for index, array in enumerate(arrays):
             if array.ndim == 0:
@@ -208,8 +225,7 @@ class Ragged:
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Ragged"], tuple[object, ...]]:
-        version = protocol.__index__()
-        return _unpickled, (pickled(self._values, version), pickled(self._offsets, version), self._source)
+        return _unpickled, (pickled(self._values, protocol), pickled(self._offsets, protocol), self._source)
 
     def __deepcopy__(self, memo: object) -> "Ragged":
         return self

@@ -203,7 +203,7 @@ class RemoteColumn:
         return isinstance(values, np.ndarray) and is_in_place(values)
 
     def _with_source(self, column: Column) -> Column:
-        """Give a piece the source of this column: it knows only that of its own rows, before they were joined."""
+        """Give a piece the source of this column: it knows only that of its rows before they were joined."""
         if not isinstance(column, Ragged) or column.source == self.source:
             return column
         return Ragged.make(column.values, column.offsets, self.source)

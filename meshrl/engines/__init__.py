@@ -23,10 +23,11 @@ def make_engine(
 ) -> Engine:
     """Make an engine by its name in `run.engine`.
 
-    `modules`: the modules that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
-    `patience`: as in `[run]`. The former covers all processes of the engine, including this one. `packages`: the
-    packages of the roles' backends. Each node of Ray must have the versions that are here. `code`: folders that ranks
-    import from, which are copied to other nodes. Raises ConfigError if the engine's own package is not installed.
+    `inline_bytes`: size of the largest column that travels with a call. `modules`: the modules that ranks need, which
+    the engine `processes` imports once for all. `shared_memory_mib`: most MiB for all processes of the engine,
+    including this one. `patience`: seconds to wait for an unreachable node. `packages`: the packages of the roles'
+    backends. Each node of Ray must have the versions that are here. `code`: folders that ranks import from, which are
+    copied to other nodes. Raises ConfigError if the engine's own package is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
     if name == "local":

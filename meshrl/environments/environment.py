@@ -126,7 +126,7 @@ class FunctionEnvironment(Environment):
         return batch.assign(prompt=[text for text, _ in begun], reward_error=[error for _, error in begun])
 
     async def step(self, batch: Batch) -> Batch:
-        """Call each row's instance, and drop it if the episode is done."""
+        """Call each row's instance, and drop it if the episode is done. DataError if the row has no instance here."""
         texts = batch.objects("completion")
 
         async def one(index: int) -> tuple[Step, str | None]:

@@ -118,7 +118,7 @@ def explained(text: str, kind: Kind, before: str = "", offline: str = "") -> Gen
             f"{where} gives it to those who accepted its terms: accept them at {page}, then {_LOGIN}"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise refused(f"{where} has no such revision of it: give a branch, a tag or a commit that is there") from error
+        raise refused(f"{where} has no such revision of it: give an existing branch, tag or commit") from error
     except errors.RepositoryNotFoundError as error:
         raise refused(f"{where} has none of this name that you may see: correct the name, or {_LOGIN}") from error
     except errors.HfHubHTTPError as error:

@@ -73,7 +73,7 @@ class Loss(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token from the model's predictions and the columns, one entry for each token."""
+        """Compute the loss of each token from the model's predictions and the columns, all of shape [tokens]."""
         ...
 
 

@@ -58,7 +58,7 @@ class ClippedLoss(WithKl):
         return (*anchor, "sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token. All inputs have one entry for each token."""
+        """Compute the loss of each token. All inputs have shape [tokens]."""
         sampler, advantages = columns["sampler_logprobs"], columns["advantages"]
         old = columns["logprobs"] if self.anchor == "trainer" else sampler
         high = self.clip if self.clip_high is None else self.clip_high

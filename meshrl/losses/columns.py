@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def spread(batch: Batch, name: str, tokens: NDArray[np.int64]) -> NDArray[np.generic]:
     """Return a column at these positions of the token column. A row column gives each token its row's value.
 
-    Floating columns become float32. The reserved name `rows` gives each token the number of its row among those of
-    these positions, int64. Raises DataError if a token column has rows of other lengths than `tokens`.
+    `tokens` is int64[tokens], and the result has its length. Floating columns become float32. The reserved name `rows`
+    gives each token the number of its row among those of these positions, int64. Raises DataError if a token column has
+    rows of other lengths than the batch's tokens.
     """
     offsets = batch.tokens.offsets
     if name != "rows" and isinstance(column := batch[name], Ragged):

@@ -34,7 +34,7 @@ class ReverseKl(Normalised):
         return ("sampler_logprobs", "reference_logprobs")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token. All inputs have one entry for each token."""
+        """Compute the loss of each token. All inputs have shape [tokens]."""
         sampler, teacher = columns["sampler_logprobs"], columns["reference_logprobs"]
         now = logprobs.detach()
         ratio = (now - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -55,7 +55,7 @@ def check_sources(batch: Sourced, loss: Loss, version: int | None = None) -> Non
         if name not in batch:
             raise DataError(f"{reads}, which the batch does not have: {remedy}")
         if not is_ragged(batch.stored[name]):
-            raise DataError(f"{reads} of each token, but the batch's is no token column (a Ragged): {remedy}")
+            raise DataError(f"{reads} of each token, but the batch's is not a token column (a Ragged): {remedy}")
         source = batch.source(name)
         if source is None:
             continue

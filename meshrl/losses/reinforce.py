@@ -45,7 +45,7 @@ class ReinforceLoss(WithKl):
         return ("sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token. All inputs have one entry for each token."""
+        """Compute the loss of each token. All inputs have shape [tokens]."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
         values = -(columns["advantages"] * logprobs)  # unsigned integers cannot be negated
         metrics = {"kl": kl_k3(sampler, now)}
@@ -80,7 +80,7 @@ class CispoLoss(WithKl):
         return ("sampler_logprobs", "advantages", *self.reference_columns)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token. All inputs have one entry for each token."""
+        """Compute the loss of each token. All inputs have shape [tokens]."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
         ratio = importance_weights(now, sampler)
         weights = ratio.clamp(None if self.clip is None else 1 - self.clip, 1 + self.clip_high)

@@ -46,7 +46,7 @@ class SequenceLoss(WithKl):
         return (anchor, "advantages", *self.reference_columns, "rows")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """Compute the loss of each token. All inputs have one entry for each token."""
+        """Compute the loss of each token. All inputs have shape [tokens]."""
         old, advantages = columns["logprobs" if self.anchor == "trainer" else "sampler_logprobs"], columns["advantages"]
         ratio = sequence_ratios(logprobs, old, columns["rows"])
         low, high = 1 - self.clip, 1 + (self.clip if self.clip_high is None else self.clip_high)

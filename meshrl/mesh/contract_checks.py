@@ -24,14 +24,14 @@ def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> Non
 
 
 def kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
-    """Mistakes of the method itself: it is not async, or is annotated as a generator and is none."""
+    """Mistakes of the method itself: it is not async, or is annotated as a generator but is not one."""
     function = inspect.getattr_static(cls, name)
     if not inspect.isfunction(function):
         return [f"is an endpoint of a base class, overridden by {type_name(type(function))}: write a method"]
     generator, coroutine = inspect.isasyncgenfunction(function), inspect.iscoroutinefunction(function)
     abstract = getattr(function, "__isabstractmethod__", False)
     if stream and not generator and not abstract:
-        return ["says it returns an AsyncIterator but is no async generator: write `async def` with `yield`"]
+        return ["says it returns an AsyncIterator but is not an async generator: write `async def` with `yield`"]
     if not stream and generator:
         return ["yields: write `-> AsyncIterator[Gather[...]]`"]
     if not stream and not coroutine:

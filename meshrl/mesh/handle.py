@@ -227,7 +227,7 @@ def each(
 ) -> Callable[P, Coroutine[object, Never, list[R]]]:
     """Call an endpoint without joining its results: returns a list with one result for each rank.
 
-    `results = await each(policy.update)(batch)`
+    `results = await each(policy.update)(batch)`. Raises ContractError for an endpoint that is a stream.
     """
     called = cast("object", endpoint)
     if isinstance(called, BoundEndpoint):
@@ -242,7 +242,7 @@ def each(
 
 
 def at(actor: A, **axes: int) -> A:
-    """Return the ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
+    """Return the ranks at these coordinates, as an actor: `at(policy, dp=0)`. ContractError if there are none."""
     deployment = deployment_of(actor, "at")
     for axis, index in axes.items():
         size = deployment.shape.get(axis)

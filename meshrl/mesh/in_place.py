@@ -18,14 +18,16 @@ _FROM: Final = 1 << 16
 class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
     """The base of such an array. It keeps the memory from being written again.
 
-    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
     """
 
     writing: Writing
 
 
 def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Array:
-    """Make an array to fill, like `np.empty`. It is in shared memory if ranks are processes and there is room.
+    """Make an array of any shape to fill, like `np.empty`.
+
+    It is in shared memory if ranks are processes and there is room.
 
         tokens = mesh.empty(count, np.int32)
         ...                                                # fill it
@@ -51,5 +53,5 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> A
 
 
 def is_in_place(array: Array) -> bool:
-    """True if the array is all of an array of `empty`."""
+    """True if the array, of any shape, is all of an array of `empty`."""
     return isinstance(array.base, _Place)

@@ -228,7 +228,7 @@ class _Lease:
 class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     """The base of arrays that look into a segment. It keeps their lease.
 
-    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
     """
 
     lease: _Lease
@@ -248,7 +248,7 @@ class Segment:
 
     @property
     def memory(self) -> Bytes:
-        """The bytes."""
+        """The bytes, uint8[nbytes]."""
         view = _View((self.nbytes,), np.uint8, self._lease.mapped.memory)
         view.lease = self._lease
         return np.asarray(view)

@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of_run(cls, mib: int | None) -> Self:
-        """Return the share of a new run."""
+        """Return the share of a new run, of at most `mib` MiB."""
         return cls(secrets.token_hex(4), mib)
 
     def new_path(self, folder: Path) -> Path:

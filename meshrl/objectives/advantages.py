@@ -61,7 +61,7 @@ def group_advantages(
 
 
 def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
-    """Compute the advantage of each turn: the sum of its own and all later rewards, standardised within the group.
+    """Compute the advantage of each turn: the sum of its reward and all later ones, standardised within the group.
 
     `rewards` is ragged float, with one value for each turn of a row. `groups` is int[rows]. Returns ragged float32, one
     value for each turn. The rewards of all turns of a group are standardised together, as in `group_advantages`. Raises
@@ -152,7 +152,7 @@ def rewards_to_go(
     logprobs: Ragged | None = None,
     reference: Ragged | None = None,
 ) -> Ragged:
-    """Compute for each learned token the sum of its own and later rewards in the row, ragged float32, 0 elsewhere.
+    """Compute for each learned token the sum of its reward and later ones in the row, ragged float32, 0 elsewhere.
 
     `rewards`, float[rows], are given to the last learned token of each row. With `kl` above 0, each token's reward is
     lowered by `kl (logprobs - reference)`. Raises DataError as `gae` does.
@@ -180,7 +180,7 @@ def gae(
     lowered by `b (logprobs - reference)`, the k1 estimate of the KL.
 
     The formulas use gamma and lambda of `config`, and run over the learned tokens of a row only. The state after a
-    token is that of the next learned token, so the text of a tool between them is no step:
+    token is that of the next learned token, so the text of a tool between them is not a step:
 
         delta_t = r_t + gamma V_{t+1} - V_t        advantage_t = sum_l (gamma lambda)^l delta_{t+l}
         return_t = advantage_t + V_t

@@ -36,7 +36,7 @@ def penalised_rewards(batch: Batch, kl: float) -> NDArray[np.float32]:
         )
     row, distances = _distances(batch)
     if len(bad := row[~np.isfinite(distances)]):
-        raise DataError(f"row {bad[0]} has log-probs that are not finite: its KL to the reference is no number")
+        raise DataError(f"row {bad[0]} has log-probs that are not finite: its KL to the reference is not a number")
     sums = np.bincount(row, distances, minlength=len(batch))
     return (batch.rewards.astype(np.float64) - kl * sums).astype(np.float32)
 

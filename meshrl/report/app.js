@@ -99,7 +99,7 @@ function timelineSection() {
     ...some,
   );
   onPaint(() => some.forEach((each) => (each.hidden = spare() <= 0)));
-  // Of a run that goes on (live.js) what comes is shown, until somebody looks elsewhere.
+  // While a run is active (live.js), show the newest steps until somebody looks elsewhere.
   if ("now" in data) show("last steps");
   else if (data.steps.length > 3 * VIEW) show("middle");
   for (const act of ["pointerdown", "wheel", "keydown"]) canvas.addEventListener(act, () => (shown = null));
@@ -116,7 +116,7 @@ function timelineSection() {
         "div",
         { class: "row" },
         make("p", { class: "hint mouse" }, "Wheel zooms at the pointer, dragging pans, double click shows all."),
-        make("p", { class: "hint touch" }, "Two fingers zoom, one pans, a tap tells, two taps show all."),
+        make("p", { class: "hint touch" }, "Two fingers zoom, one pans, a tap shows details, two taps show all."),
         views,
       ),
     ),

@@ -6,7 +6,7 @@ function roundStep(rough) {
   return [1, 2, 5].map((each) => each * power).find((each) => each >= rough * (1 - 1e-9)) ?? 10 * power;
 }
 
-/** The same of seconds: 1, 2 or 5 times a power of ten of them, and of minutes and hours, where they are so many. */
+/** The same for seconds: 1, 2 or 5 times a power of ten, or of minutes and hours if the step is that long. */
 function timeStep(rough) {
   if (rough <= 10) return roundStep(rough);
   if (rough > 1800) return 3600 * roundStep(rough / 3600);
@@ -54,7 +54,7 @@ function durationText(high) {
   return (value) => (value === 0 ? "0" : `${Number((value / unit).toPrecision(4))} ${name}`);
 }
 
-/** A moment of the run; moments `fine` seconds apart are told apart. */
+/** A moment of the run, with enough digits to tell moments `fine` seconds apart. */
 function timeText(at, fine) {
   const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(Math.max(fine, 1e-9)) - 1e-9)));
   const whole = Number(at.toFixed(digits));

@@ -1,7 +1,7 @@
 // The page of a comparison from top to bottom. A group is runs that differ only in their seed; its colour is --group-N.
 
 const GROUP_COLOURS = 6;
-/** A line of a group is told by its dashes as well. */
+/** Dashes tell the lines of groups apart too. */
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 
 function groupColour(group) {
@@ -58,7 +58,7 @@ function settingsSection() {
   return section(
     "What is different",
     rows.length
-      ? "The settings that are not the same everywhere; – where one is not set. All others are alike."
+      ? "The settings that differ between groups. – means not set. All others are equal."
       : "Nothing but the seed.",
     rows.length ? tableCard(["setting", ...names], rows) : null,
   );
@@ -76,7 +76,7 @@ function runsSection() {
   ]);
   return section(
     "Runs",
-    "A fork tells which run it comes from, and after which step it went on otherwise.",
+    "A fork names the run that it comes from, and the step after which it differs.",
     tableCard(["group", "run", "seed", "status", "steps", "a step", "forked from"], rows),
   );
 }
@@ -189,7 +189,7 @@ function splitSection() {
   );
   return section(
     "Where a step's time goes",
-    "Mean seconds of a step, by what ran in it: of a run that went on from a checkpoint, those since then.",
+    "Mean seconds of a step, by what ran in it. For a resumed run, steps since it resumed.",
     make(
       "div",
       { class: "card" },

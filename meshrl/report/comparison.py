@@ -106,7 +106,7 @@ class Comparison:
     measures: list[Measure]
     differences: list[Difference]
     sentences: list[str]
-    """The differences in words."""
+    """The differences as text."""
     charts: list[Chart]
     front: int
     """Number of charts at the top."""

@@ -1,6 +1,6 @@
 """Why a run does not learn: warning signs in its numbers, each with evidence and advice.
 
-A sign must not appear in healthy runs: a number that is low because the task is solved is no sign.
+A sign must not appear in healthy runs: a number that is low because the task is solved is not a sign.
 """
 
 from collections.abc import Callable, Sequence

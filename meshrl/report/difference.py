@@ -57,7 +57,7 @@ class Difference:
 
     @property
     def sentence(self) -> str:
-        """The result in words."""
+        """The result as text."""
         first, second = self.values
         if self.value == self.low == self.high == 0:
             return f"{self.measure}: the same in {self.other} and in {self.base}, {first:.3g}"

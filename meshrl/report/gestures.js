@@ -1,5 +1,5 @@
 // How a mouse, fingers and keys move the timeline. All pointers go one way: those that are held keep the moments under
-// them, two of them also say how much is in view, and one that is held still, or not held, tells what lies under it.
+// them, two of them also set how much is in view, and one that is held still, or not held, names what lies under it.
 
 /** How many pixels a finger that taps may move. */
 const STILL = 7;

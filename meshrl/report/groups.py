@@ -79,14 +79,14 @@ def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
 
 
 def differing(groups: Sequence[Group]) -> Mapping[str, Sequence[str | None]]:
-    """Settings that differ between groups: one value per group by key, None where it is not set."""
+    """Settings that differ between groups: one value per group by key, None if it is not set."""
     keys = dict.fromkeys(key for group in groups for key in group.settings)
     every = {key: [group.settings.get(key) for group in groups] for key in sorted(keys, key=lambda key: key != FORKED)}
     return {key: values for key, values in every.items() if len(set(values)) > 1}
 
 
 def told_lineage(lineage: Line) -> str:
-    """Origin and changes of a fork in words. Empty if the run is none."""
+    """Origin and changes of a fork as text. Empty if the run is not a fork."""
     if not lineage:
         return ""
     changed = cast("Sequence[object]", lineage.get("changed") or ())

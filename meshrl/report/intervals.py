@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 Intervals: TypeAlias = npt.NDArray[np.float64]
+"""Beginnings and ends in seconds, `float64[intervals, 2]`."""
 
 
 def union(pairs: Iterable[tuple[float, float]] | Intervals) -> Intervals:
-    """The moments in any of the pairs (began, ended), which may overlap and be in any order."""
+    """The moments in any of the pairs (began, ended), in seconds, which may overlap and be in any order."""
     given = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.float64).reshape(-1, 2)
     given = given[given[:, 1] > given[:, 0]]
     if not len(given):

@@ -16,7 +16,7 @@ FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summa
 _WRITTEN = FILES[1:]
 """Files that only a run writes. A project's folder may contain a configuration too."""
 
-_WITHOUT = {"events.jsonl": ", so nothing tells when the ranks ran what"}
+_WITHOUT = {"events.jsonl": ", so it is unknown when the ranks ran which calls"}
 """What the page lacks without a file."""
 
 Line = dict[str, object]

@@ -89,7 +89,7 @@ def listed(values: Mapping[str, str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a short time with its unit."""
+    """Write a number of seconds with its unit, as in `12.5 ms` or `3.20 s`."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

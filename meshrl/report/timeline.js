@@ -1,4 +1,4 @@
-// The timeline by rank: a canvas that shows some seconds of the run, and tells what lies at a place of it.
+// The timeline by rank: a canvas that shows some seconds of the run, and names what lies at a place.
 
 const TOP = 26;
 const BOTTOM = 30;
@@ -77,7 +77,7 @@ class Timeline {
     this.later();
   }
 
-  /** Look at `length` seconds, of which `at` stands at the place `x`. */
+  /** Show `length` seconds, with the moment `at` at the place `x`. */
   hold(at, x, length) {
     const from = at - ((x - this.left) / (this.width - this.left)) * length;
     this.look(from, from + length);

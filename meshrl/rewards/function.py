@@ -80,7 +80,8 @@ class RewardConfig(RoleConfig):
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function that run at once."""
     row_timeout: float | None = Field(default=None, gt=0)
-    """Time limit of a call. Beyond it the row gets an error. A function that is not async continues in its thread."""
+    """Time limit of a call in seconds. Beyond it the row gets an error. A function that is not async continues in its
+    thread."""
     unsafe: bool = False
     """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
 

@@ -12,7 +12,7 @@ _CLOSE: Final = "</think>"
 _BOXED: Final = "\\boxed{"
 _MARK: Final = "####"
 _LONGEST: Final = 100
-"""Most characters of a number. Longer ones are no answers."""
+"""Most characters of a number. Longer ones are not answers."""
 _NUMBER: Final = re.compile(
     r"(?P<sign>(?<![\w.)\]}])[-\N{MINUS SIGN}][$€£]?)?"
     r"(?:\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"

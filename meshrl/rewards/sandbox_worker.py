@@ -135,7 +135,7 @@ def run(job: Job, here: Path) -> NoReturn:
         outcome = "passed"
     except MemoryError:
         outcome = "memory"
-    except BaseException:  # noqa: BLE001 -- the code may raise anything, and SystemExit before its tests is no success
+    except BaseException:  # noqa: BLE001 -- the code may raise anything, and SystemExit before its tests is not a success
         traceback.print_exc()
     try:
         os.write(job["result"], f"{job['secret']} {outcome}".encode())

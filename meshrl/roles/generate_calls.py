@@ -84,7 +84,7 @@ class GenerateCalls:
     async def begin(self, beside: bool = False) -> AsyncGenerator[GenerateCall]:
         """Run a call inside the block. The weights in the block are those that it begins with.
 
-        `beside`: of `Sampling.beside`. Other calls are numbered, replayed and aborted as if this call did not exist.
+        `beside`: as in `Sampling.beside`. Other calls are numbered, replayed and aborted as if this one did not exist.
         """
         if beside:
             self._beside += 1

@@ -42,10 +42,11 @@ class Term:
 
     name: str
     nbytes: int
+    """Its size in bytes."""
     during: str
     """The call that needs it, such as `update`. "" if it is always held."""
     formula: str
-    """How it is computed, in words."""
+    """How it is computed, as text."""
     host: bool = False
     """True if it is in the host's memory instead of the GPU's."""
 

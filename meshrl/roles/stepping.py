@@ -60,7 +60,7 @@ class Completion:
 
 
 def completed(rows: Batch, drawn: Iterable[Completion], version: int, sampling: Sampling) -> Batch:
-    """Add the columns of `Sampler.generate` to rows, each of which was drawn with the weights of one version."""
+    """Add the columns of `Sampler.generate` to rows that were drawn with the weights of one version."""
     drawn = list(drawn)
     given = [len(row.prompt) for row in drawn]
     taken = list(zip(drawn, given, strict=True))

@@ -225,9 +225,9 @@ DIFFERENCE: Final = "sampler_difference"
 """The gauge of the distance between a sampler's log-probs and its policy's, after it took new weights."""
 PAUSE: Final = "sampler_pause_s"
 """The gauge of the seconds in which a sampler sampled nothing while it took new weights."""
-_REMEDY: Final = "Follow it with the configuration of that run, which its config.toml tells"
+_REMEDY: Final = "Follow it with the configuration of that run, which is in its config.toml"
 _WORDS: Final = {"size": "prompts in a batch", "published_every": "evaluation.every"}
-"""Names for users, where they differ from the names in a schedule."""
+"""Names for users, if they differ from the names in a schedule."""
 _PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)

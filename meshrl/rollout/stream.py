@@ -74,7 +74,8 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
 
     Sampling begins when the first batch is requested. With `ahead=0` a batch equals, bit for bit, the result of
     `rollout` for the same prompts. No row is more than `ahead` publications behind the policy. The column
-    `staleness`, int32, has the number for each row.
+    `staleness`, int32, has the number for each row. Raises DataError for a negative `ahead`, and for an unknown `late`
+    or `swap`.
 
     - `prompts`: batches of one size, with `groups`, a different number for each prompt of the run. In a resumed run,
       pass all prompts again: used ones are skipped, and those that were in progress are sampled again.
@@ -154,7 +155,10 @@ class Rollouts:
         return self
 
     async def __anext__(self) -> Batch:
-        """Return the next batch. The stream ends with the prompts, and the last batch may be smaller."""
+        """Return the next batch. The stream ends with the prompts, and the last batch may be smaller.
+
+        Raises DataError outside the stream's `async with`.
+        """
         if self not in Rollouts.live:
             raise DataError("a stream of rollouts can only be used inside its `async with`")
         if not self._begun:

@@ -6,7 +6,7 @@ from typing import Final
 from meshrl.errors import DataError, described, shortened
 
 FATAL: Final = 5
-"""Successive deaths, each of a replica that sampled the same row, that are no accident."""
+"""Successive deaths, each of a replica that sampled the same row, that are not an accident."""
 _NAMED: Final = 3
 """Number of groups that an error names."""
 

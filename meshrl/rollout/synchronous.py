@@ -21,7 +21,10 @@ _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versi
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
-    """Generate all rollouts of the prompts, in order. The `sampling.n` completions of a prompt are adjacent."""
+    """Generate all rollouts of the prompts, in order. The `sampling.n` completions of a prompt are adjacent.
+
+    Raises DataError if the sampler returned another number of rows, or if a stream on the same sampler aborted some.
+    """
     tagged = prompts.part(np.arange(len(prompts)))
 
     async def draw() -> list[Batch]:
@@ -32,8 +35,8 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     done = Batch.join(await drawn)
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
         raise DataError(
-            'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
-            "open, or from a sampler of their own"
+            'a stream with swap="abort" on the same sampler aborted rollouts: draw these when no stream is open, or '
+            "from another sampler"
         )
     if len(done) != len(prompts) * sampling.n:
         raise DataError(

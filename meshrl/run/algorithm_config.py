@@ -152,7 +152,7 @@ class AlgorithmConfig(Config):
 
 
 class RolloutConfig(AlgorithmConfig):
-    """The base configuration of algorithms whose policy learns from the rewards of its own completions.
+    """The base configuration of algorithms whose policy learns from the rewards of its completions.
 
     An algorithm adds `sampling` and `loss`, and may change the default of a key.
     """

@@ -12,7 +12,7 @@ import msgspec
 from meshrl.tasks import APART, Happening, Ranges, StepAccount, as_ranges, in_ranges
 
 _WHY: Final = {"stale": "too old"}
-"""Reasons in words for users."""
+"""Reasons as users read them."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Verdict:
 
     promise: str
     told: str
-    """Its numbers in words."""
+    """Its numbers as text."""
     breaches: Sequence[str]
     """Violations, one sentence each, with the step and the group."""
 

@@ -100,7 +100,7 @@ def _json(file: Path) -> Mapping[str, object]:
 
 
 def check_model(model: str) -> None:
-    """Raise ModelError if the path is no model's folder or .gguf file, and the hub has no model of that name."""
+    """Raise ModelError for a path that is neither a model folder nor a .gguf file, and an unknown name on the hub."""
     path = Path(model)
     if not path.exists() and Repository.of(model):
         pinned(model)

@@ -43,7 +43,7 @@ def _files_named(value: object) -> Iterator[Path]:
             yield from _files_named(each)
     elif isinstance(value, str) and (named := _CODE.fullmatch(value)):
         file = named["file"] or _file_of(named["module"])
-        with suppress(OSError):  # a text that is no path may exceed the length limit of paths
+        with suppress(OSError):  # a text that is not a path may exceed the length limit of paths
             if file and Path(file).is_file():
                 yield Path(file)
 

@@ -74,7 +74,7 @@ class RankMemory:
     axes: dict[str, int]
     has_gpu: bool
     gib: float | None
-    """Memory of the rank. None if not set."""
+    """Memory of the rank in GiB. None if not set."""
     roles: list[Held]
     beside: list[Term]
     """Memory outside the roles."""
@@ -144,7 +144,7 @@ class MemoryPlan:
 
     meshes: list[RankMemory]
     assumed: list[str]
-    """Assumptions where the configuration says nothing."""
+    """Assumptions about what the configuration leaves open."""
     savings: list[Saving] = field(default_factory=list)
 
 

@@ -25,7 +25,7 @@ _TABLE: Final = f"""\
 source = "{_TASK}"
 prompt = "PROMPT"
 answer = "{{answer}}"
-held_out = "all"  # keep a tenth of the prompts for judging, none of which is trained on; 64 would keep 64 of them
+held_out = "all"  # keep a tenth of the prompts for judging, and never train on them; 64 would keep 64 of them
 """
 
 _FUNCTION: Final = '''\
@@ -43,7 +43,7 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
 
     These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` if the
     algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
-    folder. Nothing is overwritten.
+    folder. Raises ConfigError if one of these files exists already. Nothing is overwritten.
     """
     script = find_script(algorithm)
     shipped = shipped_configs()[f"{algorithm}/quickstart"]

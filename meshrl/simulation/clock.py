@@ -215,7 +215,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _stall(self, what: str) -> Never:
         threads = [thread.name for thread in threading.enumerate() if thread not in self._around]
-        aside = f"\n  threads run beside the loop ({', '.join(threads)}); {_ALONE}" if threads else ""
+        aside = f"\n  other threads run besides the loop's ({', '.join(threads)}); {_ALONE}" if threads else ""
         raise Deadlock(f"at {self._now:g} s of virtual time {what}:\n{describe(self)}{aside}")
 
     def create_task(self, coro: Coroutine[object, object, T], **options: object) -> asyncio.Task[T]:  # type: ignore[override]

@@ -102,7 +102,7 @@ class Record:
             raise DataError(f"{folder}: nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
         source = folder / "config.toml"
         if not source.is_file():
-            raise DataError(f"{folder}: there is no config.toml, which tells how many completions a prompt had")
+            raise DataError(f"{folder}: there is no config.toml, which has the number of completions of a prompt")
         table: Table = tomllib.loads(source.read_text("utf-8"))
         first = number(table, "ahead", 0) + WARM_UP
         windows = step_windows(events, first)

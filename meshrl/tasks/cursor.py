@@ -52,7 +52,7 @@ class CursorState(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.closed} of {len(self.deals)} deals are over")
         bounds = [bound for pair in self.used for bound in pair]
         if any(first >= after for first, after in self.used) or bounds != sorted(bounds) or (bounds and bounds[0] < 0):
-            raise ValueError(f"the prompts that were used are no ascending ranges: {list(self.used)[:4]}")
+            raise ValueError(f"the prompts that were used are not ascending ranges: {list(self.used)[:4]}")
 
 
 class Stream(Protocol):
@@ -124,7 +124,7 @@ class DataCursor:
             self._pulling = False
 
     def use(self, numbers: Numbers) -> None:
-        """Note dealt prompts. If the script itself took them in its loop, they are used."""
+        """Note dealt prompts, int64[prompts]. If the script itself took them in its loop, they are used."""
         if self._pulling:
             return
         if self.begun:
@@ -132,16 +132,17 @@ class DataCursor:
         self._note("train" if self.begun else "hold", numbers.tolist())
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Note the prompts that a stream has, which reports their use. Returns those not used before the checkpoint.
+        """Note the prompts that a stream has, int64[prompts]. The stream reports their use.
 
-        DataError for a number that a stream of the run has had already.
+        Returns bool[prompts], True for those not used before the checkpoint. Raises DataError for a number that a
+        stream of the run has had already.
         """
         again = self._streamed.has(numbers)
         if self._is_kept and again.any():
             raise DataError(
                 f"prompt {numbers[again][0]} (`groups`) came to a stream of rollouts a second time: with "
-                "run.checkpoint_every or run.resume each prompt of a run needs a number of its own, so that a "
-                "checkpoint can tell what was used"
+                "run.checkpoint_every or run.resume each prompt of a run needs a different number, so that a "
+                "checkpoint knows which were used"
             )
         self._streamed.add(numbers)
         self._used.add(numbers)

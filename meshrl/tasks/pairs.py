@@ -59,8 +59,8 @@ def labelled(batch: Batch, label: str) -> Batch:
     for number, value in enumerate(labels):
         if not isinstance(value, bool):
             raise DataError(
-                f"row {number} has {label} = {value!r}: a label is true where the completion is good and false where "
-                "it is bad; name its key with `label`"
+                f"row {number} has {label} = {value!r}: a label is true if the completion is good and false if it is "
+                "bad; name its key with `label`"
             )
     return batch.assign(completion=batch.objects("answer"), desirable=np.array(labels, np.bool_))
 

@@ -29,7 +29,10 @@ _MOST: Final = 10_000_000
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
-    """Yield each row of a task's source with its place. Stops after `rows` rows if the source can read fewer."""
+    """Yield each row of a task's source with its place. Stops after `rows` rows if the source can read fewer.
+
+    Raises DataError for an unknown source, a file that is missing or has options, and a row that cannot be read.
+    """
     if config.source == NAME:
         options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
         return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)
@@ -61,7 +64,7 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
 
 
 def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
-    """Yield rows in memory with their places. DataError if there are none, or one is no mapping."""
+    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping."""
 
     def numbered() -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(rows):

@@ -91,7 +91,7 @@ class Task:
         """Yield batches of `rows` training prompts forever. Each epoch has a new order, which `seed` decides.
 
         Adds `groups`, int64: a number for each drawn prompt, which is never used twice in a run. A resumed run skips
-        the prompts that were used before its checkpoint.
+        the prompts that were used before its checkpoint. Raises DataError for fewer than one row.
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
@@ -172,7 +172,11 @@ def _is_message(value: object) -> bool:
 
 
 def fill(template: str, row: Mapping[str, object], where: str, remedy: str = "") -> str:
-    """Fill a template with the row's values. `remedy`: what to do if the row lacks a key."""
+    """Fill a template with the row's values.
+
+    Raises DataError, which names `where`, if the template does not fit the row or the row lacks a key. `remedy`: what
+    to do about the latter.
+    """
     try:
         if (pieces := _pieces(template)) is None:
             return _FORMATTER.vformat(template, (), row)

@@ -53,7 +53,7 @@ class _Clients(Protocol):
 def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str, object]]:
     """Yield the environment's training rows: texts `question` and `system`, `answer`, and `verifiers`, its row.
 
-    ConfigError if the library or the environment is missing. DataError if a row is no text.
+    ConfigError if the library or the environment is missing. DataError if a row is not text.
     """
     environment = _load(env_id, options)
     for number, given in enumerate(environment.get_dataset(n=count or -1)):

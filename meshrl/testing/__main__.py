@@ -9,9 +9,9 @@ def main() -> None:
     """Run a scenario under one seed, which shows an exception unchanged, or under many seeds."""
     parser = argparse.ArgumentParser(prog="python -m meshrl.testing", description="Run a scenario in virtual time.")
     parser.add_argument("scenario", help="FILE.py:NAME or MODULE:NAME of an `async def scenario(seed)`")
-    parser.add_argument("--seed", type=int, help="replay this one")
-    parser.add_argument("--seeds", type=int, default=10_000, help="explore so many (10000)")
-    parser.add_argument("--workers", type=int, default=1, help="in so many processes (1)")
+    parser.add_argument("--seed", type=int, help="replay this seed")
+    parser.add_argument("--seeds", type=int, default=10_000, help="number of seeds to explore (10000)")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes (1)")
     parser.add_argument("--time-limit", type=float, help="virtual seconds")
     told = parser.parse_args()
     scenario = load_scenario(told.scenario)

@@ -89,7 +89,7 @@ class _Progress:
         self._began = self._told = time.perf_counter()
 
     def held(self, seeds: int) -> None:
-        """Under so many seeds more the scenario holds."""
+        """Count more seeds under which the scenario holds."""
         self._held += seeds
         now = time.perf_counter()
         if now - self._told >= _TELL_SECONDS:

@@ -128,7 +128,7 @@ class FakeReference(Reference):
         return batch.assign(reference_logprobs=_zeros(batch, Source("reference")))
 
     async def load(self, weights: Weights) -> None:
-        """Load the skill."""
+        """Load the skill. Raises ModelError for weights of another model."""
         if set(weights.tensors) != {_SKILL}:
             has = ", ".join(weights.tensors) or "nothing"
             raise ModelError(
@@ -243,7 +243,7 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
 
 
 def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
-    """Rows with these completions, after their previous tokens and observations, none of which is learned."""
+    """Rows with these completions, after their previous tokens and observations, which are not learned."""
     goes_on = "observation" in rows and "tokens" in rows
     given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
     done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)
@@ -280,7 +280,7 @@ def _seen(rows: Batch) -> list[str]:
 
 
 def _kept(versions: Ragged, had: Ragged) -> Ragged:
-    """Versions of the rows' tokens, the first of which are known."""
+    """Versions of the rows' tokens. `had`: those of the first tokens of each row."""
     return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, had, strict=True)], np.int32)
 
 

@@ -40,7 +40,7 @@ def reply(text: str) -> str:
     """The answer of a good model to a conversation of `ScriptedChat`.
 
     It calls the first available tool, with the last message as each argument, and repeats the result. Without a tool it
-    repeats the last message. It repeats a text that is no conversation, and answers nothing to an empty one.
+    repeats the last message. It repeats a text that is not a conversation, and answers nothing to an empty one.
     """
     *lines, last = text.split(f"{END}\n")
     if not lines:

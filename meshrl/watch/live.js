@@ -1,5 +1,5 @@
-// The page of a run that goes on. The server sends `data` whole, then patches of it; sections that show what changed
-// are made anew, and what somebody reads, opened or holds there stays as it is.
+// The page of an active run. The server sends `data` whole, then patches of it. Sections that show a change are made
+// again. What somebody reads, opened or holds there stays as it is.
 
 /** What the run does now: how fast it is, what runs, and who waits. */
 function nowSection() {
@@ -79,7 +79,7 @@ function controlSection() {
     keep.disabled = true;
     keep.title = "run.checkpoint_every is not set";
   }
-  const ends = keeps ? "It writes a checkpoint, and can go on from there." : "It keeps no checkpoint to go on from.";
+  const ends = keeps ? "It writes a checkpoint, and can resume from there." : "It keeps no checkpoint to resume from.";
   return make(
     "section",
     { class: "control", "aria-label": "Control" },
@@ -157,7 +157,7 @@ function draw() {
   document.title = `${data.name} · step ${number(data.summary.steps)} · ${data.status}`;
 }
 
-/** Make a section anew in the place of what is there, or have it show what has come. */
+/** Replace a section by a new one, or have it show the news. */
 function build(part) {
   const old = shown.get(part);
   if (old?.node.refresh && data.lanes.length) {

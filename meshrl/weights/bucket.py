@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Bucket(ForAll):
-    """Tensors in a read-only buffer, or the reference to fetch them."""
+    """Tensors in a read-only buffer of `nbytes` bytes, uint8[bytes], or the reference to fetch them."""
 
     def __init__(
         self, index: Mapping[str, Entry], nbytes: int, source: Bytes | Segment | Ref, origin: Ref | None = None
@@ -53,7 +53,7 @@ class Bucket(ForAll):
 
     @classmethod
     def pack(cls, arrays: Mapping[str, Array]) -> "Bucket":
-        """Copy arrays, into shared memory if available. DataError for arrays without numbers."""
+        """Copy arrays of any shape, into shared memory if available. DataError for arrays without numbers."""
         arrays = {name: _native(array, name) for name, array in arrays.items()}
         starts: dict[str, int] = {}
         end = 0
@@ -90,14 +90,14 @@ class Bucket(ForAll):
 
     @property
     def memory(self) -> Bytes:
-        """The buffer, padded to a multiple of 64 bytes. DataError if it is not here."""
+        """The buffer, uint8[bytes], padded to a multiple of 64. DataError if it is not here."""
         if isinstance(self._source, Ref):
             raise DataError(f"{self.nbytes} bytes of weights lie elsewhere: load them first")
         return self._source.memory if isinstance(self._source, Segment) else self._source
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        """The tensors, read-only. DataError if they are not here."""
+        """The tensors of any shape by name, read-only. DataError if they are not here."""
         memory = self.memory
         return MappingProxyType({name: _view(memory, entry) for name, entry in self.index.items()})
 

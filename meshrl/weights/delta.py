@@ -118,7 +118,7 @@ class WeightSource:
         """The last weights. Their memory is not written again while they are on their way to a first reader."""
 
     def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
-        """Copy the tensors into weights."""
+        """Copy the tensors, of any shape, into weights."""
         whole = self._latest = Weights.streamed(version, tensors, probe)
         if not self._changes:
             return whole

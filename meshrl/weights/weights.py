@@ -37,7 +37,10 @@ class Weights(HasRefs):
 
     @classmethod
     def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
-        """Make weights from an iterator of tensors. At most the tensors of one bucket are in memory in addition."""
+        """Make weights from an iterator of names and tensors of any shape.
+
+        At most the tensors of one bucket are in memory in addition.
+        """
         return cls.of(version, _packed(tensors), probe)
 
     def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
@@ -88,7 +91,7 @@ class Weights(HasRefs):
 
     @property
     def tensors(self) -> Mapping[str, Array]:
-        """The arrays by parameter name, read-only. DataError if they are remote: `load` them first."""
+        """The arrays of any shape by parameter name, read-only. DataError if they are remote: `load` them first."""
         if any(bucket.held for bucket in self.buckets):
             raise DataError(
                 f"the weights of version {self._version} ({self.nbytes} bytes) lie on the rank that made them: write "

@@ -59,8 +59,8 @@ async def test_a_function_judges_a_command_that_knows_nothing_of_rewards(tmp_pat
     ("code", "error"),
     [
         ("import sys; sys.exit('broken')", "ended with status 1: broken"),
-        ("print('1.0'); print('bye')", "its last line of output is no JSON: 'bye'"),
-        ("", "its last line of output is no JSON: ''"),
+        ("print('1.0'); print('bye')", "its last line of output is not JSON: 'bye'"),
+        ("", "its last line of output is not JSON: ''"),
         ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
         ("print('a' * (2 << 20)); import time; time.sleep(60)", "more than 1048576"),
     ],

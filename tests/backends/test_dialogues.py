@@ -78,7 +78,7 @@ def test_no_rows_give_no_rows() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() -> None:
     one = words(FORGETFUL)
     long = Batch.of(messages=[messages("U:ab", "A:ba", "U:c", "A:cc")])
-    with pytest.raises(DataError, match="row 0: the chat template renders what stands before message 3"):
+    with pytest.raises(DataError, match="row 0: the chat template renders the text before message 3"):
         encode_messages(one, long)
     assert shown(one, encode_messages(one, long.assign(learn=["last"]))) == ["U:ab./A:./U:c./A:[cc.]/"]
 

@@ -199,7 +199,7 @@ def test_rows_go_to_the_servers_that_answer(server: Vllm) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [("token_ids", "tells no token ids of its tokens"), ("logprobs", "tells no log-probs of its tokens")],
+    [("token_ids", "returns no token ids of its tokens"), ("logprobs", "returns no log-probs of its tokens")],
 )
 def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm, missing: str, words: str) -> None:
     choice = {"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}

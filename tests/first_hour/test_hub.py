@@ -92,7 +92,7 @@ def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(
             r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see",
         ),
         ("org/kept", r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN"),
-        ("org/tiny@v9", "has no such revision of it: give a branch, a tag or a commit that is there"),
+        ("org/tiny@v9", "has no such revision of it: give an existing branch, tag or commit"),
     ],
 )
 def test_a_model_that_is_not_to_be_had(hub: Hub, terminal: Terminal, tmp_path: Path, model: str, says: str) -> None:

@@ -244,7 +244,7 @@ def test_log_probs_of_weights_that_a_policy_has_not_had_are_refused() -> None:
 @pytest.mark.parametrize("column", [np.zeros(1, np.float32), [[0.0, -1.0]]])
 def test_log_probs_must_be_those_of_tokens(column: NDArray[np.float32] | list[list[float]]) -> None:
     batch = scored(sampler_logprobs=SAMPLER).assign(logprobs=column)
-    with pytest.raises(DataError, match=r"reads `logprobs` of each token, but the batch's is no token column"):
+    with pytest.raises(DataError, match=r"reads `logprobs` of each token, but the batch's is not a token column"):
         check_sources(batch, ClippedLoss(anchor="trainer"))
 
 

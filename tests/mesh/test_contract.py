@@ -116,7 +116,7 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         "Wrong.no_annotation: has no result annotation",
         "Wrong.unjoinable: the result Gather[str]: str has no `join`",
         "Wrong.later: the annotation 'Decimal' is not known at run time",
-        "Wrong.no_generator: says it returns an AsyncIterator but is no async generator",
+        "Wrong.no_generator: says it returns an AsyncIterator but is not an async generator",
         "Wrong.mean_stream: a stream cannot yield Mean[Metrics]",
     ):
         assert part in text

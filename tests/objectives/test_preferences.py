@@ -91,7 +91,7 @@ def test_margins_by_hand() -> None:
     ("mistake", "message"),
     [
         (lambda: answer_pairs(SUMS, ["3"]), "3 rows and 1 other texts: give one for each row"),
-        (lambda: labelled(SUMS, "god"), "row 0 has god = None: a label is true where the completion is good"),
+        (lambda: labelled(SUMS, "god"), "row 0 has god = None: a label is true if the completion is good"),
         (lambda: rejected_answers(SUMS, "{wors}"), "needs 'wors', which the row lacks; did you mean 'worse'?"),
         (
             lambda: best_and_worst(Batch.of(groups=np.array([3, 1, 3]), rewards=np.zeros(3, np.float32))),

@@ -48,32 +48,39 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="session")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install WHEEL` makes of an empty environment, without an index: the dependencies are links to ours."""
-    folder = tmp_path_factory.mktemp("environment") / "venv"
+def install(wheel: Path, folder: Path, *extras: str) -> Path:
+    """What `pip install 'WHEEL[EXTRAS]'` makes of an empty environment, without an index: dependencies link to ours."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     done = uv("pip", "install", "--offline", "--no-deps", "--python", python, str(wheel))
     assert done.returncode == 0, done.stderr
     (site,) = folder.glob("lib/python*/site-packages")
-    for each in dependencies():
+    for each in dependencies(*extras):
         for top in {file.parts[0] for file in each.files or () if file.parts[0] != ".."}:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(each.locate_file(top))))
     return folder
 
 
-def dependencies() -> Iterator[Distribution]:
-    """The packages that meshrl needs without an extra, and those that they need."""
-    seen, names = set[str](), ["meshrl"]
-    while names:
-        for line in requires(names.pop()) or ():
-            need = Requirement(line)
-            if need.name not in seen and (need.marker is None or need.marker.evaluate({"extra": ""})):
-                seen.add(need.name)
-                names.append(need.name)
-                yield distribution(need.name)
+def dependencies(*extras: str) -> Iterator[Distribution]:
+    """The packages that meshrl needs with these extras, and those that they need."""
+    wanted: list[tuple[str, set[str]]] = [("meshrl", {"", *extras})]
+    seen = set[str]()
+    while wanted:
+        name, chosen = wanted.pop()
+        for need in map(Requirement, requires(name) or ()):
+            applies = need.marker is None or any(need.marker.evaluate({"extra": each}) for each in chosen)
+            if applies and str(need) not in seen:
+                seen.add(str(need))
+                wanted.append((need.name, {"", *need.extras}))
+                if need.name != "meshrl":
+                    yield distribution(need.name)
+
+
+@pytest.fixture(scope="session")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment without an extra."""
+    return install(wheel, tmp_path_factory.mktemp("environment") / "venv")
 
 
 @pytest.fixture

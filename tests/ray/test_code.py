@@ -87,7 +87,7 @@ def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: 
     monkeypatch.setattr(code, "MOST", 2**20)
     (project / "kernels.so").write_bytes(bytes(2**21))
     with pytest.raises(
-        ConfigError, match=rf"has 2\.0 MiB, and 1 MiB are the most.*\n  2\.0 MiB {project}/kernels\.so\n"
+        ConfigError, match=rf"has 2\.0 MiB, more than the limit of 1 MiB.*\n  2\.0 MiB {project}/kernels\.so\n"
     ):
         packaged([project], {})
 

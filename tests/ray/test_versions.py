@@ -61,7 +61,7 @@ async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(monkeypatc
 
     monkeypatch.setattr(Versions, "_ask", ask)
     engine = RayEngine()
-    with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not tell the versions"):
+    with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not report the versions"):
         await Mesh.reserve(engine, 1, Resources(cpus=0))
     await engine.close()
 

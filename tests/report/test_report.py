@@ -272,7 +272,7 @@ def test_a_run_without_events_has_its_curves(tmp_path: Path) -> None:
     assert content.total is None
     assert [curve.name for curve in content.curves] == ["reward", "loss"]
     assert content.curves[1].y == [0.5, None]
-    assert "There is no events.jsonl, so nothing tells when the ranks ran what." in content.notes
+    assert "There is no events.jsonl, so it is unknown when the ranks ran which calls." in content.notes
     assert data_of(render(Record(tmp_path)))["curves"] == []
 
 

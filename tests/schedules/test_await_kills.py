@@ -21,9 +21,11 @@ from meshrl.testing import KillPoints, simulate
 from tests.schedules.conftest import SETTINGS, Setting, check_kept, outcome, script
 
 MESHRL = Path(meshrl.__file__).parent
+RUN = "checkpoints", "control", "periodic", "recorder", "restarts", "room", "run"
+ROLLOUT = "condition", "producer", "replay", "replicas", "stream", "synchronous"
 GONE_THROUGH = [
-    *(MESHRL / "run" / f"{name}.py" for name in ("checkpoints", "periodic", "recorder", "restarts", "run")),
-    *(MESHRL / "rollout" / f"{name}.py" for name in ("condition", "producer", "stream", "synchronous")),
+    *(MESHRL / "run" / f"{name}.py" for name in RUN),
+    *(MESHRL / "rollout" / f"{name}.py" for name in ROLLOUT),
     MESHRL / "evaluation/judge.py",
 ]
 """Where the awaits lie that a run makes beside its script's: its steps, its stream, its checkpoints."""
@@ -43,6 +45,19 @@ NOT_REACHED = {
     ("stream.py", "_unwanted"): (1, "keep"),
     ("synchronous.py", "greedy_baseline"): (4, "remax"),
     ("judge.py", "evaluate"): (1, "a script's own evaluation"),
+    ("control.py", "obey"): (3, "a pause or a stop that somebody requests"),
+    ("control.py", "_keep"): (1, "a checkpoint that somebody requests"),
+    ("room.py", "with_room"): (3, "a lost machine"),
+    ("replicas.py", "_bring_back"): (4, "a lost sampler"),
+    ("replicas.py", "_return"): (5, "a lost sampler"),
+    ("replicas.py", "again"): (2, "a lost sampler"),
+    ("replicas.py", "outlive"): (1, "a lost sampler"),
+    ("replicas.py", "abort"): (2, "swap = drain or abort"),
+    ("replay.py", "begin"): (1, "run.replay"),
+    ("replay.py", "load"): (3, "run.replay"),
+    ("replay.py", "load_into"): (1, "run.replay"),
+    ("replay.py", "load_alone"): (2, "run.replay"),
+    ("replay.py", "_number"): (1, "run.replay"),
 }
 """Awaits to which no run comes that is only killed: by file and function, how many, and what leads there."""
 

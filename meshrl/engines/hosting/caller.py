@@ -25,6 +25,7 @@ class Caller(ABC):
     """The part of an engine that works in every process."""
 
     def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:
+        """`inline_bytes`, `shares_memory`: the values of the properties."""
         self._inline_bytes = inline_bytes
         self._shares_memory = shares_memory
 

@@ -64,7 +64,7 @@ class HostingEngine(Caller):
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
     ) -> Sequence[RankMember]:
-        """Construct the actors, all at once. If one fails, none is left."""
+        """Construct the actors, all at once. If one fails, none is left. MeshStopped if their mesh has stopped."""
         places = cast("Sequence[ProcessSlot]", slots)
         reservation = places[0].reservation
         if reservation not in self._reservations:

@@ -42,7 +42,8 @@ class LocalEngine:
         """Reserve places for `count` ranks, with the threads that they ask for, up to the number of free cores.
 
         If no core is free, a rank still gets one thread. With `cpus = 0` a rank has no thread and runs in the caller's
-        event loop. This is for actors that compute nothing, such as fakes.
+        event loop. This is for actors that compute nothing, such as fakes. Raises ConfigError for no ranks, and for
+        resources other than `cpus`.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
@@ -74,7 +75,7 @@ class LocalEngine:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
     ) -> Sequence[LocalMember]:
-        """Construct the actors concurrently. If one fails, all are stopped."""
+        """Construct the actors concurrently. If one fails, all are stopped. MeshStopped if their mesh has stopped."""
         if not set(slots) <= set(self._slots):
             raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
         places = zip(cast("Sequence[LocalSlot]", slots), ranks, strict=True)
@@ -92,7 +93,7 @@ class LocalEngine:
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Stop the actors and construct them again, concurrently. If one fails, all are stopped."""
+        """Stop the actors and construct them again. If one fails, all are stopped. MeshStopped if their mesh has."""
         again = cast("Sequence[LocalMember]", members)
         for member in again:
             if member.slot not in self._slots:

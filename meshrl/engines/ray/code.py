@@ -167,7 +167,7 @@ def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
 
 
 def _ignored(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
-    with suppress(OSError, ValueError):  # it may be no text, or have invalid patterns
+    with suppress(OSError, ValueError):  # it may not be text, or have invalid patterns
         lines = (folder / ".gitignore").read_text("utf-8").splitlines()
         yield folder, PathSpec.from_lines("gitwildmatch", lines)
 
@@ -187,9 +187,9 @@ def _check_size(files: Iterable[Path]) -> None:
     if (total := sum(size for size, _ in sizes)) > MOST:
         largest = "\n".join(f"  {size / 2**20:.1f} MiB {file}" for size, file in sizes[:_LARGEST])
         raise ConfigError(
-            f"the code that is carried to other nodes has {total / 2**20:.1f} MiB, and {MOST / 2**20:.0f} MiB are the "
-            f"most: the script's folder, and modules that are not installed. The largest files:\n{largest}\n"
-            "name in .gitignore what ranks do not import, or move it to a folder of its own"
+            f"the code to copy to other nodes has {total / 2**20:.1f} MiB, more than the limit of "
+            f"{MOST / 2**20:.0f} MiB. It is the script's folder, and modules that are not installed. The largest "
+            f"files:\n{largest}\nname files that ranks do not import in .gitignore, or move them to another folder"
         )
 
 

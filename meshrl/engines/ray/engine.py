@@ -68,8 +68,8 @@ class RayEngine(HostingEngine, RayCaller):
 
         Without `cpus`, the ranks share the cores that no mesh holds. If none is free, a rank reserves nothing and gets
         one thread. On a cluster that was started here, the same holds with `cpus`, as on the local engine. Raises
-        `NoRoom` for resources that even the idle cluster could not give, and `OtherVersions` if a usable node has
-        others than this process.
+        `ConfigError` for no ranks, `NoRoom` for resources that even the idle cluster could not give, and
+        `OtherVersions` if a usable node has others than this process.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")

@@ -125,7 +125,7 @@ class RankProcess:
 
 
 def _written_to() -> Sequence[str]:
-    """Return Ray's output files of this process, if it has any of its own."""
+    """Return the files to which Ray writes this process's output, if any."""
     from ray._private.worker import global_worker  # noqa: PLC0415 -- Ray has no public way to ask
 
     files: list[str] = [global_worker.get_out_file_path(), global_worker.get_err_file_path()]

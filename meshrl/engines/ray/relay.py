@@ -109,7 +109,7 @@ class _Waiting:
 
 
 class Relay:
-    """The values that reach this machine through this rank, and go on to the next."""
+    """The values that reach this machine through this rank, which sends them to the next one."""
 
     def __init__(self, put: Callable[[object], PoolRef]) -> None:
         """`put`: keeps a value in this machine's shared memory."""

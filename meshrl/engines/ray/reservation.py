@@ -189,7 +189,7 @@ class RayReservation(Reservation):
         return place
 
     async def _check(self, process: Process, place: Place) -> None:
-        """Raise `OtherVersions` if its node has those, as a new node may, and `Gone` if it tells none."""
+        """Raise `OtherVersions` if its node has those, as a new node may, and `Gone` if it reports none."""
         node = f"{place.host} ({place.ip})"
         try:
             told = await self._cluster.check({place.node: node}, have_ranks=True)
@@ -197,7 +197,7 @@ class RayReservation(Reservation):
             process.died(str(refused))  # so that it is made again, perhaps elsewhere
             raise
         if not told:
-            raise Gone(f"its node {node} did not tell the versions of its packages, so that no rank may run there")
+            raise Gone(f"its node {node} did not report the versions of its packages, so no rank may run there")
 
     async def release(self) -> None:
         """End the processes and free all resources."""

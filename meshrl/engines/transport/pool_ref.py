@@ -62,7 +62,7 @@ class PoolRef(Ref):
         for number in fresh:
             _, start, stop = spans[number]
             writing.memory[start:stop] = np.frombuffer(parts[number], np.uint8)
-        pool.copied += sum(parts[number].nbytes for number in fresh if number)  # the pickle is no copy
+        pool.copied += sum(parts[number].nbytes for number in fresh if number)  # the pickle is not a copy
         segment = writing.done()
         made = cls((segment, *others), tuple(spans), inner=inner)
         _known[segment.path] = made

@@ -13,8 +13,8 @@ from meshrl.testing.cluster.namespaces import Inside
 def main() -> None:
     """Make the hosts, run the command, and exit with its status."""
     parser = argparse.ArgumentParser(prog="python -m meshrl.testing.cluster", description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2, help="so many (2)")
-    parser.add_argument("--cores", type=int, default=2, help="of each host, as Ray counts them (2)")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
+    parser.add_argument("--cores", type=int, default=2, help="cores of each host, as Ray counts them (2)")
     parser.add_argument(
         "--delay", type=float, default=0.0, help="seconds that a packet takes from a host to the switch"
     )

@@ -84,7 +84,10 @@ class Host:
         return self._machine.start(["env", "-C", str(Path.cwd()), *command], env=environment, **named)
 
     def run(self, command: Sequence[str], timeout: float | None = None) -> str:
-        """Run a program and return its output. Raises `CalledProcessError` if it fails, and `TimeoutExpired`."""
+        """Run a program and return its output.
+
+        Raises `CalledProcessError` if it fails, and `TimeoutExpired` after `timeout` seconds.
+        """
         process = self.start(command, stdout=PIPE, stderr=STDOUT, stdin=subprocess.DEVNULL)
         try:
             said, _ = process.communicate(timeout=timeout)

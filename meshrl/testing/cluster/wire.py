@@ -1,6 +1,6 @@
 """A cable with a delay, losses and a rate, which carries frames between two devices of the switch.
 
-It replaces netem where the kernel has none. It is run by its path and imports nothing of meshrl. Each line of its
+It replaces netem if the kernel has none. It is run by its path and imports nothing of meshrl. Each line of its
 standard input sets the properties of the cable.
 """
 

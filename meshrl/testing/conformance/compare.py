@@ -35,15 +35,15 @@ def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
         place = f"[{', '.join(map(str, worst))}]" if error.ndim else ""
         others = f", and so do {int(bad.sum()) - 1} more of {bad.size}" if bad.sum() > 1 else ""
         raise PromiseBroken(
-            f"{what}{place} is {one[worst]:.8g}, and the plain backend says {other[worst]:.8g}: they differ by "
-            f"{error[worst]:.2g}, where rounding makes at most {tolerance:g}{others}"
+            f"{what}{place} is {one[worst]:.8g}, and {other[worst]:.8g} on the plain backend: they differ by "
+            f"{error[worst]:.2g}, but rounding explains at most {tolerance:g}{others}"
         )
 
 
 def close_metrics(what: str, found: Metrics, expected: Metrics, tolerance: float) -> None:
     """Require equal names, and means within the tolerance."""
     names = sorted(found), sorted(expected)
-    require(names[0] == names[1], f"{what} tells {', '.join(names[0])}, and the plain backend {', '.join(names[1])}")
+    require(names[0] == names[1], f"{what} has {', '.join(names[0])}, and on the plain backend {', '.join(names[1])}")
     for name in expected:
         close(f"{what}: `{name}`", np.array(found[name]), np.array(expected[name]), tolerance)
 

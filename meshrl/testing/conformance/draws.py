@@ -144,10 +144,15 @@ async def calls_beside(trial: Trial) -> None:
         await sampler.load(weights)
         for _ in range(beside):
             rows = await drawn(sampler, prompts, BesideSampling(max_tokens=6))
-            require(len(rows) == len(prompts), f"a call beside others gave {len(rows)} rows for {len(prompts)} prompts")
+            require(
+                len(rows) == len(prompts),
+                f"a call with `sampling.beside` gave {len(rows)} rows for {len(prompts)} prompts",
+            )
         tokens.append(completions(await drawn(sampler, prompts, Sampling(max_tokens=12))))
     differ = [row for row in range(20) if tokens[0][row] != tokens[1][row]]
-    require(not differ, f"after two calls beside it, a call gives other tokens in {len(differ)} of 20 rows")
+    require(
+        not differ, f"after two calls with `sampling.beside`, a call gives other tokens in {len(differ)} of 20 rows"
+    )
 
 
 async def completions_of_a_prompt(trial: Trial) -> None:

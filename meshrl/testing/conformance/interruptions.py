@@ -75,11 +75,11 @@ async def an_abort(trial: Trial) -> None:
     await sampler.abort()
     rows = in_order(Batch.concat([begin, await rest(stream)]), prompts)
     aborted = np.asarray(rows.row("aborted"), np.bool_)
-    require(bool(aborted.any()), "an abort after the first row leaves no row aborted: the call went on to its end")
+    require(bool(aborted.any()), "an abort after the first row leaves no row aborted: the call continued to its end")
     require(not aborted.all(), "all rows are `aborted`, also those that had come before the abort")
     require(not rows.row("truncated")[aborted].any(), "rows that were aborted are `truncated`: they have no end yet")
     whole = await drawn(sampler, rows, sampling)
-    require(not whole.row("aborted").any(), "rows that an abort stopped are still `aborted` when they have gone on")
+    require(not whole.row("aborted").any(), "rows that an abort stopped are still `aborted` after they continued")
     for row in range(len(prompts)):
         had = rows.tokens[row].tolist()
         now = whole.tokens[row][: len(had)].tolist()
@@ -233,7 +233,7 @@ def _long_rows() -> Batch:
 
 
 async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Batch], Batch]:
-    """The rows of each call, some of which get new weights in the middle, and the rows of a greedy call after them.
+    """The rows of each call, some with new weights in the middle, and the rows of a greedy call after them.
 
     Two calls run at a time, repeatedly until the weights are loaded, so that some rows run and others wait.
     """
@@ -254,7 +254,7 @@ async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Ba
 
 
 async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
-    """Rows of which at least one was drawn by both versions, and the versions that drew each row."""
+    """Rows, at least one of them drawn by both versions, and the versions that drew each row."""
     weights = await new_weights(trial)
     for _ in range(_LOADS):
         calls, _ = await _with_new_weights(await begun(trial), weights)

@@ -130,7 +130,7 @@ async def rows_that_go_on(trial: Trial) -> None:
     oldest = whole.row("oldest_version").tolist()
     require(oldest == [OLD] * len(prompts), f"rows begun by version {OLD} have the `oldest_version` {oldest}")
     policy = await trial.plain.policy(model=pair.old)
-    await most_probable("greedy rows that went on", policy, pair, whole)
+    await most_probable("greedy rows that continued", policy, pair, whole)
 
 
 async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
@@ -150,9 +150,7 @@ async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
         ends = [
             length for length in range(had, len(tokens) + 1) if any(each in text_of(tokens[:length]) for each in stop)
         ]
-        told = (
-            f"row {row}, which went on after {had} tokens with the stop texts {stop}, has the text {text_of(tokens)!r}"
-        )
+        told = f"row {row}, continued after {had} tokens with the stop texts {stop}, has the text {text_of(tokens)!r}"
         require(ends in ([], [len(tokens)]), f"{told}: it continues after a stop text")
         truncated = bool(whole.row("truncated")[row])
         require(truncated is (not ends), f"{told}, and `truncated` {truncated}")

@@ -79,7 +79,7 @@ async def saving(trial: Trial) -> None:
         await policy.update(batch, LOSS)
         await policy.save(str(folder))
     beside = sorted(each.name for each in folder.parent.iterdir())
-    require(beside == ["model"], f"beside the saved folder lie {', '.join(beside)}")
+    require(beside == ["model"], f"the folder above the saved one has {', '.join(beside)}, not `model` alone")
     expected = (await loaded(policy)).fingerprint()
     for side, again in zip(("own", "plain"), await trial.policies(model=str(folder)), strict=True):
         found = await loaded(again)
@@ -126,9 +126,7 @@ async def a_cancelled_update(trial: Trial) -> None:
         made = await _whole(task, policy, made, prints, f"cancelled after {moment} of its time")
     metrics = await policy.update(batch, LOSS)
     same = metrics.means() == told[made].means()
-    require(
-        same, f"the update after cancelled ones tells {metrics}, and the same of an undisturbed policy {told[made]}"
-    )
+    require(same, f"the update after cancelled ones returns {metrics}, and that of an undisturbed policy {told[made]}")
     await _whole(None, policy, made + 1, prints, "that came after cancelled ones")
 
 
@@ -187,7 +185,7 @@ async def roles_side_by_side(trial: Trial) -> None:
     alone = [await call() for call in await calls()]
     for number, (found, expected) in enumerate(zip(together, alone, strict=True)):
         same = await _bits(found) == await _bits(expected)
-        require(same, f"call {number} of {len(alone)} gives {found} beside other roles, and {expected} alone")
+        require(same, f"call {number} of {len(alone)} gives {found} while other roles run, and {expected} alone")
 
 
 _Answer: TypeAlias = Metrics | Batch | Weights

@@ -196,7 +196,7 @@ class Trial:
         weights = await loaded(policy)
         require(weights.version == 1, f"one update was made, and the weights are of version {weights.version}")
         same = metrics.means() == expected.means() and weights.fingerprint() == fingerprint
-        require(same, f"the next update is not that of an undisturbed policy: it tells {metrics}, and not {expected}")
+        require(same, f"the next update is not that of an undisturbed policy: it returns {metrics}, not {expected}")
 
 
 Check: TypeAlias = Callable[[Trial], Awaitable[None]]
