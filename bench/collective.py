@@ -15,7 +15,7 @@ from bench.harness import Figure, at_most, figure, median, within
 from meshrl import Actor, Gather, Mesh, PolicyConfig, Resources, SamplerConfig, Sum, Weights, endpoint, log
 from meshrl.engines import make_engine
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.broadcast import IN_FLIGHT
+from meshrl_hf.collective import IN_FLIGHT
 from meshrl_hf.live_weights import LiveWeights, offered
 from meshrl_torch.sampler import TorchSampler
 

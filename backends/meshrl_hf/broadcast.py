@@ -2,172 +2,39 @@
 
 Each rank is the root of one process group, whose other members are the ranks that read. So no rank gathers
 anything, and each reader receives each byte once. They meet in the store of the policy's ranks: a reader asks there
-(`live_weights`), the policy's first rank decides who reads together, and all of its ranks start to send.
+(`reading`), the policy's first rank decides who reads together, and all of its ranks start to send.
 """
 
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from secrets import token_hex
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from xxhash import xxh3_64
+from torch.distributed.distributed_c10d import Store
 
 from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, connect, copied, view
 from meshrl_hf.meeting import are_processes, meet, place
+from meshrl_hf.offer import Layout, Part
 from meshrl_hf.ranks import RankGroup
 
-IN_FLIGHT: Final = 2
-"""Number of buckets in flight. Each has its memory, which is used again."""
-STUCK: Final = timedelta(seconds=60)
-"""Time without progress after which a collective fails. If a process dies, it fails at once."""
 _ALIGNED: Final = 64
 """Bytes. Each part starts at a multiple."""
-_BLOCK: Final = 1 << 17
-"""Number of elements that are copied, and read again while they are in the cache."""
-KEPT: Final = 4
-"""Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
 _WAKE: Final = timedelta(days=1)
 """Time between two checks of a store without news."""
-
-
-class Part(NamedTuple):
-    """A rectangle of a tensor, in a bucket."""
-
-    name: str
-    size: tuple[int, ...]
-    """Size of the whole tensor."""
-    offsets: tuple[int, ...]
-    """Start of the rectangle in the tensor."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset in bytes."""
-
-
-class Layout(NamedTuple):
-    """The content of a bucket: parts of one dtype, and then a fingerprint of each, XXH3's 64 bits."""
-
-    parts: tuple[Part, ...]
-    end: int
-    """End of the parts, in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes with the fingerprints."""
-        return self.end + 8 * len(self.parts)
-
-
-class _Collectives(Protocol):
-    """The methods that torch's types lack."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
-        """Start to send the root's tensor to all members."""
-        ...
-
-    def abort(self) -> None:
-        """Abort running collectives."""
-        ...
-
-
-class Group:
-    """A sender, which is its first member, and its readers. NCCL if all have their tensors on GPUs, else gloo."""
-
-    def __init__(self, store: Store, name: str, number: int, size: int, device: torch.device) -> None:
-        """All members construct it together, with the same name and size. RuntimeError if one is missing."""
-        prefixed = PrefixStore(name, store)
-        make = _by_nccl if device.type == "cuda" else _by_gloo
-        self._made = cast("_Collectives", make(prefixed, number, size))
-
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Start to send the sender's bytes to all."""
-        return self._made.broadcast(tensor, 0)
-
-    def abort(self) -> None:
-        """Abort running collectives, with an error for waiting tasks."""
-        self._made.abort()
-
-
-def _by_gloo(store: Store, number: int, size: int) -> object:
-    return dist.ProcessGroupGloo(store, number, size, STUCK)
-
-
-def _by_nccl(store: Store, number: int, size: int) -> object:
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 -- missing if torch has no CUDA
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = STUCK  # noqa: SLF001 -- torch sets it this way, and offers no other
-    return ProcessGroupNCCL(store, number, size, options)
-
-
-class Staging:
-    """Memory for the buckets in flight. It is kept, because allocating it takes about as long as filling it."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def get(self, layouts: Iterable[Layout], device: torch.device) -> Sequence[Tensor]:
-        """Return memory for any of these buckets, once for each bucket in flight."""
-        most = max((layout.nbytes for layout in layouts), default=0)
-        if not self._buffers or len(self._buffers[0]) < most or self._buffers[0].device != device:
-            self._buffers.clear()
-            self._buffers += (torch.empty(most, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT))
-        return self._buffers
-
-
-class Passing(NamedTuple):
-    """The ranks that read together, as the policy's first rank announces them in the store."""
-
-    group: str
-    """The name of these members' groups. It is new if they have to be made again."""
-    members: list[str]
-    """The readers' tokens, sorted. Their numbers start at 1."""
-    on_gpus: bool
-    """Whether buckets are on GPUs: the policy's tensors and all readers' tensors are there."""
-
-    def device(self, own: torch.device) -> torch.device:
-        """Return the device for the buckets of a process whose tensors are on `own`."""
-        return own if self.on_gpus else torch.device("cpu")
-
-
-class Groups:
-    """The groups of this process, by set of readers, newest last. A reader is in one group with each sender."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, dict[int, Group]] = {}
-
-    @property
-    def whole(self) -> list[str]:
-        """The names of groups that have not failed, at most as many as are kept."""
-        return list(self._made)
-
-    def get(self, store: Store, passing: Passing, sender: int, number: int, device: torch.device) -> Group:
-        """Return the group with a sender, made if new. `number`: this process's number in it, 0 for a sender."""
-        if passing.group not in self._made:
-            while len(self._made) >= KEPT:
-                self.drop(next(iter(self._made)))
-            self._made[passing.group] = {}
-        made = self._made[passing.group]
-        if sender not in made:
-            made[sender] = Group(store, f"{passing.group}/{sender}", number, len(passing.members) + 1, device)
-        return made[sender]
-
-    def drop(self, name: str) -> None:
-        """Drop groups that failed or are no longer needed."""
-        for group in self._made.pop(name, {}).values():
-            group.abort()
 
 
 class Sender:
@@ -297,31 +164,6 @@ class _Passes:
         return made
 
 
-class Asked(NamedTuple):
-    """The request of a reader."""
-
-    token: str
-    """The token of its process, and after a slash the number of its request."""
-    together: int
-    """Number of ranks that read together."""
-    groups: list[str]
-    """The groups that it has."""
-    on_gpu: bool
-    """Whether its tensors are on a GPU."""
-
-
-def ask(store: Store, key: str, said: str) -> None:
-    """Write to the policy's first rank, in one step: a reader that dies has either written it all or nothing."""
-    store.queue_push(f"{key}/asked", said)
-
-
-def connect(where: str) -> Store:
-    """Make a new connection to the store at HOST:PORT. A waiting request blocks all others on its connection."""
-    host, _, port = where.rpartition(":")
-    made = cast("Callable[..., Store]", vars(dist)["TCPStore"])  # public, but not in torch's type stubs
-    return made(host, int(port), is_master=False, timeout=STUCK, wait_for_workers=False)
-
-
 def planned(boxes: Iterable[Box], dtype: torch.dtype, limit: int) -> "list[tuple[Layout, Sequence[Tensor]]]":
     """Plan buckets of at most `limit` bytes, and the tensors of their parts. Larger tensors are split by rows."""
     made: list[tuple[Layout, Sequence[Tensor]]] = []
@@ -346,29 +188,6 @@ def _pieces(box: Box, itemsize: int, limit: int) -> Iterable[tuple[tuple[int, ..
     rows = max(1, limit // max(1, prod(tensor.shape[1:]) * itemsize))
     for start in range(0, len(tensor), rows):
         yield (box.offsets[0] + start, *box.offsets[1:]), tensor[start : start + rows]
-
-
-def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """Return a view of a part in a bucket."""
-    flat = buffer[part.start : part.start + prod(part.shape) * dtype.itemsize]
-    return flat.view(dtype).reshape(part.shape)
-
-
-def copied(place: Tensor, tensor: Tensor) -> int:
-    """Copy a tensor to its place, in that dtype. Returns XXH3's 64 bits of the copied bytes."""
-    on_cpu = place.device.type == tensor.device.type == "cpu"
-    if not (on_cpu and place.is_contiguous() and tensor.is_contiguous()):
-        place.copy_(tensor)
-        return _fingerprint([place.cpu().contiguous()])
-    pairs = zip(place.reshape(-1).split(_BLOCK), tensor.reshape(-1).split(_BLOCK), strict=True)
-    return _fingerprint(block.copy_(source) for block, source in pairs)
-
-
-def _fingerprint(blocks: Iterable[Tensor]) -> int:
-    digest = xxh3_64()
-    for block in blocks:
-        digest.update(block.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.intdigest()
 
 
 def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:

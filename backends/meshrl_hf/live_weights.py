@@ -1,22 +1,10 @@
-"""Weights that a policy's ranks broadcast from their shards, bucket by bucket: the reading side."""
+"""Weights that a policy's ranks broadcast from their shards, bucket by bucket, as a value."""
 
-import json
-import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from itertools import count, zip_longest
-from math import prod
-from secrets import token_hex
-from threading import Lock
-from typing import Final, NamedTuple, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Self, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from meshrl import log
 from meshrl.errors import DataError, DataLost, ModelError
@@ -24,66 +12,12 @@ from meshrl.mesh import Put, Rows, current_rank
 from meshrl.roles import PolicyConfig
 from meshrl.weights import Bucket, Probe, Weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import (
-    IN_FLIGHT,
-    Asked,
-    Groups,
-    Layout,
-    Part,
-    Passing,
-    Sender,
-    Staging,
-    ask,
-    connect,
-    copied,
-    view,
-)
+from meshrl_hf.broadcast import Sender
+from meshrl_hf.collective import put
+from meshrl_hf.offer import Offer, Part, Source
+from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_hf.trainable import Trainable
 from meshrl_hf.transfer import Form, array_of, check_forms
-
-_ATTEMPTS: Final = 2
-"""Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
-_LOOK: Final = timedelta(seconds=1)
-"""Time between two checks whether the weights are still offered."""
-_ANSWER: Final = 600.0
-"""Seconds within which the policy's first rank must say who reads together."""
-
-
-class Source(NamedTuple):
-    """The parts that one rank of the policy sends."""
-
-    rank: int
-    layouts: tuple[Layout, ...]
-
-
-class Offer(NamedTuple):
-    """An offer of weights, valid until the policy changes them."""
-
-    place: str
-    """HOST:PORT where the policy's ranks met."""
-    key: str
-    dtype: str
-    """The name of the dtype in numpy."""
-    sources: tuple[Source, ...]
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """The forms of the whole tensors."""
-        return {part.name: Form(self.dtype, part.size) for part in self._parts()}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        itemsize: int = getattr(torch, self.dtype).itemsize
-        return sum(prod(part.shape) for part in self._parts()) * itemsize
-
-    def buckets(self) -> list[tuple[int, Layout]]:
-        """All buckets with the number of their sender, in the order for every reader, in which senders take turns."""
-        rounds = zip_longest(*([(source.rank, layout) for layout in source.layouts] for source in self.sources))
-        return [each for turn in rounds for each in turn if each is not None]
-
-    def _parts(self) -> Iterator[Part]:
-        return (part for source in self.sources for layout in source.layouts for part in layout.parts)
 
 
 class LiveWeights(Weights):
@@ -128,7 +62,7 @@ class LiveWeights(Weights):
         """The whole tensors, received on first use. DataLost if they are no longer available."""
         if self._whole is None:
             dtype = getattr(torch, self._offer.dtype)
-            made = {name: torch.empty(form.shape, dtype=dtype) for name, form in self._offer.forms.items()}
+            made = {name: torch.empty(form.shape, dtype=dtype) for name, form in self._forms.items()}
             self._pour(made)
             arrays = {name: array_of(tensor) for name, tensor in made.items()}
             self._whole = Weights(self.version, arrays).buckets
@@ -137,7 +71,8 @@ class LiveWeights(Weights):
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
-        return self._offer.nbytes
+        itemsize: int = getattr(torch, self._offer.dtype).itemsize
+        return self._offer.numel * itemsize
 
     @property
     def ways(self) -> frozenset[str]:
@@ -161,6 +96,20 @@ class LiveWeights(Weights):
         """Return the same tensors with another version."""
         return self.offered(version, self.probe, self._offer, self._together)
 
+    @property
+    def offer(self) -> Offer:
+        """What the policy's ranks send."""
+        return self._offer
+
+    @property
+    def together(self) -> int:
+        """Number of ranks that read them at once."""
+        return self._together
+
+    def arrived(self, library: str) -> None:
+        """Note the library, NCCL or gloo, that carried them to this rank."""
+        self._library = library
+
     def pour(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
         """Copy all into a model's tensors, bucket by bucket. Calls `begin` before the first write.
 
@@ -168,85 +117,29 @@ class LiveWeights(Weights):
         ModelError if a bucket differs from the sent bytes, DataLost if some never arrive.
         """
         own = {name: Form(array_of(tensor).dtype.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        check_forms(own, self._offer.forms, self.version)
+        check_forms(own, self._forms, self.version)
         self._pour(tensors, begin)
 
     def _pour(self, tensors: Mapping[str, Tensor], begin: Callable[[], None] = lambda: None) -> None:
-        failed = ""
-        with _reading:
-            for attempt in range(_ATTEMPTS):
-                try:
-                    with torch.no_grad():
-                        self._attempt(tensors, begin)
-                    break
-                except RuntimeError as error:
-                    failed = str(error).partition("\n")[0]
-                    log.warning("weights arrived incomplete", version=self.version, attempt=attempt, error=failed)
-                    _stores.pop(self._offer.place, None)
-            else:
-                raise DataLost(f"{len(self._offer.sources)} ranks of the policy", failed, self._what)
+        def warn(attempt: int, error: str) -> None:
+            log.warning("weights arrived incomplete", version=self.version, attempt=attempt, error=error)
 
-    def _attempt(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
-        store = _stores.get(self._offer.place) or _stores.setdefault(self._offer.place, connect(self._offer.place))
-        own = next(iter(tensors.values())).device
-        passing, me = self._ask(store, own)
-        begin()
-        device = passing.device(own)
-        dtype: torch.dtype = getattr(torch, self._offer.dtype)
-        buckets = self._offer.buckets()
-        buffers = _staging.get((layout for _, layout in buckets), device)
-        under_way: deque[dist.Work] = deque()
-        number = passing.members.index(me) + 1
         try:
-            for index in range(len(buckets) + IN_FLIGHT):
-                if index >= IN_FLIGHT:
-                    under_way.popleft().wait()
-                    _, layout = buckets[index - IN_FLIGHT]
-                    self._take(buffers[index % IN_FLIGHT], layout, dtype, tensors)
-                if index < len(buckets):
-                    rank, layout = buckets[index]
-                    group = _groups.get(store, passing, rank, number, device)
-                    under_way.append(group.broadcast(buffers[index % IN_FLIGHT][: layout.nbytes]))
-        except BaseException:
-            _groups.drop(passing.group)
-            raise
-        self._library = "NCCL" if passing.on_gpus else "gloo"
-
-    def _ask(self, store: Store, own: torch.device) -> tuple[Passing, str]:
-        """Ask who reads together, for a process with tensors on `own`. Returns that, and this process's name."""
-        key, token = self._offer.key, f"{_me()}/{next(_asked)}"
-        ask(store, key, json.dumps(Asked(token, self._together, _groups.whole, own.type == "cuda")))
-        end = time.monotonic() + _ANSWER
-        while time.monotonic() < end:
-            gone = store.check([f"{key}/gone"])
-            try:
-                store.wait([f"{key}/told/{token}"], timedelta(milliseconds=1) if gone else _LOOK)
-            except dist.DistStoreError:
-                if gone:
-                    reason = "the policy has been updated since, and keeps no older ones: publish again"
-                    raise DataLost("the policy's ranks", reason, self._what) from None
-            else:
-                return Passing(*json.loads(store.get(f"{key}/told/{token}"))), _me()
-        raise DataLost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s", self._what)
-
-    def _take(self, buffer: Tensor, layout: Layout, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a bucket's parts to their places. ModelError if one then differs from what was sent."""
-        told = buffer[layout.end : layout.nbytes].cpu().numpy().view(np.uint64).tolist()
-        made: list[int] = []
-        for part in layout.parts:
-            place = tensors[part.name].detach()
-            for dim, (start, length) in enumerate(zip(part.offsets, part.shape, strict=True)):
-                place = place.narrow(dim, start, length)
-            made.append(copied(place, view(buffer, part, dtype)))
-        if damaged := [part.name for part, one, two in zip(layout.parts, made, told, strict=True) if one != two]:
+            self.arrived(_reader.read(self._offer, self._together, _InPlace(tensors, begin), warn))
+        except Lost as lost:
+            raise self.lost(lost.where, lost.reason) from None
+        except Damaged as damaged:
             raise ModelError(
-                f"weights of version {self.version} did not arrive as they were sent: {len(damaged)} tensors differ "
-                f"({', '.join(damaged[:3])}). Publish them again"
-            )
+                f"weights of version {self.version} did not arrive as they were sent: {damaged}. Publish them again"
+            ) from None
 
     @property
-    def _what(self) -> str:
-        return f"the weights of version {self.version}"
+    def _forms(self) -> Mapping[str, Form]:
+        return {name: Form(self._offer.dtype, shape) for name, shape in self._offer.shapes.items()}
+
+    def lost(self, where: str, reason: str) -> DataLost:
+        """Return the error for weights that did not arrive: who has not sent them, and why."""
+        return DataLost(where, reason, f"the weights of version {self.version}")
 
     def __reduce__(self) -> tuple[Callable[..., "LiveWeights"], tuple[object, ...]]:
         return _received, (self.version, self.probe, self._offer, self._together)
@@ -255,19 +148,19 @@ class LiveWeights(Weights):
         return f"LiveWeights(version {self.version}, {self.nbytes:,} bytes in the policy)"
 
 
-_reading: Final = Lock()
-"""One actor of this process reads at a time, because its groups identify the process."""
-_groups: Final = Groups()
-_staging: Final = Staging()
-_stores: Final[dict[str, Store]] = {}
-"""By place."""
-_asked: Final = count()
-_own: Final = token_hex(8)
+class _InPlace:
+    """A model whose tensors are written in place."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
+        self._tensors, self.begin = tensors, begin
+        self.device: Final = next(iter(tensors.values())).device
+
+    def take(self, part: Part, tensor: Tensor) -> int:
+        """Copy a part to its place."""
+        return put(self._tensors[part.name].detach(), part, tensor)
 
 
-def _me() -> str:
-    """Return the name of this process in groups. It changes after a fork."""
-    return f"{_own}-{os.getpid()}"
+_reader: Final = Reader()
 
 
 def sender(config: PolicyConfig, trainable: Trainable) -> Sender:

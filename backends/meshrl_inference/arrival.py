@@ -22,7 +22,7 @@ Known = Mapping[str, tuple[str, list[int]]]
 
 def wrong(load: Load, known: Known) -> str | None:
     """Return why these are not the model's weights as they were sent, or None."""
-    there = {part.name: (part.dtype, part.shape) for bucket in load.buckets for part in bucket.parts}
+    there = load.forms
     for name in sorted(known.keys() | there.keys()):
         if there.get(name) != known.get(name):
             return (

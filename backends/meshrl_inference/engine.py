@@ -1,8 +1,9 @@
 """The interface of an engine: a backend writes a module with a function `start` that makes an `Engine`."""
 
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from meshrl_inference.messages import Done, Generate, Load
 
@@ -11,6 +12,37 @@ CACHE: Final = "kv_cache"
 """Engines' names for the two parts of a GPU's memory."""
 PROBES: Final = 8
 """Most sequences of a probe."""
+
+
+class Outcome(NamedTuple):
+    """How one of an engine's processes has read a broadcast of weights."""
+
+    library: str = ""
+    """NCCL or gloo. Empty if not all weights arrived as they were sent."""
+    begun: bool = False
+    """True if some of the model's tensors are new."""
+    reason: str = ""
+    lost: str = ""
+    """Who has not sent weights that did not arrive."""
+
+
+class Unread(Exception):
+    """A broadcast that did not reach all of an engine's processes as it was sent."""
+
+    def __init__(self, outcome: Outcome, *, begun: bool) -> None:
+        super().__init__(outcome, begun)
+        self.outcome = outcome
+        """Of the first process that it did not reach."""
+        self.begun = begun
+        """True if some tensors of any process are new."""
+
+
+def library_of(outcomes: Iterable[Outcome]) -> str:
+    """Return the library that carried a broadcast to an engine's processes. Raises Unread if it did not reach all."""
+    there = list(outcomes)
+    if failed := [each for each in there if not each.library]:
+        raise Unread(failed[0], begun=any(each.begun for each in there))
+    return there[0].library
 
 
 class Engine(Protocol):
@@ -47,8 +79,12 @@ class Engine(Protocol):
         """Decode until a row has ended, but only briefly, and no longer than until there is an order to read."""
         ...
 
-    def take(self, order: Load) -> None:
-        """Use new weights from the next step on. Their tensors were checked before."""
+    def take(self, order: Load) -> str:
+        """Use new weights from the next step on. Names, dtypes and shapes were checked before, and bytes in buckets.
+
+        Returns the library that carried a broadcast, else an empty string. Raises Unread if a broadcast failed. The
+        engine then decodes nothing until other weights come if some tensors are new.
+        """
         ...
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:

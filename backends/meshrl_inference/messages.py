@@ -1,9 +1,12 @@
 """Messages between a sampler and its engine's process. Tokens and log-probs travel as bytes: int32, float32."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 import numpy as np
+
+from meshrl_hf.offer import Offer
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +91,17 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """True if running rows read their tokens again with the new weights."""
     probe: list[list[int]]
     """Sequences of tokens, whose log-probs under the new weights are returned."""
+    offer: Offer | None = None
+    """The offer of the policy's ranks, if the engine reads their broadcast. It then needs no buckets."""
+    together: int = 1
+    """Number of processes that read the broadcast at once."""
+
+    @property
+    def forms(self) -> Mapping[str, tuple[str, list[int]]]:
+        """Dtype and shape of each tensor, by name."""
+        if self.offer is not None:
+            return {name: (self.offer.dtype, list(shape)) for name, shape in self.offer.shapes.items()}
+        return {part.name: (part.dtype, part.shape) for bucket in self.buckets for part in bucket.parts}
 
     @property
     def places(self) -> list[tuple[str, list[tuple[str, str, list[int], int]]]]:
@@ -144,12 +158,18 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Seconds in which it made none."""
     logprobs: bytes
     """Log-probs of the probe's tokens, except the first of each sequence."""
+    library: str = ""
+    """The library that carried a broadcast: NCCL or gloo."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """New weights were refused. The engine keeps its old ones."""
+    """New weights were refused. The engine keeps its old ones, or decodes nothing until others come."""
 
     text: str
+    lost: str = ""
+    """Who has not sent them, if some did not arrive."""
+    usable: bool = True
+    """False if some of the new weights are in use."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

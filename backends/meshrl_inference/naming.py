@@ -47,6 +47,11 @@ class Naming:
                 seen.add(id(tensor))
                 yield name, tensor
 
+    def unit(self, name: str) -> str:
+        """Return a label that a policy's tensor shares with those that are converted and loaded together: a layer's."""
+        found = _LAYER.match(name)
+        return found.group() if found else "" if self.differs else name
+
     def in_files(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Convert a policy's tensors to those in files. Copies at most the tensors of one layer at a time."""
         if not self.differs:
@@ -54,7 +59,6 @@ class Naming:
             return
         layers: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors:
-            found = _LAYER.match(name)
-            layers.setdefault(found.group() if found else "", {})[name] = tensor
+            layers.setdefault(self.unit(name), {})[name] = tensor
         for layer in layers.values():
             yield from revert_weight_conversion(self._network, layer).items()

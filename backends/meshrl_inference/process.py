@@ -41,6 +41,8 @@ class Kind:
     """The name of its backend, which is also that of its package."""
     title: str
     """Its name for people."""
+    joins: bool = False
+    """True if its processes read a policy's broadcast by themselves."""
 
 
 class Orders(Protocol):

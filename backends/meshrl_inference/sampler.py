@@ -14,12 +14,13 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of, places_of
 from meshrl.weights import ArrivalLog, Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
+from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.loading import load, read_words
 from meshrl_hf.probe import apart, check
 from meshrl_hf.rollouts import Request, Rollouts
@@ -34,7 +35,7 @@ _SEEDS: Final = (1 << 63) - 1
 
 
 class _Arriving:
-    """Weights on their way into the engine, in memory that stays unchanged until they are there."""
+    """Weights on their way into the engine. Memory that they are in stays unchanged until they are there."""
 
     def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
         self.weights = weights
@@ -45,7 +46,7 @@ class _Arriving:
         if not self.places.done():  # else nobody waits any more
             self.places.set_result(places)
 
-    def fail(self, error: ModelError) -> None:
+    def fail(self, error: MeshrlError) -> None:
         """Note that they were refused."""
         if not self.places.done():
             self.places.set_exception(error)
@@ -90,6 +91,10 @@ class EngineSampler(Sampler):
         self._engine = self._start(folder, gpus)
         self._close = weakref.finalize(self, self._engine.close)
         self._version = 0
+        self._refused = ""
+        """Why the engine decodes nothing. Empty if it does."""
+        self._readers = rank.size if group.size(rank) > 1 else 0
+        """Number of processes that read a broadcast at once if ranks along tp share engines, else 0."""
         self._numbers = count()
         self._calls: dict[int, Call] = {}
         self._begun = 0
@@ -132,10 +137,13 @@ class EngineSampler(Sampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield finished rollouts, all of a step together. Without rows, yields one empty batch.
 
-        DataError for a temperature that the engine does not support, and for unknown tokens.
+        DataError for a temperature that the engine does not support, and for unknown tokens. ModelError if only part of
+        a broadcast has arrived.
         """
         if self._lends:
             return
+        if self._refused:
+            raise ModelError(self._refused)
         self._check_draws(sampling)
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
@@ -163,24 +171,34 @@ class EngineSampler(Sampler):
         """Put the weights into shared memory while the engine decodes. It takes them between two steps.
 
         ModelError, and the old ones stay in use, if they are of another model or differ from the sent bytes. If the
-        engine then computes something else than the policy, it is ended.
+        engine then computes something else than the policy, it is ended. A broadcast is received between two steps, by
+        engines that can. If only part of it arrives, the engine decodes nothing until others come.
         """
         if self._lends:
             return places_of({}, 0)
         async with self._loading:
             self._listen()
-            arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
-            buckets = [
-                messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
-                for bucket in arriving.weights.buckets
-                if bucket.segment
-            ]
-            probe = weights.probe.tokens.tolist() if weights.probe else []
-            self._engine.send(Load(weights.version, buckets, self._recomputes, probe))
+            joins = self.kind.joins and isinstance(weights, LiveWeights)
+            there = weights if joins else await asyncio.to_thread(weights.shared)
+            arriving = _Arriving(there, asyncio.get_running_loop().create_future())
+            self._engine.send(self._order(there))
             self._arriving.append(arriving)
             places = await arriving.places
             self._arrivals.note(weights)
         return places
+
+    def _order(self, weights: Weights) -> Load:
+        """Return the order to load weights that are in shared memory, or that the engine is to read."""
+        probe = weights.probe.tokens.tolist() if weights.probe else []
+        if isinstance(weights, LiveWeights):
+            together = self._readers or weights.together
+            return Load(weights.version, [], self._recomputes, probe, weights.offer, together)
+        buckets = [
+            messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
+            for bucket in weights.buckets
+            if bucket.segment
+        ]
+        return Load(weights.version, buckets, self._recomputes, probe)
 
     async def replay(self, record: Batch) -> None:
         """Raise DataError: the time at which a row is decoded depends on the machine."""
@@ -249,13 +267,24 @@ class EngineSampler(Sampler):
         elif isinstance(answer, Loaded):
             self._took(answer, self._arriving.popleft())
         elif isinstance(answer, Refused):
-            arriving = self._arriving.popleft()
-            arriving.fail(
-                ModelError(
-                    f"weights of version {arriving.weights.version} were not loaded, and the engine continues with "
-                    f"version {self._version}: {answer.text}"
-                )
+            self._refuse(answer, self._arriving.popleft())
+
+    def _refuse(self, answer: Refused, arriving: "_Arriving") -> None:
+        """Note that weights were not loaded, or only in part."""
+        version = arriving.weights.version
+        if not answer.usable:
+            self._refused = (
+                f"weights of version {version} did not come whole, and some are in use: publish again, since "
+                f"{self.kind.title} decodes nothing until others come"
             )
+            for call in self._calls.values():
+                self._engine.send(Leave(sorted(call.left), told=False))
+                call.arrived.put_nowait(ModelError(self._refused))
+        if answer.lost and isinstance(arriving.weights, LiveWeights):
+            arriving.fail(arriving.weights.lost(answer.lost, answer.text))
+            return
+        now = f"continues with version {self._version}" if answer.usable else "decodes nothing until others come"
+        arriving.fail(ModelError(f"weights of version {version} were not loaded, and the engine {now}: {answer.text}"))
 
     def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
         """Note where new weights came into use."""
@@ -271,7 +300,9 @@ class EngineSampler(Sampler):
                 self._engine.fail(error)
                 self._ended(error)
                 return
-        self._version = answer.version
+        if isinstance(arriving.weights, LiveWeights):
+            arriving.weights.arrived(answer.library)
+        self._version, self._refused = answer.version, ""
         self._begun_at_load, self._beside = self._begun, 0
         numbered = [number for number in self._calls if number >= 0]
         steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}

@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from meshrl_inference.arrival import wrong
-from meshrl_inference.engine import CACHE, WEIGHTS, Engine
+from meshrl_inference.engine import CACHE, WEIGHTS, Engine, Unread
 from meshrl_inference.messages import (
     Answer,
     Failed,
@@ -187,7 +187,12 @@ class Worker:
         """
         began = time.monotonic()
         self._wake(WEIGHTS)
-        self._engine.take(order)
+        try:
+            library = self._engine.take(order)
+        except Unread as unread:
+            told = unread.outcome
+            self._send(Refused(told.reason, told.lost, usable=not unread.begun))
+            return
         self._swaps += 1
         steps, seconds = self._engine.steps, time.monotonic() - began
         values = list[float]()
@@ -195,7 +200,7 @@ class Worker:
             self._wake(WEIGHTS, CACHE)
             values = self._engine.read(order.probe, f"probe {self._swaps}")
             self._rest()
-        self._send(Loaded(order.version, steps, seconds, np.array(values, np.float32).tobytes()))
+        self._send(Loaded(order.version, steps, seconds, np.array(values, np.float32).tobytes(), library))
 
     def _send(self, answer: Answer) -> None:
         with self._sending:  # `_watch` is a thread

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine import CACHE
+from meshrl_inference.engine import CACHE, Unread, library_of
 from meshrl_inference.messages import Done, Generate, Load, Row, Start
 
 _CPU_CACHE_MIB: Final = 512
@@ -130,9 +131,11 @@ class SglangEngine:
         if self._errors:
             raise self._errors[0]
 
-    def take(self, order: Load) -> None:
+    def take(self, order: Load) -> str:
         """Use new weights."""
-        self._loop.run_until_complete(self._take(order))
+        with TemporaryDirectory() as answers:
+            library: str = self._loop.run_until_complete(self._take(order, answers))
+        return library
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
@@ -212,26 +215,35 @@ class SglangEngine:
             if self._unsent:
                 await asyncio.sleep(0)
 
-    async def _take(self, order: Load) -> None:
+    async def _take(self, order: Load, answers: str) -> str:
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
         from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415
 
         manager = self._manager
         await self._all_sent()
-        sent = self._transfer.told(self._folder, order.places)
+        sent = self._transfer.Sent(self._folder, order.places, order.offer, order.together, answers, self._reads_back)
+        tensors = sent.encode()
         await manager.pause_generation(io.PauseGenerationReqInput(mode="retract" if order.recompute else "in_place"))
         _check(await manager.begin_weight_update(io.BeginWeightUpdateReqInput()))
         update = io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(sent) for _ in range(self._tp)],
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors) for _ in range(self._tp)],
             load_format=self._transfer.FORMAT,
             flush_cache=order.recompute,
-            weight_version=str(order.version),
         )
         _check(await manager.update_weights_from_tensor(update))
         _check(await manager.end_weight_update(io.EndWeightUpdateReqInput()))
+        try:
+            library = library_of(sent.outcomes) if order.offer is not None else ""
+        except Unread as unread:
+            if not unread.begun:  # all weights are the old ones
+                await manager.continue_generation(io.ContinueGenerationReqInput())
+            raise
         if self._reads_back:
-            await self._proof.read_back(manager, order.places)
+            await self._proof.read_back(manager, sent.firsts)
+        version = io.UpdateWeightVersionReqInput(new_version=str(order.version), abort_all_requests=False)
+        await manager.update_weight_version(version)
         await manager.continue_generation(io.ContinueGenerationReqInput())
+        return library
 
     async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
         reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}

@@ -33,6 +33,7 @@ class Extension:
             found = list(tensors[name].shape) if name in tensors else "missing"
             if found != shape:
                 raise ValueError(f"`{name}` is {found} in {folder} and {shape} in the model that is served")
+        engine.begin()
         engine.model.load_weights(iter(tensors.items()))
 
 

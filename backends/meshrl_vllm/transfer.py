@@ -1,4 +1,4 @@
-"""Weights into vLLM's workers through vLLM's interface: from shared memory, loaded layer by layer."""
+"""Weights into vLLM's workers through vLLM's interface: from shared memory or a broadcast, loaded layer by layer."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -16,6 +16,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from meshrl_hf.offer import Offer
+from meshrl_inference.assembly import read
+from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
 from meshrl_inference.tensors import Places, tensors
 from meshrl_vllm.whole import tell_whole
@@ -30,34 +33,56 @@ class NoInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Buckets(WeightTransferUpdateInfo):
-    """Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
+class Update(WeightTransferUpdateInfo):
+    """Where new weights are."""
 
     buckets: Places
+    """Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
+    offer: Offer | None = None
+    """The offer of the policy's ranks, if each worker reads their broadcast."""
+    together: int = 1
+    """Number of processes that read the broadcast at once."""
 
 
-class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
-    """Loads whole weights by their Hugging Face names. They were checked before."""
+class Transfer(WeightTransferEngine[NoInfo, Update]):
+    """Loads whole weights by their Hugging Face names. Those in shared memory were checked before."""
 
     init_info_cls = NoInfo
-    update_info_cls = Buckets
+    update_info_cls = Update
+    outcome = Outcome()
+    """How the last broadcast was read."""
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Learn how a policy names the tensors."""
         self._naming = Naming(self.model_config.model)
 
     def start_weight_update(self) -> None:
-        """Start to load the model again."""
+        """Leave the model as it is until the first weights come."""
+        self._begun = False
+
+    def begin(self) -> None:
+        """Start to load the model again, whatever was loaded before."""
+        self.finish_weight_update()
+        self._begun = True
         if current_platform.is_cpu():
             _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Buckets) -> None:
+    def receive_weights(self, update_info: Update) -> None:
         """Load each tensor."""
-        self.model.load_weights(self._naming.in_files(tensors(update_info.buckets)))
+        load = self.model.load_weights
+        if update_info.offer is not None:
+            offer, together = update_info.offer, update_info.together
+            self.outcome = read(offer, together, self._naming, self.device, self.begin, load)
+            return
+        self.begin()
+        load(self._naming.in_files(tensors(update_info.buckets)))
 
     def finish_weight_update(self) -> None:
-        """Put the weights where the kernels read them."""
+        """Put the weights where the kernels read them, if any were loaded."""
+        if not self._begun:
+            return
+        self._begun = False
         finalize_layerwise_reload(self.model, self.model_config)
         _pack_tied_head(self.model)
 
@@ -69,10 +94,16 @@ class Extension:
     """Additional methods of vLLM's workers. vLLM imports this module there, which registers the engine."""
 
     model_runner: Any
+    weight_transfer_engine: Any
 
     def tell_whole(self) -> None:
         """Return log-probs of the whole distribution, as a trainer does."""
         tell_whole(self.model_runner.sampler)
+
+    def tell_outcome(self) -> Outcome:
+        """Return how this worker has read the last broadcast."""
+        outcome: Outcome = self.weight_transfer_engine.outcome
+        return outcome
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
@@ -93,4 +124,4 @@ def _pack_tied_head(model: Any) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-WeightTransferEngineFactory.register_engine(NAME, SharedMemory)
+WeightTransferEngineFactory.register_engine(NAME, Transfer)

@@ -3,29 +3,35 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
-from meshrl.mesh import Rank
-from meshrl_hf import broadcast, live_weights
+from meshrl_hf import broadcast, collective, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import KEPT, Asked, Group, Groups, Sender, Staging, ask, connect, copied, fill, planned, view
-from meshrl_hf.live_weights import LiveWeights, offered
+from meshrl_hf.broadcast import Sender, fill, planned
+from meshrl_hf.collective import KEPT, Asked, Group, Groups, Staging, ask, connect, copied, view
+from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.reading import Reader
 from meshrl_hf.roles import TrainedPolicy
+from meshrl_inference.assembly import read
+from meshrl_inference.engine import Outcome
+from meshrl_inference.naming import Naming
+from tests.senders import Senders, sending
 
 if TYPE_CHECKING:
-    from meshrl_hf.ranks import RankGroup
     from meshrl_hf.trainable import Trainable
 
 LIMIT = 1 << 10
@@ -89,45 +95,17 @@ def test_buckets_lie_on_gpus_if_the_policy_and_all_readers_are_there(
     assert passing.device(torch.device("cuda:1")).type == ("cuda" if on_gpus else "cpu")
 
 
-class OneMind:
-    """Ranks that agree on what any of them says."""
-
-    @staticmethod
-    def agree(_: Callable[[], str]) -> list[str]:
-        """The same for all."""
-        return ["names"]
-
-
-class Policy(NamedTuple):
-    """Ranks that send, each from a thread of this process."""
-
-    senders: Sequence[Sender]
-
-    def publish(self, version: int) -> tuple[LiveWeights, torch.Tensor]:
-        """Offer a matrix of which each rank has two rows, each a bucket; and the matrix."""
-        whole = torch.randn(2 * len(self.senders), LIMIT // 4)
-        boxes = [Box("all", tuple(whole.shape), (2 * rank, 0), rows) for rank, rows in enumerate(whole.split(2))]
-        parts = [offered(sender, version, None, [box]) for sender, box in zip(self.senders, boxes, strict=True)]
-        return LiveWeights.join(parts), whole
-
-    def end(self) -> None:
-        """Send no more, as before an update."""
-        for sender in self.senders:
-            sender.end()
-
-
 @pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
+def policy() -> Iterator[Senders]:
     """Five ranks, more than sets of readers are kept."""
-    make = cast("Any", dist).TCPStore
-    store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(broadcast, "are_processes", lambda _: True)
-    monkeypatch.setattr(broadcast, "meet", lambda _: store)
-    monkeypatch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
-    ranks, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
-    made = Policy([Sender(ranks, Rank(index, 5), cpu, torch.float32, LIMIT) for index in range(KEPT + 1)])
-    yield made
-    made.end()
+    with sending(KEPT + 1, LIMIT) as made:
+        yield made
+
+
+def publish(policy: Senders, version: int) -> tuple[LiveWeights, torch.Tensor]:
+    """Offer a matrix of which each rank has two rows, each a bucket; and the matrix."""
+    whole = torch.randn(2 * len(policy.each), LIMIT // 4)
+    return policy.offer({"all": whole}, version), whole
 
 
 @pytest.fixture
@@ -145,40 +123,68 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("sets", "made"), [(1, 1), (2, 2), (KEPT + 1, 3 * (KEPT + 1))])
 def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
-    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch, sets: int, made: int
+    policy: Senders, groups: list[str], monkeypatch: pytest.MonkeyPatch, sets: int, made: int
 ) -> None:
-    readers = [(f"reader{number}", Groups()) for number in range(sets)]
+    readers = [Reader() for _ in range(sets)]
     for version in range(3):
-        weights, known = policy.publish(version)
-        for name, kept in readers:  # as processes of their own would
-            monkeypatch.setattr(live_weights, "_own", name)
-            monkeypatch.setattr(live_weights, "_groups", kept)
+        weights, known = publish(policy, version)
+        for reader in readers:  # as processes of their own would
+            monkeypatch.setattr(live_weights, "_reader", reader)
             place = torch.zeros_like(known)
             weights.pour({"all": place}, lambda: None)
             assert torch.equal(place, known)
-    assert len(groups) == made * len(policy.senders) * 2
-    assert len(set(groups)) == made * len(policy.senders)
+    assert len(groups) == made * len(policy.each) * 2
+    assert len(set(groups)) == made * len(policy.each)
 
 
-def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Policy) -> None:
-    for sender in policy.senders:  # their parameters are here all the same: no test has a GPU
+def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Senders) -> None:
+    for sender in policy.each:  # their parameters are here all the same: no test has a GPU
         sender._device = torch.device("cuda")
-    weights, known = policy.publish(0)
+    weights, known = publish(policy, 0)
     place = torch.zeros_like(known)
     weights.pour({"all": place}, lambda: None)
     assert torch.equal(place, known)
 
 
 def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
-    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch
+    policy: Senders, groups: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version in range(2):
-        weights, known = policy.publish(version)
-        monkeypatch.setattr(live_weights, "_groups", Groups())  # other policies' have taken their place
+        weights, known = publish(policy, version)
+        monkeypatch.setattr(live_weights._reader, "_groups", Groups())  # other policies' have taken their place
         place = torch.zeros_like(known)
         weights.pour({"all": place}, lambda: None)
         assert torch.equal(place, known)
-    assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.senders)
+    assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.each)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_in_files(
+    policy: Senders, tmp_path: Path, experts: int
+) -> None:
+    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(**shape, **heads, num_local_experts=experts) if experts else LlamaConfig(**shape, **heads)
+    config.save_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_config(config)
+    known, naming = dict(network.named_parameters()), Naming(str(tmp_path))
+    loaded: list[dict[str, torch.Tensor]] = []
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded.append(dict(tensors))
+
+    offer = policy.offer(known, 0).offer
+    outcome = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert outcome == Outcome("gloo", begun=True)
+    came = {name: tensor for each in loaded for name, tensor in each.items()}
+    assert {name: list(each.shape) for name, each in came.items()} == naming.filed()
+    for name, tensor in naming.in_files(known.items()):
+        assert torch.equal(came[name], tensor)
+    layers = [each for each in loaded if any(".layers." in name for name in each)]
+    assert len(layers) == 2
+    policy.end()
+    gone = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert (gone.library, gone.begun, gone.lost) == ("", False, "the policy's ranks")
 
 
 class Dying:
@@ -198,13 +204,13 @@ class Dying:
 
 
 def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next_update(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy.publish(0)
-    store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
+    publish(policy, 0)
+    store, said = connect(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
     with suppress(KeyboardInterrupt):
         ask(cast("Store", Dying(store)), "names/1", said)
-    monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
+    monkeypatch.setattr(collective, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
     ending = threading.Thread(target=policy.end, daemon=True)
     ending.start()
     ending.join(60)

@@ -34,6 +34,7 @@ SGLANG: Final[Mapping[str, str]] = {
             "PauseGenerationReqInput",
             "ReleaseMemoryOccupationReqInput",
             "ResumeMemoryOccupationReqInput",
+            "UpdateWeightVersionReqInput",
             "UpdateWeightsFromTensorReqInput",
         )
     },
@@ -65,6 +66,7 @@ SGLANG: Final[Mapping[str, str]] = {
                 "continue_generation",
                 "end_weight_update",
                 "pause_generation",
+                "update_weight_version",
                 "update_weights_from_tensor",
             ),
         }.items()
@@ -102,7 +104,11 @@ NOT_THEIRS: Final = {
     "meshrl_sglang/engine.py self._loop.run_until_complete": "asyncio's",
     "meshrl_sglang/engine.py states.get": "of a dictionary",
     "meshrl_sglang/scheduler.py self._tokenizer.decode": "transformers'",
+    "meshrl_sglang/transfer.py model.parameters": "torch's",
+    "meshrl_vllm/engine.py collective_rpc:tell_outcome": "the worker's method that Extension adds",
     "meshrl_vllm/engine.py collective_rpc:tell_whole": "the worker's method that Extension adds",
+    "meshrl_vllm/following.py engine.begin": "our Transfer's",
+    "meshrl_vllm/transfer.py Transfer.begin": "a method that our Transfer adds",
     "meshrl_vllm/transfer.py head.cpu_linear": "set by the function that is called there, and asked for before",
 }
 """What begins at something foreign and is not, with why."""

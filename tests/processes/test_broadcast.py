@@ -36,8 +36,8 @@ from meshrl import (
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import broadcast
-from meshrl_hf.broadcast import Layout
-from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.offer import Layout
+from meshrl_hf.reading import Reader as Reading
 from meshrl_hf.transfer import arrays
 from meshrl_torch.sampler import TorchSampler
 from tests.processes.conftest import NO_CORE, running, until
@@ -89,15 +89,15 @@ class Reader(TorchSampler):
     @endpoint
     async def die(self) -> Sum[int]:
         """This rank dies when it has read a bucket, and has the next."""
-        take, read = LiveWeights._take, list[Layout]()
+        take, read = Reading._take, list[Layout]()
 
-        def take_once(self: LiveWeights, buffer: Tensor, layout: Layout, *rest: object) -> None:
+        def take_once(self: Reading, buffer: Tensor, layout: Layout, *rest: object) -> None:
             if read:
                 os.kill(os.getpid(), signal.SIGKILL)
             read.append(layout)
             take(self, buffer, layout, *rest)  # type: ignore[arg-type]  # as it was called
 
-        LiveWeights._take = take_once  # type: ignore[method-assign, assignment]
+        Reading._take = take_once  # type: ignore[method-assign, assignment]
         return 1
 
     @endpoint

@@ -1,0 +1,218 @@
+"""Engines whose processes read a policy's broadcast by themselves: what they draw from then, and what fails."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    DataLost,
+    Gather,
+    Mesh,
+    NewModel,
+    PolicyConfig,
+    RankFailed,
+    Resources,
+    Sampling,
+    Weights,
+    endpoint,
+    publish,
+    respawn,
+    rollout,
+)
+from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import ModelError
+from meshrl.mesh import Rank, rank_context
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import broadcast
+from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.offer import Layout
+from meshrl_inference.sampler import EngineSampler
+from meshrl_sglang.sampler import SglangSampler
+from meshrl_torch.policy import TorchPolicy
+from meshrl_vllm.sampler import VllmSampler
+from tests.senders import Senders, sending
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
+GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+ENDLESS = Batch.of(prompt=["abc>"] * 8000, max_tokens=np.where(np.arange(8000) % 2, 200, 10))
+"""Rows for 50,000 steps, which no engine makes while a test may last. The first end soon."""
+RANKS = 3
+LIMIT = 1 << 14
+"""Bytes of a bucket. Each rank has several."""
+
+
+class Source(NamedTuple):
+    """Ranks that broadcast either of two models, and their weights as they come another way."""
+
+    senders: Senders
+    weights: list[Weights]
+
+    def live(self, model: int, version: int) -> LiveWeights:
+        """Offer a model, in place of what was offered before."""
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in self.weights[model].tensors.items()}
+        return self.senders.offer(tensors, version, self.weights[model].probe)
+
+
+async def drawn(sampler: EngineSampler) -> list[list[int]]:
+    batch = await rollout(sampler, PROMPTS, GREEDY)
+    return [np.asarray(row).tolist() for row in batch.tokens]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def source() -> AsyncIterator[Source]:
+    weights: list[Weights] = []
+    for seed in (1, 2):
+        policy = TorchPolicy(PolicyConfig(model=NEW))
+        torch.manual_seed(seed)
+        with torch.no_grad():  # far from where they begin, where both draw the same
+            for tensor in policy._trainable.passes.model.tensors().values():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+        weights.append(await policy.weights())
+    with sending(RANKS, LIMIT) as senders:
+        yield Source(senders, weights)
+
+
+@pytest.fixture(scope="module")
+def sampler(backend: Any) -> Iterator[EngineSampler]:
+    """Over two processes along tp, which both read."""
+    before = rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
+    made = backend.sampler(backend.config(model=NEW, slots=16))
+    rank_context.reset(before)
+    yield made
+    made.close()
+
+
+async def test_each_process_reads_and_running_rows_continue(sampler: EngineSampler, source: Source) -> None:
+    known: list[list[list[int]]] = []
+    for version, weights in enumerate(source.weights, 1):
+        await sampler.load(weights.with_version(version))
+        known.append(await drawn(sampler))
+    assert known[0] != known[1]
+    stream = aiter(sampler.generate(ENDLESS, LONG))
+    await anext(stream)
+    for version in (3, 4, 5):
+        with capture_logs() as said:
+            places = await sampler.load(source.live(version % 2, version))
+        assert float(places.row("difference").max()) < 1e-4
+        routes = [line["by"] for line in said if line["event"] == "weights arrive"]
+        assert routes == (["broadcast by gloo"] if version == 3 else [])
+    while 5 not in (await anext(stream)).versions.values:
+        pass
+    await sampler.abort()
+    assert [batch async for batch in stream]
+    assert await drawn(sampler) == known[1]
+
+
+async def test_those_that_are_gone_change_nothing(sampler: EngineSampler, source: Source) -> None:
+    await sampler.load(source.live(0, 10))
+    before, gone = await drawn(sampler), source.live(1, 11)
+    source.live(1, 12)
+    with pytest.raises(DataLost, match=r"weights of version 11 .* has been updated since"):
+        await sampler.load(gone)
+    assert await drawn(sampler) == before
+    with pytest.raises(ModelError, match=r"continues with version 10: `.*` is missing there and float32"):
+        await sampler.load(source.senders.offer({"model.strange": torch.ones(4, 4)}, 13))
+    assert await drawn(sampler) == before
+
+
+async def test_what_was_changed_on_its_way_is_not_drawn_from(
+    sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = broadcast.fill
+
+    def spoil(buffer: torch.Tensor, layout: Layout, *rest: Any) -> None:
+        fill(buffer, layout, *rest)
+        buffer[0] ^= 1
+
+    monkeypatch.setattr(broadcast, "fill", spoil)
+    with pytest.raises(ModelError, match=r"version 20 .* decodes nothing .*: \d+ tensors differ .* from what was sent"):
+        await sampler.load(source.live(0, 20))
+    with pytest.raises(ModelError, match=r"version 20 did not come whole, and some are in use: publish again"):
+        await drawn(sampler)
+    monkeypatch.undo()
+    places = await sampler.load(source.live(1, 21))
+    assert float(places.row("difference").max()) < 1e-4
+    assert len(await drawn(sampler)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_an_interrupted_broadcast_is_read_again_once(
+    sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    stream = aiter(sampler.generate(ENDLESS, LONG))
+    await anext(stream)
+    fill, filled = broadcast.fill, list[Layout]()
+    weights = source.live(0, 30)
+    last = weights.offer.sources[1].layouts[-1]
+
+    def fail(buffer: torch.Tensor, layout: Layout, *rest: Any) -> None:
+        if layout == last and len(filled) < failures:
+            filled.append(layout)
+            raise RuntimeError("this rank sends no more")
+        fill(buffer, layout, *rest)
+
+    monkeypatch.setattr(broadcast, "fill", fail)
+    if failures == 1:
+        assert float((await sampler.load(weights)).row("difference").max()) < 1e-4
+        await sampler.abort()
+        assert [batch async for batch in stream]
+        return
+    with pytest.raises(DataLost, match=rf"weights of version 30 cannot be read from {RANKS} ranks of the policy"):
+        await sampler.load(weights)
+    with pytest.raises(ModelError, match="did not come whole"):
+        [batch async for batch in stream]
+    with pytest.raises(ModelError, match="did not come whole"):
+        await drawn(sampler)
+    places = await sampler.load(source.weights[1].with_version(31))
+    assert float(places.row("difference").max()) < 1e-4
+    assert len(await drawn(sampler)) == len(PROMPTS)
+
+
+class Told(EngineSampler):
+    """Tells where its engine is. SGLang is asked for its weights too."""
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        """Of each rank."""
+        return np.array([self.engine_pid])
+
+
+class ToldVllm(Told, VllmSampler):
+    """vLLM's."""
+
+
+class ToldSglang(Told, SglangSampler):
+    """SGLang's."""
+
+
+TOLD: dict[str, type[Told]] = {"vllm": ToldVllm, "sglang": ToldSglang}
+
+
+async def test_an_engine_that_was_started_again_reads_from_the_ranks_of_a_policy(backend: Any) -> None:
+    engine, no_core = ProcessEngine(), Resources(cpus=0)
+    ranks = await Mesh.reserve(engine, 2, no_core)
+    config = PolicyConfig(backend="fsdp", model=NEW, seed=1, weight_sync="broadcast", bucket_mib=1)
+    policy = await ranks.spawn(FsdpPolicy, config)
+    mesh = await Mesh.reserve(engine, 1, no_core)
+    keys = {"verify_weights": True} if backend.name == "sglang" else {}
+    sampler = await mesh.spawn(TOLD[backend.name], backend.config(model=NEW, slots=4, keys=keys))
+    await publish(policy, sampler)
+    before = await drawn(sampler)
+    psutil.Process(int((await sampler.pid())[0])).kill()
+    with pytest.raises(RankFailed, match=r"has died \(signal SIGKILL\)"):
+        await publish(policy, sampler)
+    await respawn(sampler)
+    await publish(policy, sampler)
+    assert await drawn(sampler) == before
+    await engine.close()

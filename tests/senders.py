@@ -1,0 +1,65 @@
+"""A policy's ranks that broadcast weights, each from a thread of this process."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrl.mesh import Rank
+from meshrl.weights import Probe
+from meshrl_hf import broadcast
+from meshrl_hf.boxes import Box
+from meshrl_hf.broadcast import Sender
+from meshrl_hf.live_weights import LiveWeights, offered
+
+if TYPE_CHECKING:
+    from meshrl_hf.ranks import RankGroup
+
+
+class OneMind:
+    """Ranks that agree on what any of them says."""
+
+    @staticmethod
+    def agree(_: Callable[[], str]) -> list[str]:
+        """The same for all."""
+        return ["names"]
+
+
+class Senders(NamedTuple):
+    """The ranks."""
+
+    each: Sequence[Sender]
+
+    def offer(self, tensors: Mapping[str, torch.Tensor], version: int, probe: Probe | None = None) -> LiveWeights:
+        """Offer tensors of which each rank has some rows."""
+        boxes: list[list[Box]] = [[] for _ in self.each]
+        for name, tensor in tensors.items():
+            first = 0
+            for own, rows in zip(boxes, tensor.tensor_split(len(self.each)), strict=True):
+                if len(rows):
+                    own.append(Box(name, tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), rows))
+                    first += len(rows)
+        parts = [offered(sender, version, probe, own) for sender, own in zip(self.each, boxes, strict=True)]
+        return LiveWeights.join(parts)
+
+    def end(self) -> None:
+        """Send no more, as before an update."""
+        for sender in self.each:
+            sender.end()
+
+
+@contextmanager
+def sending(ranks: int, limit: int) -> Generator[Senders]:
+    """Make ranks whose buckets have at most `limit` bytes."""
+    store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broadcast, "are_processes", lambda _: True)
+        patch.setattr(broadcast, "meet", lambda _: store)
+        patch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
+        agreed, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
+        made = Senders([Sender(agreed, Rank(index, ranks), cpu, torch.float32, limit) for index in range(ranks)])
+    yield made
+    made.end()
