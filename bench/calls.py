@@ -19,6 +19,8 @@ bare Ray      as many async actors as ranks, awaited with `asyncio.gather`, call
 bare sockets  the limit: as many processes as ranks, which send a few bytes back over Unix sockets, to a caller that
               sends to all and waits for all (bench/peers/socket_pong.py). "in loops": the same with asyncio's
               add_reader at both ends, the limit if other tasks run too
+bare frames   the frames of an empty call in such loops, encoded and decoded by meshrl, and answered as they arrive:
+              the limit with meshrl's messages (bench/peers/frame_pong.py)
 
 Then, also in turns:
 
@@ -61,6 +63,7 @@ from bench.harness import (
     with_allocator,
     within,
 )
+from bench.peers.frame_pong import FramePongs
 from bench.peers.socket_pong import Pongs
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
 from meshrl.engines import make_engine
@@ -80,6 +83,7 @@ LIMIT: Final = "one thread's loop"
 BARE: Final = "bare Ray"
 SOCKETS: Final = "bare sockets"
 LOOPED: Final = "bare sockets in loops"
+FRAMES: Final = "bare frames"
 LOOPS: Final = {"": RankLoop, ", asyncio's own loop": asyncio.new_event_loop}
 """Factories of the caller's loop, by the suffix of the figure's name."""
 Call = Callable[[], Awaitable[object]]
@@ -174,9 +178,10 @@ def in_processes(name: str, rounds: int) -> list[Figure]:
                 times = runner.run(measure_processes(name, rounds, empty_only=bool(suffix)))
             for ranks in RANKS:
                 ours = {key: value for key, value in times.items() if f", {ranks} ranks" in key}
-                bare, sockets, looped = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS, LOOPED))
+                bare, sockets = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS))
+                limits = {peer: ours.pop(f"{peer}, {ranks} ranks") for peer in (LOOPED, FRAMES)}
                 figures += compare(name, ranks, suffix, ours, bare, sockets)
-                figures.append(figure(f"{LOOPED}, {ranks} ranks{suffix}", looped, "us", sockets))
+                figures += [figure(f"{it}, {ranks} ranks{suffix}", took, "us", sockets) for it, took in limits.items()]
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             engine = make_engine(name)
             deaths = {"": lambda: runner.run(death(engine)), BARE: lambda: runner.run(bare_death())}
@@ -226,6 +231,7 @@ async def measure_processes(name: str, rounds: int, *, empty_only: bool) -> dict
             calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in bare_actors(ranks)])
             calls[f"{SOCKETS}, {label}"] = partial(pinged, stack.enter_context(Pongs(ranks)))
             calls[f"{LOOPED}, {label}"] = stack.enter_context(Pongs(ranks, looped=True)).ping_in_loop
+            calls[f"{FRAMES}, {label}"] = stack.enter_context(FramePongs(ranks)).ping
         log = stack.enter_context(event_log())
         if not empty_only:
             calls |= {f"{key}, noted": partial(noted, call, log) for key, call in calls.items() if "nothing" in key}

@@ -198,8 +198,9 @@ class Broken:
 
     def _shared_memory(self) -> float:
         """MiB of shared memory on all hosts now. Some segments belong to calls in progress."""
-        there = [host.run(["du", "-sk", "/dev/shm"]) for host in self.cluster.hosts if host.is_on]  # noqa: S108
-        return sum(int(said.split()[0]) for said in there) / 1024
+        used = ["df", "-k", "--output=used", "/dev/shm"]  # noqa: S108
+        there = [host.run(used) for host in self.cluster.hosts if host.is_on]
+        return sum(int(said.split()[-1]) for said in there) / 1024
 
 
 class Fault(NamedTuple):

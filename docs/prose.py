@@ -1,10 +1,11 @@
 """The English of the pages and docstrings: checks it, and measures how readable each page is.
 
-python docs/prose.py           # proselint, and the words of docs/prose.toml; exit status 1 if one finds something
+python docs/prose.py           # checks the pages, the docstrings and the table; exit status 1 if something is wrong
 python docs/prose.py --table   # writes docs/readability.md: today's figures next to the first ones
 """
 
 import ast
+import math
 import re
 import sys
 import tomllib
@@ -24,26 +25,39 @@ TABLE = DOCS / "readability.md"
 RULES = tomllib.loads((DOCS / "prose.toml").read_text("utf-8"))
 LONG = 30
 """Words from which on a sentence is long."""
-_HEAD = """# How readable the pages are
-
-`python docs/prose.py --table` writes this table. Code counts as one word, and a long sentence has more than 30. Reading
-ease is Flesch's: higher for shorter words and sentences, about 60 for plain English, 30 for academic prose. An arrow
-leads from a page's first figure to today's.
-
-| Page | Words | Words a sentence | Long sentences, % | Reading ease |
-|---|---|---|---|---|
-"""
 
 
 class Figures(NamedTuple):
     """How readable a page is."""
 
-    words: int
+    words: float
     sentence: float
     """Words of one, on average."""
     long: float
     """Per cent of the sentences."""
     ease: float
+
+    def __str__(self) -> str:
+        """As the table has them."""
+        return " | ".join(f"{value:g}" for value in self)
+
+
+WORST = Figures(words=math.inf, sentence=15, long=3, ease=0)
+"""No page may have more words a sentence, or more long ones."""
+NEAR = Figures(words=0.3, sentence=1, long=2, ease=4)
+"""How far the table may be from a page that was edited since: words as a share, the rest as it stands."""
+_HEAD = f"""# How readable the pages are
+
+`python docs/prose.py --table` writes this table. Code counts as one word, and a long sentence has more than 30. Reading
+ease is Flesch's: higher for shorter words and sentences, about 60 for plain English, 30 for academic prose. An arrow
+leads from a page's first figure to today's.
+
+`make prose` refuses a page with more than {WORST.sentence:g} words a sentence or {WORST.long:g} % long ones. It also
+refuses this table if it no longer fits the pages.
+
+| Page | Words | Words a sentence | Long sentences, % | Reading ease |
+|---|---|---|---|---|
+"""
 
 
 def pages() -> list[Path]:
@@ -79,6 +93,12 @@ def found(page: Path) -> Iterator[str]:
         if not check.check_path.startswith(tuple(RULES["proselint"])):
             yield f"{page.relative_to(ROOT)}:{line}: {' '.join(check.message.split())} ({check.check_path})"
     yield from turns(page, prose(text, tables=True))
+    now = figures(page)
+    if now.sentence > WORST.sentence or now.long > WORST.long:
+        yield (
+            f"{page.relative_to(ROOT)}: {now.sentence:g} words a sentence and {now.long:g} % long ones; at most "
+            f"{WORST.sentence:g} and {WORST.long:g} %: divide long sentences"
+        )
 
 
 def turns(path: Path, text: str, first: int = 1) -> Iterator[str]:
@@ -94,6 +114,21 @@ def found_in_docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from turns(path, prose(cleandoc(node.value.value)), node.lineno)
+
+
+def stale() -> Iterator[str]:
+    """What the table says of pages that it no longer fits, each in one line."""
+    told = {name: Figures(*(float(cell.rpartition(" → ")[2]) for cell in cells)) for name, cells in _rows()}
+    now = {page.relative_to(ROOT).as_posix(): figures(page) for page in pages()}
+    for name in sorted({*told, *now}):
+        if name not in told or name not in now or not _near(told[name], now[name]):
+            was, is_ = (found.get(name, "nothing") for found in (told, now))
+            yield f"docs/readability.md: {name} has {is_}, not {was}: run `python docs/prose.py --table`"
+
+
+def _near(told: Figures, now: Figures) -> bool:
+    away = [abs(one - other) for one, other in zip(told, now, strict=True)]
+    return all(gap <= most for gap, most in zip([away[0] / now.words, *away[1:]], NEAR, strict=True))
 
 
 def figures(page: Path) -> Figures:
@@ -122,7 +157,7 @@ def _syllables(word: str) -> int:
 
 def table() -> str:
     """The table of all pages; what it has of before stays."""
-    before = dict(_first_figures()) if TABLE.is_file() else {}
+    before = {name: [cell.partition(" → ")[0] for cell in cells] for name, cells in _rows()}
     rows: list[str] = []
     for page in pages():
         name, now = page.relative_to(ROOT).as_posix(), figures(page)
@@ -134,10 +169,10 @@ def table() -> str:
     return _HEAD + "".join(rows)
 
 
-def _first_figures() -> Iterator[tuple[str, list[str]]]:
+def _rows() -> Iterator[tuple[str, list[str]]]:
     for line in TABLE.read_text("utf-8").splitlines():
         if row := re.match(r"\| `(.+?)` \| (.*) \|$", line):
-            yield row[1], [cell.partition(" → ")[0] for cell in row[2].split(" | ")]
+            yield row[1], row[2].split(" | ")
 
 
 def main() -> None:
@@ -150,7 +185,7 @@ def main() -> None:
         path for folder in ("meshrl", "backends", "algorithms") for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     mistakes = [mistake for page in pages() for mistake in found(page)]
-    mistakes += [mistake for path in sources for mistake in found_in_docstrings(path)]
+    mistakes += [mistake for path in sources for mistake in found_in_docstrings(path)] + [*stale()]
     print("\n".join(mistakes) or f"prose: nothing found in {len(pages())} pages and {len(sources)} Python files")
     sys.exit(bool(mistakes))
 

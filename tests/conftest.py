@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
@@ -19,6 +20,7 @@ from meshrl.errors import MeshrlError
 from meshrl.mesh import Engine, current_rank, rank_context
 
 if TYPE_CHECKING:
+    from playwright.async_api import Browser
     from transformers import PretrainedConfig
 
     from meshrl.testing.conformance import Harness, Subject
@@ -110,6 +112,19 @@ def random_model() -> Callable[..., str]:
         return str(folder)
 
     return save
+
+
+@pytest.fixture
+async def browser() -> "AsyncGenerator[Browser]":
+    """The chromium of this machine. Without it, or without playwright, a test is skipped."""
+    playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no chromium on the PATH")
+    async with playwright.async_playwright() as driver:
+        launched = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        await launched.close()
 
 
 class Warm:

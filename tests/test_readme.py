@@ -12,8 +12,13 @@ import re
 import sys
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+
+import meshrl as rl
+from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,8 +65,25 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tm
         sys.modules.pop(file.stem, None)  # another page may have one of this name
 
 
-def test_the_readme_shows_code() -> None:
-    assert blocks(ROOT / "README.md")
+async def test_the_algorithm_of_the_readme_trains_on_fakes() -> None:
+    page: dict[str, Any] = {}
+    for code in blocks(ROOT / "README.md"):
+        exec(code, page)  # noqa: S102 -- it is ours
+    prompts = [rl.Batch.of(prompt=["1+1="] * 4, answer=["2"] * 4, groups=np.arange(4) + 4 * step) for step in range(3)]
+    policy, sampler = FakePolicy(rl.PolicyConfig(model="none")), FakeSampler(rl.SamplerConfig(model="none"))
+    await page["grpo"](policy, sampler, FakeReward(rl.RewardConfig()), iter(prompts), ahead=1)
+    assert policy.version == 3
+
+
+def test_the_readmes_figures_against_peers_are_those_of_their_commands_in_the_benchmarks() -> None:
+    table = re.compile(r"^\| .*? \| ([\d.,]+).*? \| .*? ([\d.,]+) \| ([\d.]+) \| `(.*?)` \|$", re.MULTILINE)
+    rows = table.findall(PAGES[0].read_text("utf-8"))
+    assert len(rows) > 3
+    sections = re.split("^##+ ", (ROOT / "docs/benchmarks.md").read_text("utf-8"), flags=re.MULTILINE)
+    for *figures, command in rows:
+        block = re.compile(rf"^    python bench/{re.escape(command)}( --svg \S+)?$", re.MULTILINE)
+        lines = [line for section in sections if block.search(section) for line in section.splitlines()]
+        assert any({*figures} <= {*line.split()} for line in lines), f"no row of `{command}` has {figures}"
 
 
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *PAGES[1:]], ids=lambda page: page.name)

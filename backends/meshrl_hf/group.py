@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_hf.meeting import PATIENCE, are_processes, meet, patience_with_hosts, place
+from meshrl_hf.meeting import LONGEST_WAIT, are_processes, meet, patience_with_hosts, place
 from meshrl_hf.vigil import Vigil
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             dist.destroy_process_group()
         dist.init_process_group(
             _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
-            timeout=PATIENCE, device_id=_bound(device),
+            timeout=LONGEST_WAIT, device_id=_bound(device),
         )  # fmt: skip
         lost = partial(_end_collectives, device, dist.group.WORLD)
         vigil = Vigil(store, rank, here.rpartition(":")[0], lost, patience_with_hosts())

@@ -7,10 +7,9 @@ from typing import Final
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from meshrl import mesh
-from meshrl.mesh import Rank
+from meshrl.mesh import PATIENCE, Rank
 
-PATIENCE: Final = timedelta(minutes=30)
+LONGEST_WAIT: Final = timedelta(minutes=30)
 """Longest time that a rank waits for another."""
 
 _stores: Final[dict[str, Store]] = {}
@@ -29,12 +28,12 @@ def place() -> str:
 
 def patience_with_hosts() -> float:
     """Return the seconds after which a host that does not answer is given up: `run.patience`."""
-    return float(os.environ.get("MESHRL_PATIENCE", mesh.PATIENCE))
+    return float(os.environ.get("MESHRL_PATIENCE", PATIENCE))
 
 
 def meet(rank: Rank) -> Store:
     """Return the store of the mesh. All ranks call it together."""
     here = place()
     if here not in _stores:
-        _stores[here], _, _ = next(rendezvous(f"tcp://{here}", rank.index, rank.size, timeout=PATIENCE))
+        _stores[here], _, _ = next(rendezvous(f"tcp://{here}", rank.index, rank.size, timeout=LONGEST_WAIT))
     return _stores[here]

@@ -3,6 +3,9 @@
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
+
+import griffe
 
 import meshrl
 
@@ -53,12 +56,19 @@ def _index() -> str:
     for name in sorted(meshrl.__all__, key=str.lower):
         value = getattr(meshrl, name)
         place = _DOORS[name]
-        said = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        said = (inspect.getdoc(value) or _written(place, name)).partition("\n\n")[0]
+        said = said.replace("\n", " ").replace("|", "\\|")
         rows.append(f"| [`{name}`]({place.split('.')[1]}.md#{place}.{name}) | {said} |")
     return (
         "# Python API\n\nLook up a name of `import meshrl as rl`. Each room has a page, which also has the names that\n"
         "only backends and extensions need.\n\n| Name | What it is |\n|---|---|\n" + "\n".join(rows) + "\n"
     )
+
+
+def _written(module: str, name: str) -> str:
+    """What the source says below an assignment: a value such as `DP` has no docstring at run time."""
+    docstring = griffe.load(module, search_paths=[Path(meshrl.__file__).parents[1]])[name].docstring
+    return docstring.value if docstring else ""
 
 
 _DOORS: dict[str, str] = vars(meshrl)["_DOORS"]

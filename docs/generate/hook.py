@@ -33,7 +33,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def navigation(text: str) -> list[dict[str, Any]]:
-    """The sections of a list of pages, those of level 3 inside those of level 2, each with its links."""
+    """The sections of a list of pages, those of level 3 inside those of level 2, each with its links.
+
+    A page is in the first section that lists it, and in no other.
+    """
+    places = set[str]()
     sections: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
     for line in text.splitlines():
@@ -44,8 +48,11 @@ def navigation(text: str) -> list[dict[str, Any]]:
             else:
                 next(iter(sections[-1].values())).append({heading[2]: entries})
         elif (link := re.match(r"- \[(.*?)\]\(([^)#:]+\.md)(?:#[^)]*)?\)", line)) and sections:
-            entries.append({link[1].replace("`", ""): _place(DOCS / link[2])})
-    made: list[dict[str, Any]] = [{title: path} for title, path in MADE.items()]
+            place = _place(DOCS / link[2])
+            if place not in places:
+                entries.append({link[1].replace("`", ""): place})
+            places.add(place)
+    made: list[dict[str, Any]] = [{title: path} for title, path, _ in MADE]
     rooms = {"Python API": [api.INDEX, *({room: api.page_of(room)} for room in api.rooms())]}
     for section in sections:
         if "Reference" in section:
@@ -57,15 +64,15 @@ def navigation(text: str) -> list[dict[str, Any]]:
     return [section for section in sections if next(iter(section.values()))]
 
 
-MADE = {
-    "Configuration": configuration.CONFIGURATION,
-    "Keys of each algorithm": configuration.ALGORITHMS,
-    "Options of each backend": configuration.BACKENDS,
-    "Command line": command_line.PAGE,
-    "Metrics": metrics.PAGE,
-    "Events": events.PAGE,
-}
-"""The pages of the reference that are made of the code, by their titles."""
+MADE = (
+    ("Configuration", configuration.CONFIGURATION, "look up a table or key of a configuration file."),
+    ("Keys of each algorithm", configuration.ALGORITHMS, "see which keys a script takes, with their defaults."),
+    ("Options of each backend", configuration.BACKENDS, "see which options and axes a backend knows."),
+    ("Command line", command_line.PAGE, "look up a command, its arguments and its options."),
+    ("Metrics", metrics.PAGE, "look up what a number means, and its unit."),
+    ("Events", events.PAGE, "look up what a run writes to `events.jsonl`."),
+)
+"""The pages of the reference that are made of the code: title, path, and what a reader does there."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -87,8 +94,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = DOCS / page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-        made = "".join(f"- [{title}]({place})\n" for title, place in {**MADE, "Python API": api.INDEX}.items())
-        markdown = markdown.replace("<!-- made -->\n\n", made)
+        listed = (*MADE, ("Python API", api.INDEX, "look up a public name, its signature and its errors."))
+        made = "".join(f"- [{title}]({place}): {use}\n" for title, place, use in listed)
+        markdown = re.sub(r"<!-- made -->.*?<!-- /made -->\n\n", lambda _: made, markdown, flags=re.DOTALL)
     return _relinked(markdown, path, page.file.src_uri) if path.is_file() else markdown
 
 
@@ -105,7 +113,8 @@ def _place(path: Path) -> str:
 
 
 def _page_of(path: Path) -> str:
-    return f"{SOURCES}/{path.relative_to(ROOT).as_posix().removesuffix('.md')}.md"
+    name = path.relative_to(ROOT).as_posix().removesuffix(".md")
+    return f"{SOURCES}/{name.replace('README', 'readme')}.md"  # the theme hides a README behind its section's title
 
 
 def _relinked(text: str, path: Path, page: str) -> str:
@@ -130,7 +139,8 @@ def _shown(path: Path) -> str:
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         return _relinked(text, path, _page_of(path))
-    return f"# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+    hidden = "---\nsearch: {exclude: true}\n---\n\n"  # its words would hide those of pages from who searches
+    return f"{hidden}# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
 
 
 def _decisions() -> list[Path]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
 from itertools import accumulate, pairwise
-from pickle import PickleBuffer
 from types import MappingProxyType
 from typing import ClassVar, Self, SupportsIndex, TypeAlias, cast
 
@@ -15,9 +14,9 @@ from meshrl.data import column_ops as table
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, sealed
+from meshrl.data.ragged import Ragged, portable, raw, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
-from meshrl.data.wire import pack, unpack
+from meshrl.data.wire import pack, unpack, unpack_own
 from meshrl.errors import DataError, did_you_mean
 from meshrl.mesh import Array, HasRefs, Put, Rows, even_runs, lightest, plan_of
 
@@ -26,7 +25,6 @@ __all__ = ["Batch", "Column", "Ragged"]
 
 _TURNS = 1 << 20
 """Most times that `repeat` can repeat a row, so that the row numbers stay distinct."""
-
 
 _State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]
 """A pickled batch: local columns in the wire format, remote columns, and all names in order."""
@@ -216,10 +214,7 @@ class Batch(HasRefs):
         return self._take(table.row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
-        """Repeat each row n times, next to each other. Ranks may repeat their rows differently often.
-
-        Raises DataError if `n` is negative or too large, or if nested calls repeat a part's rows too often.
-        """
+        """Repeat each row n times, next to each other. DataError if n is negative, or if calls repeat too often."""
         if not 0 <= n <= _TURNS:
             raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
         if any(level.max(initial=0) >= (1 << 63) // _TURNS for level in self._origins):
@@ -254,11 +249,10 @@ class Batch(HasRefs):
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:
-        """Divide the rows into parts that are balanced by tokens. Returns the row numbers of each part, ascending.
+        """Return the row numbers of parts that are balanced by tokens. DataError for fewer than one part.
 
         Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
         to the lightest part, longest row first (Graham 1969, LPT). Two parts differ by at most the tokens of one row.
-        Raises DataError for fewer than one part.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
@@ -342,7 +336,8 @@ class Batch(HasRefs):
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """Return a msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
-        return pack(self._rows, self.columns, self._origins)
+        header, parts = pack(self._rows, self.columns, self._origins)
+        return header, [memoryview(part) if isinstance(part, bytes) else raw(part) for part in parts]
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
@@ -352,13 +347,13 @@ class Batch(HasRefs):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[type[Self]], _State]:
         remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
         here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
-        header, buffers = pack(self._rows, here, self._origins)
-        wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
-        return __newobj__, (type(self),), (header, wrapped, remote, self.names)
+        header, parts = pack(self._rows, here, self._origins)
+        buffers = [part if isinstance(part, bytes) else portable(part, protocol) for part in parts]
+        return __newobj__, (type(self),), (header, buffers, remote, self.names)
 
     def __setstate__(self, state: _State) -> None:
         header, buffers, remote, names = state
-        self._rows, here, self._origins = unpack(header, buffers)
+        self._rows, here, self._origins = unpack_own(header, buffers)
         stored: table.Table = {**here, **remote}
         self._columns = {name: stored[name] for name in names} if remote else here
 

@@ -76,12 +76,10 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     for name in tables[0]:
         parts = [table[name] for table in tables]
         if not any(isinstance(part, RemoteColumn) for part in parts):
-            column = kinds.concat(name, cast("list[Column]", parts))
+            shared = tuple([id(part.offsets) for part in parts if isinstance(part, Ragged)])
+            column = kinds.concat(name, cast("list[Column]", parts), offsets.get(shared))
             if isinstance(column, Ragged):
-                shared = offsets.setdefault(
-                    tuple([id(part.offsets) for part in cast("list[Ragged]", parts)]), column.offsets
-                )
-                column = Ragged.make(column.values, shared, column.source)
+                offsets[shared] = column.offsets
             joined[name] = column
             continue
         remotes = [as_remote(part) for part in parts]

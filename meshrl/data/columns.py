@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from meshrl.data.provenance import Source
+from meshrl.data.provenance import Source, joined
 from meshrl.data.ragged import Ragged, equal, frozen, gather, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
@@ -150,21 +150,25 @@ def _alike(left: object, right: object) -> bool:
     return False
 
 
-def concat(name: str, parts: Sequence[Column]) -> Column:
-    """Concatenate the rows of one or more columns with the same kind, dtype and trailing dims."""
+def concat(name: str, parts: Sequence[Column], offsets: Rows | None = None) -> Column:
+    """Concatenate the rows of one or more columns with the same kind, dtype and trailing dims.
+
+    `offsets`: those of the resulting token column, if another one of the same lengths is known.
+    """
+    if set(map(type, parts)) == {tuple}:
+        return tuple(chain.from_iterable(cast("Sequence[Objects]", parts)))
     ragged = [part for part in parts if isinstance(part, Ragged)]
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    objects = [part for part in parts if isinstance(part, tuple)]
-    if len(objects) == len(parts):
-        return tuple([value for part in objects for value in part])
-    values = arrays or [part.values for part in ragged]
-    kinds = {(value.dtype, value.shape[1:]) for value in values}
-    if len(values) != len(parts) or len(kinds) > 1:
+    values = [part.values for part in ragged] or [part for part in parts if isinstance(part, np.ndarray)]
+    if len(values) != len(parts) or len({(value.dtype, value.shape[1:]) for value in values}) > 1:
         raise DataError(
             f"column `{name}` differs between parts: {', '.join(map(describe, parts))}; all parts must return the "
             "same kind, dtype and trailing dims"
         )
-    return Ragged.concat(ragged, name) if ragged else sealed(np.concatenate(arrays))
+    if not ragged:
+        return sealed(np.concatenate(values))
+    if offsets is None:
+        return Ragged.concat(ragged, name)
+    return Ragged.make(np.concatenate(values), offsets, joined(name, [part.source for part in ragged]))
 
 
 def private(column: Column) -> Column:

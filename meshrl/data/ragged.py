@@ -19,6 +19,8 @@ Dtype: TypeAlias = np.dtype[np.generic]
 A = TypeVar("A", bound=Array)
 
 _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+_COPIED = 4096
+"""Size in bytes of the largest array that is pickled as a copy, which takes less time than to wrap it."""
 
 
 def check_dtype(array: Array, what: str) -> None:
@@ -51,7 +53,7 @@ def frozen(array: Array, what: str = "an array") -> Array:
 
 def sealed(array: A) -> A:
     """Make a fresh array of our own read-only, in place."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 
@@ -72,13 +74,17 @@ def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
     return sealed(values)
 
 
-def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
-    """Return the arguments of `from_raw` for an array of any shape, as `__reduce_ex__` needs them.
+def portable(array: Array, protocol: SupportsIndex) -> Buffer:
+    """Return the bytes of an array of any shape for pickle.
 
-    The bytes are out of band if the protocol supports it.
+    Many bytes are out of band if the protocol supports it.
     """
-    buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
-    return buffer, dtype_name(array.dtype), array.shape
+    return PickleBuffer(raw(array)) if array.nbytes > _COPIED and protocol.__index__() >= 5 else array.tobytes()
+
+
+def pickled(array: Array, protocol: SupportsIndex) -> tuple[Buffer, str, tuple[int, ...]]:
+    """Return the arguments of `from_raw` for an array of any shape, as `__reduce_ex__` needs them."""
+    return portable(array, protocol), dtype_name(array.dtype), array.shape
 
 
 @cache
@@ -132,8 +138,7 @@ class Ragged:
         """Make a column without checks from arrays that are known to fit, [tokens, ...] and int64[rows + 1]."""
         self = cls.__new__(cls)
         self._values = sealed(values)
-        self._offsets = offsets
-        offsets.flags.writeable = False
+        self._offsets = sealed(offsets)
         self._source = source
         return self
 
@@ -220,8 +225,7 @@ class Ragged:
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Ragged"], tuple[object, ...]]:
-        version = protocol.__index__()
-        return _unpickled, (pickled(self._values, version), pickled(self._offsets, version), self._source)
+        return _unpickled, (pickled(self._values, protocol), pickled(self._offsets, protocol), self._source)
 
     def __deepcopy__(self, memo: object) -> "Ragged":
         return self

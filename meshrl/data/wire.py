@@ -9,7 +9,7 @@ from typing_extensions import Buffer
 
 from meshrl.data.columns import Column, Objects
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, check_offsets, dtype_name, from_raw, raw
+from meshrl.data.ragged import Ragged, check_offsets, dtype_name, from_raw
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
 
@@ -32,70 +32,73 @@ class _Header(msgspec.Struct, array_like=True):
     columns: list[_Wire]
 
 
-def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[memoryview]]:
-    """Return a msgpack header and the raw bytes of each array, not copied. Origins come first, then columns."""
-    buffers = [raw(level) for level in origins]
+def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[Array | bytes]]:
+    """Return a msgpack header and the parts: arrays, not copied, and encoded values. Origins first, then columns."""
+    parts: list[Array | bytes] = [*origins]
     known: dict[int, int] = {}
     wires: list[_Wire] = []
     for name, column in columns.items():
         if isinstance(column, Ragged):
-            if id(column.offsets) not in known:
-                known[id(column.offsets)] = len(buffers)
-                buffers.append(raw(column.offsets))
-            offsets = known[id(column.offsets)]
-            wires.append(_wire(name, "ragged", column.values, len(buffers), offsets, column.source))
-            buffers.append(raw(column.values))
+            values, bounds = column.values, column.offsets
+            if id(bounds) not in known:
+                known[id(bounds)] = len(parts)
+                parts.append(bounds)
+            place = len(parts), known[id(bounds)]
+            wires.append(_Wire(name, "ragged", dtype_name(values.dtype), values.shape, *place, column.source))
+            parts.append(values)
         elif isinstance(column, np.ndarray):
-            wires.append(_wire(name, "row", column, len(buffers), -1))
-            buffers.append(raw(column))
+            wires.append(_Wire(name, "row", dtype_name(column.dtype), column.shape, len(parts), -1))
+            parts.append(column)
         else:
-            wires.append(_Wire(name, "objects", "", (), len(buffers), -1))
-            buffers.append(_encoded(name, column))
-    return msgspec.msgpack.encode(_Header(rows, len(origins), wires)), buffers
+            wires.append(_Wire(name, "objects", "", (), len(parts), -1))
+            parts.append(_encoded(name, column))
+    return msgspec.msgpack.encode(_Header(rows, len(origins), wires)), parts
 
 
 def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
-    """Undo `pack`. Arrays are read-only views of the buffers, which must not be written any more."""
+    """Undo `pack`, and check the result. Arrays are read-only views of the buffers, not to be written any more."""
     try:
-        head = msgspec.msgpack.decode(header, type=_Header)
-        origins = tuple(_numbers(buffers[i], head.rows) for i in range(head.origins))
-        ragged = {wire.offsets for wire in head.columns if wire.kind == "ragged"}
-        bounds = {i: _numbers(buffers[i], head.rows + 1) for i in ragged}
-        columns: dict[str, Column] = {}
-        for wire in head.columns:
-            buffer = buffers[wire.values]
-            if wire.kind == "objects":
-                columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
-            elif wire.kind == "row":
-                columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
-            else:
-                values = from_raw(buffer, wire.dtype, wire.shape)
-                check_offsets(bounds[wire.offsets], len(values))
-                columns[wire.name] = Ragged.make(values, bounds[wire.offsets], wire.source)
-            if len(columns[wire.name]) != head.rows:
-                raise ValueError(f"`{wire.name}` has {len(columns[wire.name])} rows, not {head.rows}")
+        rows, columns, origins = unpack_own(header, buffers)
+        for name, column in columns.items():
+            if isinstance(column, Ragged):
+                check_offsets(column.offsets, len(column.values))
+            if len(column) != rows:
+                raise ValueError(f"`{name}` has {len(column)} rows, not {rows}")
     except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         raise DataError(
             f"not a batch, or a damaged one: {error} (header of {memoryview(header).nbytes} bytes, "
             f"buffers of {sizes}); give from_wire exactly what to_wire returned"
         ) from error
-    return head.rows, columns, origins
+    return rows, columns, origins
 
 
-def _wire(
-    name: str, kind: Literal["row", "ragged"], values: Array, index: int, offsets: int, source: Source | None = None
-) -> _Wire:
-    return _Wire(name, kind, dtype_name(values.dtype), values.shape, index, offsets, source)
+def unpack_own(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
+    """Undo `pack` without checks, for what a process of this run has packed."""
+    head = msgspec.msgpack.decode(header, type=_Header)
+    bounds: dict[int, Rows] = {}
+    columns: dict[str, Column] = {}
+    for wire in head.columns:
+        buffer = buffers[wire.values]
+        if wire.kind == "objects":
+            columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
+        elif wire.kind == "row":
+            columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
+        else:
+            if wire.offsets not in bounds:
+                bounds[wire.offsets] = _numbers(buffers[wire.offsets], head.rows + 1)
+            values = from_raw(buffer, wire.dtype, wire.shape)
+            columns[wire.name] = Ragged.make(values, bounds[wire.offsets], wire.source)
+    return head.rows, columns, tuple([_numbers(buffers[level], head.rows) for level in range(head.origins)])
 
 
 def _numbers(buffer: Buffer, count: int) -> Rows:
     return cast("Rows", from_raw(buffer, "int64", (count,)))
 
 
-def _encoded(name: str, column: Objects) -> memoryview:
+def _encoded(name: str, column: Objects) -> bytes:
     try:
-        return memoryview(msgspec.msgpack.encode(column))
+        return msgspec.msgpack.encode(column)
     except (TypeError, OverflowError, ValueError) as error:
         raise DataError(
             f"column `{name}` cannot be sent: {error}; keep to None, bool, int, float, str, bytes, and lists "

@@ -242,10 +242,7 @@ def each(
 
 
 def at(actor: A, **axes: int) -> A:
-    """Return the ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`.
-
-    Raises ContractError if the mesh has no such coordinates, or if the object is not on a mesh.
-    """
+    """Return the ranks at these coordinates, as an actor: `at(policy, dp=0)`. ContractError if there are none."""
     deployment = deployment_of(actor, "at")
     for axis, index in axes.items():
         size = deployment.shape.get(axis)

@@ -50,10 +50,7 @@ class Mesh:
         return cls(engine, slots, name=name, min_ranks=asked.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
-        """Arrange the same ranks along these axes. The last axis is fastest.
-
-        Raises ContractError unless the sizes multiply to the number of ranks.
-        """
+        """Arrange the same ranks along these axes, the last one fastest. ContractError if their number differs."""
         written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         size, ranks = prod(axes.values()), len(self._slots)
         if not axes or min(axes.values()) < 1 or size != ranks:
@@ -82,9 +79,8 @@ class Mesh:
         check_may_shrink(cls, self.axes, self._min_ranks)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
         away = {member.rank.index for member in members if not member.is_made}
-        it = Deployment(
-            cls, contract, self.axes, members, self._engine, self.name, min_ranks=self._min_ranks, away=away
-        )
+        few = self._min_ranks
+        it = Deployment(cls, contract, self.axes, members, self._engine, self.name, min_ranks=few, away=away)
         return cast("A", Handle(it))
 
     async def stop(self) -> None:

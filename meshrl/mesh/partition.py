@@ -1,7 +1,7 @@
 """Divide numbered items into parts of about equal weight."""
 
 import heapq
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 
@@ -13,17 +13,19 @@ _EVEN = 256
 
 def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
     """Return the rows of each part as even runs, at most one row's cost apart. None if there are no such runs."""
-    ends = np.append(0, costs.cumsum())
-    if not ends[-1]:
+    ends = np.concatenate([[0], costs.cumsum()])
+    total = int(ends[-1])
+    if not total:
         return None
-    wanted = ends[-1] * np.arange(parts + 1) / parts
-    after = ends.searchsorted(wanted).clip(1)
-    bounds = after - (wanted - ends[after - 1] < ends[after] - wanted)  # the nearer of the two
-    loads = np.diff(ends[bounds])
-    most = min(costs.max(), ends[-1] / parts / _EVEN)
-    if loads.max() - loads.min() > most:
+    wanted = total * np.arange(1, parts) / parts
+    after = ends.searchsorted(wanted)
+    nearest = after - (wanted - ends[after - 1] < ends[after] - wanted)
+    loads = [end - start for start, end in pairwise([0, *ends[nearest].tolist(), total])]
+    spread = max(loads) - min(loads)
+    if spread and spread > min(int(costs.max()), total / parts / _EVEN):
         return None
-    return np.split(np.arange(len(costs)), bounds[1:-1])
+    rows = np.arange(len(costs))
+    return [rows[start:end] for start, end in pairwise([0, *nearest.tolist(), len(costs)])]
 
 
 def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:

@@ -1,9 +1,7 @@
 """The page in a real browser: what it shows is what the files say, and it asks this machine alone."""
 
 import json
-import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +15,7 @@ if TYPE_CHECKING:
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
 expect = playwright.expect
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
-]
+pytestmark = pytest.mark.process
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 HOSTILE = "</script><img src=x onerror=window.hit=1><b onmouseover='window.hit=1'>&amp;"
 
@@ -59,14 +53,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / NOW).write_text(json.dumps({"at": 4.0, "waits": waits, "calls": calls}), "utf-8")
     monkeypatch.setattr(live, "SILENT", 1e9)  # it lives on, however long the test takes
     return folder
-
-
-@pytest.fixture
-async def browser() -> AsyncIterator["Browser"]:
-    async with playwright.async_playwright() as driver:
-        launched = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        await launched.close()
 
 
 async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, browser: "Browser") -> None:

@@ -10,10 +10,11 @@ import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
-from meshrl.engines.hosting.call_order import CallerQueue
+from meshrl.engines.hosting.call_order import CallerQueue, Outbox
 from meshrl.engines.hosting.messages import (
     NO_ARGUMENTS,
     Arguments,
@@ -33,7 +34,8 @@ from meshrl.user_code import copied
 
 _ENGINES: Final = str(Path(__file__).parents[1])
 
-Run = Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], Awaitable[object]]
+Method: TypeAlias = Callable[..., object]
+Run: TypeAlias = Callable[[Method, tuple[object, ...], Mapping[str, object]], Awaitable[object]]
 
 
 class Hosted:
@@ -111,35 +113,14 @@ class Host:
 
     async def call(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
         """Call an endpoint. `lost`: why its arguments could not be read, to be raised at the call's turn."""
-
-        async def run(
-            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
-        ) -> object:
-            return self._light(await cast("Awaitable[object]", method(*arguments, **keywords)))
-
-        return await self._serve(ask, given, run, lost)
+        return await self._serve(ask, given, self._called, lost)
 
     async def stream(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
         """Run a generator to its end. `next` returns its values."""
         line = self._lines[ask.line]
         outbox = line.outbox(ask.number)
-
-        async def run(
-            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
-        ) -> object:
-            values = cast("AsyncIterator[object]", method(*arguments, **keywords))
-            try:
-                async for value in values:
-                    if ask.consumed and outbox is not None:
-                        # It may be pickled later, after other calls have changed its mutable parts.
-                        await outbox.give(isolated(self._light(value)))
-            finally:
-                if isinstance(values, AsyncGenerator):
-                    await values.aclose()
-            return None
-
         try:
-            return await self._serve(ask, given, run, lost)
+            return await self._serve(ask, given, partial(self._streamed, outbox if ask.consumed else None), lost)
         finally:
             line.close(ask.number)
 
@@ -170,6 +151,22 @@ class Host:
         """Return the whole number of a caller's call. See `CallerQueue.whole`."""
         return self._lines[line].whole(number)
 
+    async def _called(self, method: Method, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> object:
+        return self._light(await cast("Awaitable[object]", method(*arguments, **keywords)))
+
+    async def _streamed(
+        self, outbox: Outbox | None, method: Method, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        values = cast("AsyncIterator[object]", method(*arguments, **keywords))
+        try:
+            async for value in values:
+                if outbox is not None:
+                    # It may be pickled later, after other calls have changed its mutable parts.
+                    await outbox.give(isolated(self._light(value)))
+        finally:
+            if isinstance(values, AsyncGenerator):
+                await values.aclose()
+
     async def _serve(self, ask: Ask, given: Arguments, run: Run, lost: BaseException | None) -> object:
         if not ask.timed:
             return await self._served(ask, given, run, lost)
@@ -190,7 +187,7 @@ class Host:
             (arguments, keywords), lost = (NO_ARGUMENTS, lost) if lost else await _taken(given)
             await line.turn(ask.number)
             _check_taken(hosted.instance, given, lost)
-            method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
+            method: Method = getattr(hosted.instance, ask.endpoint)
             line.start(ask.number)  # nothing else runs before the endpoint's first step
             return await run(method, arguments, keywords)
         except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
@@ -223,7 +220,7 @@ def _check_taken(actor: object, given: Arguments, lost: BaseException | None) ->
         if lost is not None:
             raise lost
 
-    if isinstance(actor, CollectiveActor) and given is not NO_ARGUMENTS:
+    if given is not NO_ARGUMENTS and isinstance(actor, CollectiveActor):
         actor.agree(check)
     else:
         check()

@@ -93,10 +93,7 @@ class LocalEngine:
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Stop the actors and construct them again, concurrently. If one fails, all are stopped.
-
-        Raises MeshStopped if their mesh has stopped.
-        """
+        """Stop the actors and construct them again. If one fails, all are stopped. MeshStopped if their mesh has."""
         again = cast("Sequence[LocalMember]", members)
         for member in again:
             if member.slot not in self._slots:

@@ -15,8 +15,8 @@ from meshrl.errors import described
 _LENGTH: Final = Struct("<I")
 LONGEST: Final = (1 << 32) - 1
 """Most bytes of a frame."""
-_CHUNK: Final = 1 << 18
-"""Bytes of one read."""
+_CHUNK: Final = 1 << 16
+"""Bytes of one read. For 128 KiB and more, the C library may map fresh pages each time."""
 
 
 class Connection:

@@ -1,0 +1,98 @@
+"""The site in a real browser: pages fit their windows and ask no other host; its navigation and search find pages."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
+ROOT = Path(__file__).parents[1]
+MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
+# Shows each page in two frames, of a phone's and a laptop's width: faster than in windows.
+TOO_WIDE = """async pages => {
+    const found = []
+    await Promise.all([420, 1400].map(async width => {
+        const frame = document.createElement("iframe")
+        Object.assign(frame.style, {width: `${width}px`, height: "900px", border: "none"})
+        document.body.append(frame)
+        for (const page of pages) {
+            await new Promise(resolve => Object.assign(frame, {onload: resolve, src: `/${page}`}))
+            const {scrollWidth, clientWidth} = frame.contentDocument.documentElement
+            if (scrollWidth > clientWidth) found.push(`${page} needs ${scrollWidth} pixels of ${clientWidth}`)
+        }
+    }))
+    return found
+}"""
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not MKDOCS.exists(), reason="`make docs` makes the environment that builds the site"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    ours = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
+    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", folder], cwd=ROOT, env=os.environ | ours, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+async def test_each_page_fits_its_window_and_asks_this_site_alone(
+    folder: Path, address: str, browser: "Browser"
+) -> None:
+    pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
+    assert len(pages) > 50
+    requests, errors = list[str](), list[str]()
+    tab = await browser.new_page(viewport={"width": 1900, "height": 900})
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    await tab.goto(f"{address}404.html")
+    assert await tab.evaluate(TOO_WIDE, pages) == []
+    assert errors == []
+    assert len(requests) > 2 * len(pages)
+    assert [url for url in requests if not url.startswith((address, f"blob:{address}", "data:"))] == []
+
+
+async def test_search_finds_a_section(address: str, browser: "Browser") -> None:
+    tab = await browser.new_page()
+    await tab.goto(address)
+    await tab.get_by_role("textbox", name="Search").fill("staleness bound")
+    found = tab.locator(".md-search-result__item").first
+    await playwright.expect(found).to_contain_text("Overlap rollout and training", timeout=60_000)
+    await found.get_by_role("link").first.click()
+    await tab.wait_for_url("**/overlap.html*")
+
+
+async def test_a_phone_has_the_navigation_with_each_line_of_the_list(address: str, browser: "Browser") -> None:
+    listed = set(re.findall(r"^- \[(.*?)\]", (ROOT / "docs/README.md").read_text("utf-8"), re.MULTILINE))
+    tab = await browser.new_page(viewport={"width": 420, "height": 900})
+    await tab.goto(address)
+    drawer = tab.locator(".md-sidebar--primary")
+    await playwright.expect(drawer).not_to_be_in_viewport()
+    await tab.locator("label.md-header__button[for=__drawer]").click()
+    await playwright.expect(drawer).to_be_in_viewport(timeout=60_000)
+    shown = {text.strip() for text in await drawer.locator("a.md-nav__link").all_text_contents()}
+    assert listed - shown == {"README"}  # the page is there as the first run
