@@ -248,7 +248,7 @@ def test_what_is_no_turn_is_refused(chat: HuggingFaceChat) -> None:
     conversation = Conversation(chat)
     with pytest.raises(DataError, match="there are no messages"):
         conversation.ask([])
-    with pytest.raises(DataError, match="no tokens"):
+    with pytest.raises(DataError, match="at least one token"):
         conversation.answer(conversation.ask([USER]), drawn([]), USER)
     with pytest.raises(DataError, match="answered by a Message"):
         conversation.answer(conversation.ask([USER]), drawn([1]), "text")

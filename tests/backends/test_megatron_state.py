@@ -263,7 +263,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_taken(tmp_path: Path) 
             together(others, lambda state: state.read(str(tmp_path)), role, body)
 
     refused("is the state of a policy, not of a critic; resume with", role="critic")
-    refused("of another policy: `body.embed_tokens.weight` is missing there and .11, 16. here; go on", body="body")
+    refused("of another policy: `body.embed_tokens.weight` is missing there and .11, 16. here; resume", body="body")
     larger = layout(1, shape=Shape(16, 4, 4, 4, 24, 12, tied=True))
     refused(r"of another policy: `model.embed_tokens.weight` is \[11, 16\] there and \[12, 16\] here", others=larger)
     files = sorted(tmp_path.glob("*.safetensors"))
