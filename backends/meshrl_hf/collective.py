@@ -1,7 +1,7 @@
 """Buckets of weights in memory, and the groups of processes that broadcast them: both sides of a broadcast.
 
-Each sender is the root of its own group, whose other members are the ranks that read. Engines' processes read too. They
-have no meshrl.
+Each sender is the root of a group, whose other members are the ranks that read. Engines' processes read too. They have
+no meshrl.
 """
 
 from collections.abc import Callable, Iterable, Sequence

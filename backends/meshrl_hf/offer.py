@@ -1,4 +1,4 @@
-"""Offers of weights that a policy's ranks broadcast: which parts of which tensors are in which buckets.
+"""Offers of weights that a policy's ranks broadcast. They name the parts of tensors in each bucket.
 
 Engines' processes read offers too. They have neither meshrl nor torch yet.
 """

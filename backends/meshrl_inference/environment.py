@@ -24,8 +24,8 @@ def new_folder(backend: str) -> tempfile.TemporaryDirectory[str]:
 def environment(folder: Path, backend: str) -> dict[str, str]:
     """Return this process's variables, with this folder for temporary files, and a Python path inside it.
 
-    The path contains only this package, a backend's, and `meshrl_hf`, of which the process reads what needs no meshrl.
-    It may use another Python with other packages.
+    The path contains only this package, a backend's, and `meshrl_hf`. Of the last, the process imports modules that need
+    no meshrl. It may use another Python with other packages.
     """
     paths = folder / "path"
     paths.mkdir()

@@ -1,11 +1,10 @@
 """What SGLang says of a tensor is compared with what was sent. SGLang is stood in for."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
 from meshrl_sglang.proof import read_back
 
@@ -26,18 +25,16 @@ class Manager:
     [([[0.0, 1.0], [2.0, 3.0]], None), ([[0.0, 1.0], [2.0, 4.0]], "another `head`"), (None, "cannot tell `head`")],
 )
 async def test_a_tensor_that_is_another_is_an_error(
-    told: object, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: object, error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace())
     for name in ("sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     asked = SimpleNamespace(GetWeightsByNameReqInput=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", asked)
-    file = tmp_path / "bucket"
-    file.write_bytes(np.arange(6, dtype=np.float32).tobytes())
-    places = [(str(file), [("head", "float32", [3, 2], 0)])]
+    sent = [("head", torch.arange(6.0).reshape(3, 2))]
     if error is None:
-        await read_back(Manager(told), places)
+        await read_back(Manager(told), sent)
     else:
         with pytest.raises(RuntimeError, match=error):
-            await read_back(Manager(told), places)
+            await read_back(Manager(told), sent)
