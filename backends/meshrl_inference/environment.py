@@ -24,7 +24,7 @@ def new_folder(backend: str) -> tempfile.TemporaryDirectory[str]:
 def environment(folder: Path, backend: str) -> dict[str, str]:
     """Return this process's variables, with this folder for temporary files, and a Python path inside it.
 
-    The path contains only this package, a backend's, and `meshrl_hf`. Of the last, the process imports modules that need
+    The path contains only this package, a backend's, and `meshrl_hf`. The process imports modules of the last that need
     no meshrl. It may use another Python with other packages.
     """
     paths = folder / "path"
