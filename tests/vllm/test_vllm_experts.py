@@ -22,6 +22,7 @@ from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
+from tests.senders import sending
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -89,9 +90,15 @@ async def test_experts_of_a_policy_are_taken(config: PretrainedConfig, tmp_path:
     for version in (1, 2, 3):
         await sampler.load(weights[version % 2].with_version(version))
         assert await drawn(sampler) == expected[version % 2]
+    with sending(2, 1 << 14) as senders:
+        for version in (4, 5):
+            given = weights[version % 2]
+            tensors = {name: torch.from_numpy(array.copy()) for name, array in given.tensors.items()}
+            await sampler.load(senders.offer(tensors, version, given.probe))
+            assert await drawn(sampler) == expected[version % 2]
     lacking = dict(weights[0].tensors)
     lacking.pop("model.layers.1.mlp.experts.down_proj")
     with pytest.raises(ModelError, match=r"`model.layers.1.mlp.experts.down_proj` is missing there"):
-        await sampler.load(Weights(4, lacking))
+        await sampler.load(Weights(6, lacking))
     assert await drawn(sampler) == expected[1]
     sampler.close()
