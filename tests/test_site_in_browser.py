@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    pytest.mark.xdist_group("site"),  # which is built once
     pytest.mark.skipif(not MKDOCS.exists(), reason="`make docs` makes the environment that builds the site"),
 ]
 
