@@ -50,7 +50,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 ALL = sorted({each for page in PAGES for each in commands(page)})
-WRONG = {
+WRONG: dict[tuple[str, ...], str] = {
     ("run", "grpo/quikstart"): "did you mean",
     ("check", "grpo/quickstart", "learning_rate=1e-6"): "no such key",
 }

@@ -127,7 +127,8 @@ class Vigil:
         def watch() -> None:
             with first:
                 told, silent = _read(first, _REPORT.size)
-            self._tell(*(_REPORT.unpack(told) if told else (0, silent)))
+            gone, silent = _REPORT.unpack(told) if told else (0, silent)
+            self._tell(gone, silent)
 
         return watch
 
