@@ -46,6 +46,7 @@ LATEST: Final = 240.0
 """Time limit of a repair in seconds."""
 LOOKS: Final = 8
 """Samples of the shared memory, of which the lowest counts."""
+SHARED: Final = "shared memory, MiB"
 GROWTH: Final = 1.1
 """Allowed ratio of use in the last third of the time to the first third."""
 CONFIG: Final = """
@@ -191,7 +192,7 @@ class Broken:
                 totals["descriptors"] += process.num_fds()
                 totals["processes"] += 1
                 totals["threads"] += process.num_threads()
-        totals["shared memory, MiB"] = min(self._shared_memory() for _ in range(LOOKS))
+        totals[SHARED] = min(self._shared_memory() for _ in range(LOOKS))
         checkpoints = (self.folder / "runs/soak").glob("checkpoints/**/*")
         totals["checkpoints, MiB"] = sum(path.stat().st_size for path in checkpoints if path.is_file()) / 2**20
         return totals
@@ -329,6 +330,7 @@ def _figures(folder: Path, times: dict[str, list[tuple[float, float]]], used: li
             figures.append(figure(f"  time {number}: until it continues", one, "s"))
             figures.append(figure(f"  time {number}: has all samplers", two, "s"))
     for name in used[0] if used else ():
-        first, last = (statistics.median(each[name] for each in part) for part in (used[:third], used[-third:]))
+        usual = min if name == SHARED else statistics.median  # segments of running calls come and go
+        first, last = (usual(each[name] for each in part) for part in (used[:third], used[-third:]))
         figures.append(at_most(f"{name}: last third, and by the first", last, "", GROWTH * first, first or None))
     return figures
