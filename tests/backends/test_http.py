@@ -232,7 +232,7 @@ def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
         if body["top_k"] == 1
         else None
     )
-    with pytest.raises(DataError, match=r"log-probs of what top_p = 0.5 leave"):
+    with pytest.raises(DataError, match=r"log-probs of the tokens that top_p = 0.5 leave"):
         drawn(config(server.url), Sampling(top_p=0.5))
     with pytest.raises(DataError, match="cannot sample at temperature 3"):
         drawn(config(server.url), Sampling(temperature=3))

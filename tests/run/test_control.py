@@ -141,7 +141,9 @@ def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) 
         ):
             (run.folder / NOW).unlink(missing_ok=True)
             await until((run.folder / NOW).exists)
-            found.append(msgspec.json.decode((run.folder / NOW).read_bytes(), type=Now))
+            while not (now := msgspec.json.decode((run.folder / NOW).read_bytes(), type=Now)).waits:
+                await asyncio.sleep(0.01)  # it was written by a look before
+            found.append(now)
 
     run = play(tmp_path, wait)
     (now,) = found
