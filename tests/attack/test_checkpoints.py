@@ -114,8 +114,8 @@ async def test_links_and_other_files_are_refused(tmp_path: Path, what: str) -> N
         (lambda saved: saved.update(files={"../victim": 0}), r"names the files \.\./victim"),
         (lambda saved: saved.update(step=-1), "Expected `int` >= 0"),
         (lambda saved: saved.update(files={"metrics.jsonl": -5}), "Expected `int` >= 0"),
-        (lambda saved: saved.update(data={**saved["data"], "used": [[0, 4], [2, 6]]}), "no ascending ranges"),
-        (lambda saved: saved.update(data={**saved["data"], "used": [[4, 2]]}), "no ascending ranges"),
+        (lambda saved: saved.update(data={**saved["data"], "used": [[0, 4], [2, 6]]}), "not ascending ranges"),
+        (lambda saved: saved.update(data={**saved["data"], "used": [[4, 2]]}), "not ascending ranges"),
     ],
 )
 async def test_what_was_edited_by_hand_is_an_error_in_words(
