@@ -33,8 +33,8 @@ from meshrl_hf.ranks import RankGroup
 
 _ALIGNED: Final = 64
 """Bytes. Each part starts at a multiple."""
-_WAKE: Final = timedelta(days=1)
-"""Time between two checks of a store without news."""
+_WAKE: Final = timedelta(seconds=1)
+"""Time between two checks of a store without news. On a busy machine, torch's store once failed to wake who waits."""
 
 
 class Sender:
