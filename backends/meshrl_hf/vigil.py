@@ -32,6 +32,8 @@ _FAREWELL: Final = 0xFFFFFFFF
 """Sent instead of a number by a living rank that closes its vigil."""
 _PROBES: Final = 5
 """Number of unanswered probes after which the system gives up a host."""
+_LONGEST: Final = 32767.0
+"""Most seconds that the system accepts."""
 
 
 class Vigil:
@@ -163,6 +165,7 @@ def _read(connection: socket.socket, size: int) -> tuple[bytes, bool]:
 
 def _kept(connection: socket.socket, patience: float) -> socket.socket:
     """Let the system end a connection if the other host has not answered for `patience` seconds."""
+    patience = min(patience, _LONGEST)
     probing = max(1, round(patience / 2 / _PROBES))
     idle = max(1, round(patience) - probing * _PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.mesh import Rank
-from meshrl_hf import group
+from meshrl_hf import group, vigil
 from meshrl_hf.vigil import Vigil
 
 RANK = """
@@ -115,6 +115,13 @@ def test_a_rank_that_dies_is_heard_of_before_all_have_connected(watching: Watchi
     (_, _, dies), told = watching(4, 0, 1, 2)
     dies._own.shutdown(socket.SHUT_RDWR)
     assert (0, 2) in {told.get(timeout=60) for _ in range(3)}
+
+
+@pytest.mark.parametrize("patience", [0.1, 1e9])
+def test_any_patience_is_one_that_the_system_takes(patience: float) -> None:
+    with socket.socket() as connection:
+        vigil._kept(connection, patience)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
