@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,7 @@ class KillPoints:
         self._seen: set[bytes] = set()
         self._last = "nothing"
         self._noting = False
+        self._thread = 0
         self.moments: int = 0
         """Number of moments."""
         self.awaits: Counter[str] = Counter()
@@ -72,8 +74,10 @@ class KillPoints:
     def watch(self, main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None) -> T:
         """Run the program to its end, as `simulate` does, and record each moment.
 
-        A call in a thread takes a moment of virtual time, during which other tasks continue.
+        A call in a thread takes a moment of virtual time, during which other tasks continue. Changes by a thread that
+        lasts are no moments: it runs in real time, so they would differ between runs.
         """
+        self._thread = threading.get_ident()
         tracing = sys.gettrace()
         with self._watched_disk(), patch.object(asyncio, "to_thread", _as_a_step):
             try:
@@ -99,7 +103,7 @@ class KillPoints:
 
     def _note(self, coming: str | None = None) -> None:
         """Record a moment. `coming`: the change that follows it."""
-        if self._noting:
+        if self._noting or threading.get_ident() != self._thread:
             return
         self._noting = True
         self.moments += 1

@@ -1,6 +1,7 @@
 """The moments at which a program can be killed, and what its disk holds then."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 from meshrl.testing import KillPoints
@@ -36,6 +37,23 @@ def test_what_is_renamed_is_seen_whole(tmp_path: Path) -> None:
     points.watch(main)
     assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
     assert [left.after for left in points.remains].count("rename(part, notes)") == 2
+
+
+def test_what_a_thread_of_its_own_changes_is_no_moment(tmp_path: Path) -> None:
+    def write() -> None:
+        (tmp_path / "here/part").write_text("one", "utf-8")
+        (tmp_path / "here/part").rename(tmp_path / "here/notes")
+
+    async def main() -> None:
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+
+    (tmp_path / "here").mkdir()
+    points = KillPoints(tmp_path / "here", tmp_path / "copies")
+    points.watch(main)
+    assert contents(points, "notes") == [None, "one"]
+    assert [left.after for left in points.remains] == ["nothing", "nothing"]
 
 
 def test_a_line_that_does_not_wait_is_a_moment(tmp_path: Path) -> None:
