@@ -5,7 +5,6 @@ import gc
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from meshrl import ClippedLoss, PolicyConfig
+from meshrl.engines.hosting.messages import reserved_port
 from meshrl.mesh import Rank, rank_context
 from meshrl.roles import Work, memory_of
 from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, rollouts, told
@@ -120,11 +120,10 @@ def folder(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def found(folder: str) -> Mapping[str, tuple[int, int]]:
     """By case, what is told, and what the rank took that took most; with experts the mean, as their load is uneven."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     multiprocessing.set_forkserver_preload([__name__, "meshrl_megatron.policy"])  # imported once, for all of them
-    start_processes(measure, (folder, port), nprocs=RANKS, start_method="forkserver")
+    with reserved_port() as store:
+        port = store.getsockname()[1]
+        start_processes(measure, (folder, port), nprocs=RANKS, start_method="forkserver")
     start_processes(tell, (folder,), nprocs=1, start_method="forkserver")
     ranks = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(RANKS)]
     before = json.loads(Path(folder, "told.json").read_text())

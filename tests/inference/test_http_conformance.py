@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ import pytest_asyncio
 
 import meshrl_sglang
 from meshrl import PolicyConfig
+from meshrl.engines.hosting.messages import reserved_port
 from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, name_of
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl_torch.policy import TorchPolicy
@@ -104,27 +104,26 @@ def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     place = tmp_path_factory.mktemp("server")
     asyncio.run(TorchPolicy(PolicyConfig(model=SAMPLED, seed=7)).save(str(place / "model")))
     untied(place / "model")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
-    (place / "shared").mkdir()
-    command = commands(backend.python, place / "model", port)[backend.name]
-    with (place / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=variables(backend.name), start_new_session=True, cwd=place
-        )
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START
-    while not answers(url):
-        lasts = process.poll() is None and time.monotonic() < until
-        assert lasts, (place / "log").read_text(errors="replace")[-3000:]
-        time.sleep(0.5)
-    yield Server(backend.name, url, place / "shared", process.pid)
-    os.killpg(process.pid, 15)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
-    process.wait()
+    with reserved_port() as reserving:
+        port = int(reserving.getsockname()[1])
+        (place / "shared").mkdir()
+        command = commands(backend.python, place / "model", port)[backend.name]
+        with (place / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=variables(backend.name), start_new_session=True, cwd=place
+            )
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + START
+        while not answers(url):
+            lasts = process.poll() is None and time.monotonic() < until
+            assert lasts, (place / "log").read_text(errors="replace")[-3000:]
+            time.sleep(0.5)
+        yield Server(backend.name, url, place / "shared", process.pid)
+        os.killpg(process.pid, 15)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
 
 
 def untied(folder: Path) -> None:

@@ -3,12 +3,14 @@
 import os
 import resource
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from torch._C._distributed_c10d import TCPStore
 
 from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
 from meshrl.engines.hosting import RankLog
@@ -36,6 +38,14 @@ class Has(Actor):
         return int(os.environ["OMP_NUM_THREADS"])
 
     @endpoint
+    async def port(self) -> Same[int]:
+        return int(os.environ["MASTER_PORT"])
+
+    @endpoint
+    async def serve(self) -> None:
+        self.store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+
+    @endpoint
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,6 +61,19 @@ async def engine() -> AsyncIterator[ProcessEngine]:
 
 async def gpus_of(mesh: Mesh) -> list[list[str]]:
     return await each((await mesh.spawn(Has)).gpus)()
+
+
+async def test_the_port_of_a_ranks_store_is_its_own_before_it_listens(engine: ProcessEngine) -> None:
+    mesh = await Mesh.reserve(engine, 1, Resources(cpus=0))
+    has = await mesh.spawn(Has)
+    port = await has.port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    await has.serve()
+    socket.create_connection(("127.0.0.1", port)).close()
+    await mesh.stop()
 
 
 async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessEngine) -> None:

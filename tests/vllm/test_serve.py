@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from meshrl.engines.hosting.messages import reserved_port
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = [first + second for first in "abcdefgh" for second in "abcdefgh"]
@@ -94,21 +96,20 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
     run = tmp_path / "runs" / "tiny"
     (run / "model").rename(tmp_path / "finished")
     shutil.rmtree(run / "checkpoints" / "step-000006")  # that of the end
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield Served(run, server, port)
-    server.terminate()
-    server.wait()
-    assert server.stdout
-    server.stdout.close()
+    with reserved_port() as reserving:
+        port = reserving.getsockname()[1]
+        server = subprocess.Popen(
+            [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        yield Served(run, server, port)
+        server.terminate()
+        server.wait()
+        assert server.stdout
+        server.stdout.close()
 
 
 def greedy(network: PreTrainedModel) -> list[list[int]]:

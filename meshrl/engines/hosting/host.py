@@ -25,7 +25,7 @@ from meshrl.engines.hosting.messages import (
     Place,
     Stopped,
     boot,
-    free_port,
+    reserved_port,
 )
 from meshrl.engines.hosting.pickling import packed
 from meshrl.engines.isolation import isolated
@@ -74,6 +74,7 @@ class Host:
         self._ended: dict[str, int] = {}
         self._lines: defaultdict[str, CallerQueue] = defaultdict(CallerQueue)
         self._keeper: threading.Thread | None = None
+        self._port: socket.socket | None = None
         self.leaving: Callable[[], object] = lambda: None
         """Called when the mesh ends."""
 
@@ -85,8 +86,10 @@ class Host:
             self._keeper.start()
 
     async def place(self) -> Place:
-        """Return the place of this process, and a free port."""
-        return Place(os.getpid(), socket.gethostname(), "127.0.0.1", boot(), free_port(), boot())
+        """Return the place of this process, and a port for a server of it. It is another one each time."""
+        self._port = reserved_port()
+        port: int = self._port.getsockname()[1]
+        return Place(os.getpid(), socket.gethostname(), "127.0.0.1", boot(), port, boot())
 
     async def clock(self) -> float:
         """Return the seconds of this machine's clock."""

@@ -28,7 +28,7 @@ class Place(NamedTuple):
     node: str
     """Identifies the machine within the engine."""
     port: int
-    """A port that was free there a moment ago."""
+    """A port that is reserved for a server of this process."""
     boot: str
     """Identifies the machine since its start. Processes with the same value have the same monotonic clock."""
     socket: tuple[str, bytes] | None = None
@@ -45,12 +45,15 @@ def boot() -> str:
     return known.read_text("ascii").strip() if known.exists() else f"{socket.gethostname()} {os.getpid()}"
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-    return port
+def reserved_port() -> socket.socket:
+    """Return a socket that reserves a port: while it is open, the system gives the port to nobody who asks for any.
+
+    A server that asks for this port by its number, and reuses addresses as torch's store does, may listen there.
+    """
+    reserving = socket.socket()
+    reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserving.bind(("", 0))
+    return reserving
 
 
 class Ask(NamedTuple):
