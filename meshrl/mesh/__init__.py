@@ -18,7 +18,7 @@ from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
-from meshrl.mesh.watch import own_place, running_calls, slow_calls
+from meshrl.mesh.watch import Waiting, own_place, running_calls, slow_calls
 
 __all__ = [
     "CP",
@@ -55,6 +55,7 @@ __all__ = [
     "Share",
     "Slot",
     "Sum",
+    "Waiting",
     "address_of",
     "at",
     "current_rank",

@@ -4,7 +4,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from meshrl.errors import CallTimeout
@@ -19,7 +20,7 @@ _longest: dict[str, float] = {}
 
 
 class Waiting:
-    """A running call, or a stream's next value."""
+    """A running call, a stream's next value, or work of this process itself, which has no members."""
 
     def __init__(self, where: str, members: Sequence[Member]) -> None:
         """`where`: the actor and the endpoint. `members`: the ranks that were called."""
@@ -31,12 +32,11 @@ class Waiting:
 
     async def until(self, answer: Awaitable[R], timeout: float | None) -> R:  # noqa: ASYNC109 -- a role has it
         """Await an answer. Raises `CallTimeout` after `timeout` seconds."""
-        self.since, self._told = time.monotonic(), 0.0
-        _open.add(self)
         limit = asyncio.timeout(timeout)
         try:
-            async with limit:
-                return await answer
+            with self.running():
+                async with limit:
+                    return await answer
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -44,6 +44,14 @@ class Waiting:
                 f"{self.where} has not answered within timeout = {timeout:g} s: {self.ranks} may still be running. "
                 "Find out what that process does, or raise the role's timeout if this is normal"
             ) from error
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Count it as running inside the block."""
+        self.since, self._told = time.monotonic(), 0.0
+        _open.add(self)
+        try:
+            yield
         finally:
             _open.discard(self)
             _longest[self.where] = max(_longest.get(self.where, 0.0), time.monotonic() - self.since)
@@ -65,7 +73,8 @@ class Waiting:
         if seconds < max(after, 2 * self._told, 2 * _longest.get(self.where, 0.0)):
             return None
         self._told = seconds
-        return f"{self.where} on {self.ranks} has been running for {seconds:.0f} s"
+        on = f" on {self.ranks}" if self._members else ""
+        return f"{self.where}{on} has been running for {seconds:.0f} s"
 
 
 def slow_calls(after: float) -> Iterator[str]:

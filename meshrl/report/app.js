@@ -52,7 +52,7 @@ function more(summary) {
     const plain = name.replace(/_before$/, "");
     const after = plain === name ? undefined : summary[`${plain}_after`];
     const text = after === undefined ? short(value) : `${short(value)} → ${short(after)}`;
-    const when = after === undefined ? "" : "before\u00a0→\u00a0after";
+    const when = after === undefined ? "" : "held\u00a0out, before\u00a0→\u00a0after";
     found.push([plain.replaceAll("_", " "), text, [data.units[plain], when].filter(Boolean).join(", ")]);
   }
   return found.slice(0, 4);
@@ -168,10 +168,11 @@ function verdict() {
   const sides = ["rollout", "scoring", "training"].filter((side) => total[side] > 0);
   const parts = sides.map((side) => `${seconds(total[side] / steps)} of ${side}`);
   const ideal = seconds(Math.max(...sides.map((side) => total[side])) / steps);
+  const turns = seconds(sides.reduce((sum, side) => sum + total[side], 0) / steps);
   const overlapped =
     data.efficiency === null
       ? ". Nothing is drawn ahead here: rollout and training take turns."
-      : `: overlap efficiency ${percent(data.efficiency)}.`;
+      : `, and in turns ${turns}: overlap efficiency ${percent(data.efficiency)}.`;
   return (
     `${words[longest[0]] ?? longest[0]} bounded ${longest[1]} of ${number(steps)} steps. ` +
     `A step took ${seconds(total.seconds / steps)} on average` +

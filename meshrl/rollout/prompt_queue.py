@@ -3,12 +3,16 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Final
 
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.mesh import Waiting
 from meshrl.tasks import DataCursor
+
+_PULL: Final = "next(prompts), for which everything else waits,"
 
 
 class PromptQueue:
@@ -39,7 +43,7 @@ class PromptQueue:
         return bool(self._next)
 
     def _pull(self) -> Batch | None:
-        with self._here.pulling() if self._here else nullcontext():
+        with Waiting(_PULL, ()).running(), self._here.pulling() if self._here else nullcontext():
             return next(self._batches, None)
 
     def take(self, most: int) -> Batch:

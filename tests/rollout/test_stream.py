@@ -28,6 +28,7 @@ from meshrl import (
     rollout,
     rollouts,
 )
+from meshrl.mesh import running_calls, slow_calls
 from meshrl.rollout import Schedule, read_schedule, schedule
 from meshrl.rollout.producer import SwapMode
 from meshrl.rollout.replay import Decision, Load, Opened
@@ -113,6 +114,20 @@ async def test_every_prompt_is_delivered_once_with_its_whole_group_and_the_last_
             await publish(policy, stream)
     assert sorted(groups(batches)) == [*range(12), 98, 99]
     assert [len(batch) for batch in batches] == [12, 12, 12, 6]
+
+
+async def test_prompts_that_do_not_come_are_reported_as_a_call_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.mesh.watch._longest", {})
+    reported: list[str] = []
+
+    def slowly() -> Iterator[Batch]:
+        reported.extend(slow_calls(0))
+        yield next(prompts(4))
+
+    async with rollouts(FakeSampler(SAMPLER), slowly(), SAMPLING) as stream:
+        await anext(stream)
+    assert reported == ["next(prompts), for which everything else waits, has been running for 0 s"]
+    assert not running_calls()
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
