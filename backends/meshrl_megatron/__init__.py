@@ -6,7 +6,7 @@ Each rank is a process, so a mesh of several ranks needs `run.engine = "processe
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "COUNTS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
+__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -27,6 +27,9 @@ OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.option
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Counts the tokens of prompts, without a model."""
+
+FLOPS: Final = "meshrl_hf.flops:flops_of"
+"""Counts the operations of a pass over a row, without a model."""
 
 MEMORY: Final = "meshrl_megatron.memory:held"
 """Estimates the memory of a role's rank, without weights."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data import Ragged
+from meshrl_hf.flops import layer_flops
 from meshrl_hf.packing import MicroBatch, Rows, packed
 from meshrl_megatron.shape import Decoder
 
@@ -34,10 +35,9 @@ class Balance:
     @classmethod
     def of(cls, shape: Decoder, stages: int) -> "Balance":
         """Make it for a decoder in this many stages."""
-        inner = shape.heads * shape.head_dim
         ffn = shape.ffn * max(shape.chosen, 1)  # of all experts that a token is routed to
-        matrices = shape.hidden * (2 * inner + 2 * shape.groups * shape.head_dim + 3 * ffn)
-        return cls(2.0 * matrices, 4.0 * inner, _FILLED * stages if stages > 1 else 1)
+        token, pair = layer_flops(shape.hidden, shape.heads, shape.groups, shape.head_dim, ffn)
+        return cls(token, pair, _FILLED * stages if stages > 1 else 1)
 
     def __call__(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
         """Yield micro-batches of at most `budget` tokens. A longer row gets its own."""

@@ -36,6 +36,7 @@ _KNOWN: Final = (
     ("MLP requires ffn_hidden_size", DeprecationWarning),
     ("Using a large number of experts", UserWarning),
     ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
+    ("`hidden_size` arg has been renamed to `normalized_shape`", DeprecationWarning),
     ("The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning),
 )
@@ -68,6 +69,7 @@ with quiet():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -96,6 +98,7 @@ with quiet():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.utils import get_te_version
 
 __all__ = [
     "MLP",
@@ -115,6 +118,9 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionSubmodules",
     "SequentialMLP",
+    "TEColumnParallelLinear",
+    "TENorm",
+    "TERowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -129,6 +135,7 @@ __all__ = [
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
+    "get_te_version",
     "quiet",
     "set_tensor_model_parallel_attributes",
 ]

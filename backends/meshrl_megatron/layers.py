@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshrl.errors import ConfigError
 from meshrl_hf.attention import Packed
 from meshrl_megatron.core import (
     MLP,
@@ -23,13 +25,18 @@ from meshrl_megatron.core import (
     SelfAttention,
     SelfAttentionSubmodules,
     SequentialMLP,
+    TEColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
     TopKRouter,
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
     gather_from_sequence_parallel_region,
     get_bias_dropout_add,
+    get_te_version,
 )
+from meshrl_megatron.options import TransformerImpl
 
 
 @dataclass
@@ -86,18 +93,19 @@ class VarlenAttention(nn.Module):
 class FusedLinear(ColumnParallelLinear):
     """Linear layers with the same input. Their weights are stacked in one parameter."""
 
-    def outputs(self, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Return each layer's [tokens, 1, size], of the rank's rows.
 
-        On one rank, each layer is a separate product, with a separate result. These are the operations of transformers,
-        and so its bits. On several ranks it is one product, which Megatron overlaps with communication.
-        """
-        if self.tp_group.size() > 1:
-            fused, _ = self(states)
-            return torch.split(fused, list(sizes), -1)
-        weights = self.weight.split(list(sizes))
-        biases = (None,) * len(sizes) if self.bias is None else self.bias.split(list(sizes))
-        return [functional.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+def _outputs(linear: ColumnParallelLinear, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return the [tokens, 1, size] of each layer that is stacked in `linear`, of the rank's rows.
+
+    In a `FusedLinear` on one rank, each layer is a separate product, with a separate result. These are the operations
+    of transformers, and so its bits. Otherwise it is one product, which may overlap with communication.
+    """
+    if not isinstance(linear, FusedLinear) or linear.tp_group.size() > 1:
+        fused, _ = linear(states)
+        return torch.split(fused, list(sizes), -1)
+    weights = linear.weight.split(list(sizes))
+    biases = (None,) * len(sizes) if linear.bias is None else linear.bias.split(list(sizes))
+    return [functional.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class PackedAttention(SelfAttention):
@@ -106,7 +114,7 @@ class PackedAttention(SelfAttention):
     The rows of the fused projection are all queries of this rank, then all keys, then all values.
     """
 
-    linear_qkv: FusedLinear
+    linear_qkv: ColumnParallelLinear
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
@@ -121,7 +129,7 @@ class PackedAttention(SelfAttention):
         """Return queries, keys and values, [tokens, 1, heads, dims]. The first two are normalised if configured."""
         dims = self.hidden_size_per_attention_head
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        outputs = self.linear_qkv.outputs(states, [count * dims for count in (heads, groups, groups)])
+        outputs = _outputs(self.linear_qkv, states, [count * dims for count in (heads, groups, groups)])
         query, key, value = (each.unflatten(-1, (-1, dims)) for each in outputs)
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key, value
@@ -131,12 +139,12 @@ class PackedAttention(SelfAttention):
 class GatedMlp(MLP):
     """down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
 
-    linear_fc1: FusedLinear
+    linear_fc1: ColumnParallelLinear
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         """Return the output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
         rows = len(self.linear_fc1.weight) // 2
-        gate, up = self.linear_fc1.outputs(hidden_states, (rows, rows))
+        gate, up = _outputs(self.linear_fc1, hidden_states, (rows, rows))
         return self.linear_fc2(functional.silu(gate) * up)
 
 
@@ -171,33 +179,70 @@ class _Gated:
     module: type[GatedMlp] = GatedMlp
 
 
-def _mlp(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec | _Gated:
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a layer whose operations can be chosen."""
+
+    norm: type[nn.Module]
+    fused: type[nn.Module]
+    """Linear layers with the same input, divided by their outputs."""
+    column: type[nn.Module]
+    """An expert's first linear layer."""
+    row: type[nn.Module]
+    """A linear layer that is divided by its inputs."""
+
+
+LOCAL: Final = Modules(RmsNorm, FusedLinear, ColumnParallelLinear, RowParallelLinear)
+_ENGINE: Final = Modules(TENorm, TEColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear)
+_RELEASES: Final = Version("2.9"), Version("2.12")
+"""The first release of Transformer Engine that this Megatron-Core takes, and the first that it does not."""
+
+
+def modules_of(impl: TransformerImpl) -> Modules:
+    """Return the modules that `transformer_impl` names.
+
+    ConfigError if Transformer Engine is asked for and is not installed, or in a release that does not fit.
+    """
+    if impl == "local":
+        return LOCAL
+    found, (first, end) = get_te_version(), _RELEASES
+    if found is None or not first <= found < end:
+        raise ConfigError(
+            f'megatron.transformer_impl = "transformer_engine" needs Transformer Engine from {first} to before {end}, '
+            f"but {'none' if found is None else found} is installed here: pip install "
+            f"'transformer-engine[core_cu13,pytorch]>={first},<{end}', or set it to \"local\""
+        )
+    return _ENGINE
+
+
+def _mlp(config: TransformerConfig, tp: dist.ProcessGroup, modules: Modules) -> ModuleSpec | _Gated:
     if not config.num_moe_experts:
-        linears = MLPSubmodules(linear_fc1=FusedLinear, linear_fc2=RowParallelLinear)
+        linears = MLPSubmodules(linear_fc1=modules.fused, linear_fc2=modules.row)
         return _Gated({"ffn_hidden_size": config.ffn_hidden_size, "tp_group": tp}, linears)
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    linears = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
 
 
 def layer_spec(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec:
     """Return the specification of a decoder layer, whose matrices are divided over the ranks of `tp`."""
-    norm = RmsNorm if config.qk_layernorm else None
+    modules = modules_of(config.transformer_impl)
+    norm = modules.norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=FusedLinear,
+        linear_qkv=modules.fused,
         core_attention=VarlenAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=modules.row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
+            input_layernorm=modules.norm,
             self_attention=ModuleSpec(module=PackedAttention, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RmsNorm,
-            mlp=_mlp(config, tp),
+            pre_mlp_layernorm=modules.norm,
+            mlp=_mlp(config, tp, modules),
             mlp_bda=get_bias_dropout_add,
         ),
     )

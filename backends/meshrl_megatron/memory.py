@@ -94,7 +94,8 @@ class _Plan:
     @property
     def layout(self) -> MegatronConfig:
         """The backend's options."""
-        return options_of(self.config, MegatronConfig)
+        asked = options_of(self.config, MegatronConfig)
+        return asked.model_copy(update={"transformer_impl": "local"})  # of the same sizes, and always installed
 
     @property
     def pp(self) -> int:

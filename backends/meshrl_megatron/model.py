@@ -22,6 +22,7 @@ from meshrl_hf.model import LanguageModel
 from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.value_head import with_head
 from meshrl_megatron.core import TransformerConfig, quiet
+from meshrl_megatron.layers import modules_of
 from meshrl_megatron.naming import Piece, Place, pieces
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.shape import Decoder
@@ -197,6 +198,7 @@ def build(
         source = _Source.of(config, predicts, chosen(layout.attention, world.device))
         shape = Decoder.of(source.words.network.config.get_text_config(), valued=predicts != "logprobs")
         shape.check(world.grid.sizes, layout)
+        modules_of(layout.transformer_impl)
         kept.append((source, shape))
 
     world.agree(read)

@@ -146,6 +146,7 @@ class Decoder(Shape):
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
+            transformer_impl=layout.transformer_impl,
             tensor_model_parallel_size=sizes["tp"],
             pipeline_model_parallel_size=sizes["pp"],
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,

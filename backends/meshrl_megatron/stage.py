@@ -23,7 +23,7 @@ from meshrl_megatron.core import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from meshrl_megatron.layers import FusedLinear, Packing, RmsNorm, assembled, layer_spec
+from meshrl_megatron.layers import FusedLinear, Packing, assembled, layer_spec, modules_of
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.vocabulary import logprobs
@@ -75,7 +75,9 @@ class Stage(GPTModel):
         """
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules([layer_spec(config, groups.tp)] * layers, RmsNorm),
+            transformer_layer_spec=TransformerBlockSubmodules(
+                [layer_spec(config, groups.tp)] * layers, modules_of(config.transformer_impl).norm
+            ),
             vocab_size=shape.padded(groups.tp.size()),
             max_sequence_length=0,
             pre_process=first,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "MEMORY", "MODELS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "FLOPS", "MEMORY", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -25,6 +25,9 @@ CHAT: Final = "meshrl_hf.chat:read_chat"
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Counts the tokens of prompts, without a model."""
+
+FLOPS: Final = "meshrl_hf.flops:flops_of"
+"""Counts the operations of a pass over a row, without a model."""
 
 MEMORY: Final = "meshrl_torch.memory:held"
 """Estimates the memory of a role's rank, without weights."""

@@ -18,7 +18,7 @@ from meshrl.data.ragged import Ragged, portable, raw, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
 from meshrl.data.wire import pack, unpack, unpack_own
 from meshrl.errors import DataError, did_you_mean
-from meshrl.mesh import Array, HasRefs, Put, Rows, even_runs, lightest, plan_of
+from meshrl.mesh import Array, HasRefs, Put, Rows, even_plan
 
 __all__ = ["Batch", "Column", "Ragged"]
 
@@ -258,8 +258,7 @@ class Batch(HasRefs):
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
         if parts == 1:
             return [np.arange(self._rows)]
-        costs = self.lengths
-        return even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
+        return even_plan(self.lengths, parts)
 
     def part(self, rows: Rows) -> Self:
         """Select rows that keep their row numbers, for `join`."""

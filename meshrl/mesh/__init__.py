@@ -11,10 +11,10 @@ from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, R
 from meshrl.mesh.handle import at, each, limited, respawn, stop
 from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
-from meshrl.mesh.partition import even_runs, lightest
-from meshrl.mesh.parts import is_away, leave_out, min_ranks, parts, ranks, replicas, routed, streams, take_in
+from meshrl.mesh.partition import even_plan, lightest, plan_of
+from meshrl.mesh.parts import is_away, leave_out, min_ranks, parts, planned, ranks, replicas, routed, streams, take_in
 from meshrl.mesh.refs import ForAll, HasRefs, NotHere, Put, Ref, fetch, put_large, resolve, seal_arrays, when_here
-from meshrl.mesh.scatter import plan_of
+from meshrl.mesh.scatter import Plan, Planner, make_plan
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
@@ -42,6 +42,8 @@ __all__ = [
     "Mesh",
     "NotHere",
     "OnSpan",
+    "Plan",
+    "Planner",
     "Put",
     "Rank",
     "Ref",
@@ -62,7 +64,7 @@ __all__ = [
     "each",
     "empty",
     "endpoint",
-    "even_runs",
+    "even_plan",
     "fetch",
     "free_cores",
     "in_transit",
@@ -72,11 +74,13 @@ __all__ = [
     "leave_out",
     "lightest",
     "limited",
+    "make_plan",
     "min_ranks",
     "note_transit",
     "own_place",
     "parts",
     "plan_of",
+    "planned",
     "pool",
     "put_large",
     "rank_context",

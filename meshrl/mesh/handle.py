@@ -40,6 +40,8 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call, or the next value of a stream, may take."""
+    planner: rows.Planner = rows.make_plan
+    """Divides the rows of a call."""
     min_ranks: int = 0
     """Lowest number of ranks that the actor can work with. 0: all of them."""
     away: set[int] = field(default_factory=set[int], compare=False, repr=False)
@@ -214,7 +216,7 @@ class BoundEndpoint:
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, over in shards.items() if over == axes}
             try:
-                plans[axes] = rows.make_plan(values, along(axes).parts, self.owners)
+                plans[axes] = self.deployment.planner(values, along(axes).parts, self.owners)
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
         shares = {name: (plans[axes], along(axes).indices) for name, axes in shards.items() if plans[axes]}

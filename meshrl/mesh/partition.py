@@ -11,6 +11,22 @@ _EVEN = 256
 """Runs of rows count as even if the heaviest exceeds the lightest by at most the mean divided by this."""
 
 
+def plan_of(owners: Rows, parts: int) -> list[Rows]:
+    """Convert the owner of each row into the rows of each part, ascending."""
+    order = owners.argsort(kind="stable")
+    ends = np.bincount(owners, minlength=parts).cumsum().tolist()
+    return [order[start:end] for start, end in pairwise([0, *ends])]
+
+
+def even_plan(costs: Rows, parts: int) -> list[Rows]:
+    """Return the rows of each part, so that parts cost about the same. `costs`: int64[rows].
+
+    Parts are runs of adjacent rows if these are even. Otherwise each row goes to the lightest part, costliest row
+    first. Two parts differ by at most the cost of one row.
+    """
+    return even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
+
+
 def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
     """Return the rows of each part as even runs, at most one row's cost apart. None if there are no such runs."""
     ends = np.concatenate([[0], costs.cumsum()])

@@ -9,6 +9,7 @@ import numpy as np
 from meshrl.mesh.actor import CollectiveActor, Rank
 from meshrl.mesh.engine import Request
 from meshrl.mesh.handle import BoundEndpoint, Deployment, Handle, Plans, at, deployment_of
+from meshrl.mesh.scatter import Planner
 from meshrl.mesh.sharding import Rows
 
 P = ParamSpec("P")
@@ -36,6 +37,11 @@ def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
     if not isinstance(called, BoundEndpoint):
         return endpoint
     return cast("Callable[P, R]", BoundEndpoint(called.whole, called.endpoint, owners))
+
+
+def planned(actor: A, planner: Planner) -> A:
+    """Return the same actor, whose calls divide their rows by this function. ContractError off a mesh."""
+    return cast("A", Handle(replace(deployment_of(actor, "planned"), planner=planner)))
 
 
 def ranks(actor: object) -> list[Rank]:

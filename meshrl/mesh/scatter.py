@@ -3,16 +3,18 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
 
 from meshrl.errors import ContractError, ReplicasDisagree, shortened
+from meshrl.mesh.partition import plan_of
 from meshrl.mesh.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
 
 Plan = Sequence[Rows]
 """The rows of each part."""
+Planner = Callable[[Mapping[str, object], int, Rows | None], Plan]
+"""Makes the plan of a call, like `make_plan`."""
 UNDIVIDED: Plan = ()
 """The plan of a call that divided no argument: the results of its ranks are concatenated."""
 
@@ -44,13 +46,6 @@ def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = No
             if not isinstance(leaf, np.ndarray):
                 return leaf.plan(parts)
     return np.array_split(np.arange(next(iter(counts.values()))), parts)
-
-
-def plan_of(owners: Rows, parts: int) -> list[Rows]:
-    """Convert the owner of each row into the rows of each part, ascending."""
-    order = owners.argsort(kind="stable")
-    ends = np.bincount(owners, minlength=parts).cumsum().tolist()
-    return [order[start:end] for start, end in pairwise([0, *ends])]
 
 
 def split(value: object, plan: Plan) -> Sequence[object]:

@@ -4,6 +4,7 @@ Each role is an abstract actor with the contract. A backend overrides its endpoi
 name in the registry. The tables name the backend, the mesh and the model.
 """
 
+from meshrl.roles.balance import Flops, balanced, fair_plan
 from meshrl.roles.base import Critic, Policy, Reference, ResumingSampler, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
     CriticConfig,
@@ -11,6 +12,7 @@ from meshrl.roles.config import (
     ModelConfig,
     NewModel,
     OptimizerConfig,
+    PassConfig,
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -51,6 +53,7 @@ __all__ = [
     "Completion",
     "Critic",
     "CriticConfig",
+    "Flops",
     "GenerateCall",
     "GenerateCalls",
     "GroupSampling",
@@ -62,6 +65,7 @@ __all__ = [
     "NewModel",
     "OptimizerConfig",
     "PairSampling",
+    "PassConfig",
     "Policy",
     "PolicyConfig",
     "Reference",
@@ -86,12 +90,14 @@ __all__ = [
     "axes_of",
     "backends",
     "backends_with",
+    "balanced",
     "check_axes",
     "check_teacher",
     "chosen_options",
     "class_for",
     "completed",
     "count_tokens",
+    "fair_plan",
     "function_of",
     "implementation",
     "memory_of",

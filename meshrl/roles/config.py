@@ -215,7 +215,15 @@ class LoraConfig(Config):
     to the model that they have loaded."""
 
 
-class PolicyConfig(ModelConfig):
+class PassConfig(ModelConfig):
+    """A role whose model reads whole rows, many in one pass."""
+
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What ranks along `dp` share equally: the tokens of a call's rows, or the floating-point operations that the model
+    needs for them. `flops` counts attention, which costs more per token in longer rows."""
+
+
+class PolicyConfig(PassConfig):
     """The model that is trained."""
 
     role = "Policy"
@@ -243,7 +251,7 @@ class PolicyConfig(ModelConfig):
         return self
 
 
-class CriticConfig(ModelConfig):
+class CriticConfig(PassConfig):
     """A model with a value head. It is trained along with the policy."""
 
     role = "Critic"
@@ -253,7 +261,7 @@ class CriticConfig(ModelConfig):
     """Tokens in one forward and backward pass at most. A longer row gets its own pass."""
 
 
-class ReferenceConfig(ModelConfig):
+class ReferenceConfig(PassConfig):
     """A frozen model that the policy is compared with."""
 
     role = "Reference"
@@ -266,7 +274,7 @@ class TeacherConfig(ReferenceConfig):
     """A frozen model that the policy learns from. It must name a `model`, with the tokenizer of the policy."""
 
 
-class RewardModelConfig(ModelConfig):
+class RewardModelConfig(PassConfig):
     """A frozen model that scores completions.
 
     With `chat`, it reads prompt and completion as a user's and an assistant's message.
@@ -295,7 +303,7 @@ class RewardModelConfig(ModelConfig):
         return model
 
 
-class RewardTrainingConfig(ModelConfig):
+class RewardTrainingConfig(PassConfig):
     """A reward model that is trained. It starts from a reward model, or from a language model with a new head of zeros.
 
     With `chat`, it reads prompt and completion as a user's and an assistant's message.

@@ -9,6 +9,8 @@ A backend's module has `ROLES`, which maps a role's name to the place of its cla
 - `COUNTS`: the place of a function that counts the tokens of prompts with the tokenizer of a table's model alone.
 - `MEMORY`: the place of a function that estimates the memory of a rank, from a role's table and the model's
   config.json (`meshrl.roles.memory`).
+- `FLOPS`: the place of a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from a
+  role's table and the model's config.json.
 - `CHAT`: the place of a function that reads the chat format of a table's model (`meshrl.agents`).
 
 The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
@@ -128,7 +130,9 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
     return told.get(role, ("dp",))
 
 
-def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "CHAT"]) -> Callable[..., object] | None:
+def function_of(
+    backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "FLOPS", "CHAT"]
+) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
     place = getattr(_module(backend), name, None)
     return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))

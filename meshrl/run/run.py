@@ -14,7 +14,7 @@ from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, balanced, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
@@ -160,7 +160,7 @@ class Run:
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
         mesh = await asyncio.shield(reserving)
         seen = mesh.shape(**config.axes) if config.axes else mesh
-        actor = limited(await seen.spawn(cls, config), config.timeout)
+        actor = balanced(limited(await seen.spawn(cls, config), config.timeout), config)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor

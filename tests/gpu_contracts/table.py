@@ -63,6 +63,10 @@ MEGATRON: Final[Mapping[str, str]] = {
     "megatron.core.distributed.finalize_model_grads": (
         f"{_CORE}/distributed/finalize_model_grads.py finalize_model_grads"
     ),
+    **{
+        f"megatron.core.extensions.transformer_engine.{name}": f"{_CORE}/extensions/transformer_engine.py {name}"
+        for name in ("TEColumnParallelLinear", "TENorm", "TERowParallelLinear")
+    },
     "megatron.core.fusions.fused_bias_dropout.get_bias_dropout_add": (
         f"{_CORE}/fusions/fused_bias_dropout.py get_bias_dropout_add"
     ),
@@ -121,7 +125,36 @@ MEGATRON: Final[Mapping[str, str]] = {
     "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules": (
         f"{_BLOCKS}/transformer_layer.py TransformerLayerSubmodules"
     ),
+    "megatron.core.utils.get_te_version": f"{_CORE}/utils.py get_te_version",
 }
+
+TRANSFORMER_ENGINE: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
+    "transformer_engine/pytorch/module/linear.py Linear": (
+        0,
+        (
+            "bias",
+            "device",
+            "fuse_wgrad_accumulation",
+            "get_rng_state_tracker",
+            "in_features",
+            "init_method",
+            "out_features",
+            "parallel_mode",
+            "params_dtype",
+            "return_bias",
+            "rng_tracker_name",
+            "sequence_parallel",
+            "tp_group",
+            "tp_size",
+        ),
+    ),
+    "transformer_engine/pytorch/module/linear.py Linear.forward": (1, ("is_first_microbatch",)),
+    "transformer_engine/pytorch/module/rmsnorm.py RMSNorm": (
+        0,
+        ("device", "eps", "hidden_size", "params_dtype", "sequence_parallel", "zero_centered_gamma"),
+    ),
+}
+"""What our layers ask of Transformer Engine through Megatron-Core's classes: positional arguments, and keywords."""
 
 _ENGINE: Final = "vllm/v1/engine/llm_engine.py LLMEngine"
 _ENGINE_CORE: Final = "vllm/v1/engine/core.py EngineCore"

@@ -4,6 +4,7 @@ What is asked of them is found in our code and listed in `table.py`. What they t
 that no network is needed, and compared with the release itself where its sources are here.
 """
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +23,8 @@ from tests.gpu_contracts.contracts import (
     used,
 )
 from tests.gpu_contracts.scanning import ROOT, Given, uses
-from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of
+from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of, signature
+from tests.gpu_contracts.table import TRANSFORMER_ENGINE
 from tests.gpu_contracts.table_sglang import NOT_THEIRS
 
 ALL = pytest.mark.parametrize("distribution", used(), ids=lambda each: each.title)
@@ -107,6 +109,32 @@ def test_a_planted_rename_in_the_sources_of_torch_is_found(tmp_path: Path) -> No
     varlen.write_text(varlen.read_text().replace("def varlen_attn(", "def packed_attn("))
     with pytest.raises(LookupError, match=r"varlen\.py has no varlen_attn"):
         real(distribution, tmp_path)
+
+
+def given_by(megatron: ast.Module, name: str, call: str) -> set[str]:
+    """The keywords of a call in a class of Megatron-Core."""
+    (owner,) = (node for node in megatron.body if isinstance(node, ast.ClassDef) and node.name == name)
+    (found,) = (node for node in ast.walk(owner) if isinstance(node, ast.Call) and ast.unparse(node.func) == call)
+    return {each.arg for each in found.keywords if each.arg}
+
+
+def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
+    root = next(each for each in DISTRIBUTIONS if each.name == "megatron-core").root()
+    if root is None:
+        pytest.skip("this release of megatron-core is not here")
+    megatron = ast.parse((root / "megatron/core/extensions/transformer_engine.py").read_text())
+    linear, forward, norm = ({*keywords} for _, keywords in TRANSFORMER_ENGINE.values())
+    always = {"device", "params_dtype"}
+    assert linear == given_by(megatron, "TELinear", "super().__init__") | always | {"rng_tracker_name"}
+    assert forward == given_by(megatron, "TELinear", "super().forward")
+    assert norm == given_by(megatron, "TENorm", "te.pytorch.RMSNorm") | always
+
+
+def test_the_stand_in_for_transformer_engine_has_its_signatures() -> None:
+    (distribution,) = (each for each in DISTRIBUTIONS if each.name == "transformer-engine")
+    for target, told in read(distribution).items():
+        name = target.partition(" ")[2]
+        assert signature(ROOT / "tests/backends", f"engine_standin.py {name}", ()) == told
 
 
 PLANTED = """

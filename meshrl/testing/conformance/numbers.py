@@ -119,8 +119,11 @@ async def uneven_rows(trial: Trial) -> None:
 
 
 async def short_and_long_rows(trial: Trial) -> None:
-    """Rows may have no token, one, more than `micro_batch_tokens`, or as many as the model takes."""
-    policies = await trial.policies(micro_batch_tokens=4)
+    """Rows may have no token, one, more than `micro_batch_tokens`, or as many as the model takes.
+
+    Ranks share their floating-point operations.
+    """
+    policies = await trial.policies(micro_batch_tokens=4, balance="flops")
     longest = trial.model.longest
     shapes = [(1, 0), (longest, longest - 1), (0, 0), (9, 1), (2, 1), (3, 2), (longest, 1)]
     batch = by_hand(trial.model, shapes)

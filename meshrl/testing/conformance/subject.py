@@ -28,6 +28,7 @@ from meshrl.roles import (
     RewardTrainingConfig,
     Sampler,
     SamplerConfig,
+    balanced,
     implementation,
 )
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
@@ -143,7 +144,7 @@ class Side:
 
     async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
         config = schema.model_validate({"backend": self._backend, "model": self.model.folder, **table})
-        return await self.spawn(implementation(role, self._backend), config)
+        return balanced(await self.spawn(implementation(role, self._backend), config), config)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+"""The floating-point operations that a model's configuration tells are those of its forward pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from meshrl.roles import CriticConfig, PolicyConfig, RewardModelConfig
+from meshrl_hf.flops import flops_of
+
+SIZES: dict[str, Any] = {"vocab_size": 53, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=96, num_hidden_layers=3)
+WIDE: dict[str, Any] = {**SIZES, "head_dim": 24}
+EXPERTS = Qwen3MoeConfig(**WIDE, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+NEAR = Gemma3TextConfig(
+    **SIZES, intermediate_size=96, num_hidden_layers=3, head_dim=16, sliding_window=7, layer_types=KINDS
+)
+ROUTER = 2 * 64 * 4 * 2
+"""Operations of the routers of EXPERTS for a token, which are left out because they are few."""
+
+
+def counted(shape: PretrainedConfig, length: int) -> int:
+    """Operations of a pass over one row, with attention from each token to all of the row."""
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager", experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("shape", "more"), [(LLAMA, 0), (EXPERTS, ROUTER), (NEAR, 0)])
+def test_they_are_those_of_a_pass(shape: PretrainedConfig, more: int, tmp_path: Path) -> None:
+    shape.save_pretrained(tmp_path)
+    flops = flops_of(PolicyConfig(model=str(tmp_path)))
+    short, long = counted(shape, 20), counted(shape, 40)
+    assert (flops.per_pair + flops.per_near_pair) * 20**2 == (long - 2 * short) / 2
+    assert flops.per_token + more == pytest.approx((4 * short - long) / 40, rel=1e-3)  # the angles of positions too
+    near = KINDS.count("sliding_attention") / len(KINDS) if shape is NEAR else 0
+    assert flops.per_near_pair == pytest.approx(near * (flops.per_pair + flops.per_near_pair))
+    assert flops.window == (7 if shape is NEAR else 0)
+    without_head = flops.per_token - 2 * 64 * 53
+    for config in (CriticConfig(model=str(tmp_path)), RewardModelConfig(model=str(tmp_path))):
+        assert flops_of(config).per_token == without_head

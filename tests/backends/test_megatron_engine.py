@@ -1,0 +1,95 @@
+"""Transformer Engine's modules in Megatron's layers: refused where it is not installed, and wired through a stand-in.
+
+The stand-in has the signatures of the real classes and computes on the CPU. Its numbers say that parameters, gradients
+and weights are in the right places. They say nothing of the real kernels.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from meshrl import ConfigError, NewModel, PolicyConfig
+from meshrl_megatron.policy import MegatronPolicy
+
+pytestmark = pytest.mark.megatron
+
+ROOT = Path(__file__).parents[2]
+ENGINE = {"megatron": {"transformer_impl": "transformer_engine"}}
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 40,
+    "eos_token_id": 1,
+    "initializer_range": 0.15,
+}
+BIASED = Qwen2Config(**SIZES, intermediate_size=48, tie_word_embeddings=True)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, bos_token_id=None
+)
+MODULES = {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear"}
+
+SCRIPT = """
+import asyncio, json, sys, warnings
+import numpy as np
+import meshrl_hf.lora  # peft looks for Transformer Engine too
+from tests.backends.engine_standin import install, used
+install()
+from meshrl import ClippedLoss, PolicyConfig
+from meshrl_megatron.policy import MegatronPolicy
+from tests.backends.test_megatron_policy import OPTIMIZER, rollouts
+
+warnings.simplefilter("error")
+
+def made(folder, **keys):
+    table = {"model": folder, "backend": "megatron", "optimizer": OPTIMIZER, **keys}
+    return MegatronPolicy(PolicyConfig.model_validate(table))
+
+async def compared(folder):
+    policies = [made(folder), made(folder, megatron={"transformer_impl": "transformer_engine"})]
+    apart = {"logprobs": 0.0, "grad_norm": 0.0}
+    for seed in range(3):
+        batch = rollouts(seed)
+        own, other = [(await each.logprobs(batch)).ragged("logprobs").values for each in policies]
+        apart["logprobs"] = max(apart["logprobs"], float(np.abs(own - other).max()))
+        own, other = [(await each.update(batch, ClippedLoss()))["grad_norm"] for each in policies]
+        apart["grad_norm"] = max(apart["grad_norm"], abs(own - other))
+    # Parameters, as a sampler gets them.
+    tensors = [{name: tensor.float().clone() for name, tensor in p._trainable.published()} for p in policies]
+    assert tensors[0].keys() == tensors[1].keys()
+    apart["weights"] = max(float((tensors[0][name] - tensors[1][name]).abs().max()) for name in tensors[0])
+    told = {"apart": apart, "used": sorted({*used})}
+    used.clear()
+    return told
+
+print(json.dumps([asyncio.run(compared(folder)) for folder in sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_it_must_be_installed() -> None:
+    model = NewModel(characters="ab", max_tokens=8)
+    config = PolicyConfig.model_validate({"model": model, "backend": "megatron", **ENGINE})
+    with pytest.raises(ConfigError, match=r"Transformer Engine from 2\.9 to before 2\.12, but none is installed here"):
+        MegatronPolicy(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_its_modules_stand_in_the_places_of_ours(random_model: Callable[..., str], tmp_path: Path) -> None:
+    folders = [random_model(shape, tmp_path / shape.model_type, noise=0) for shape in (BIASED, EXPERTS)]
+    command = [sys.executable, "-c", SCRIPT, *folders]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert run.returncode == 0, run.stderr
+    for told in json.loads(run.stdout.splitlines()[-1]):
+        assert {*told["used"]} == MODULES
+        assert max(told["apart"].values()) < 1e-5, told["apart"]
