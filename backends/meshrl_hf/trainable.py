@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from meshrl.data import Batch, Metrics
-from meshrl.errors import ConfigError
 from meshrl.losses import Loss
 from meshrl.mesh import Rank, current_rank
 from meshrl_hf.boxes import Box
@@ -54,12 +53,9 @@ class Trainable(ABC):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's tensors for samplers: whole ones, by their Hugging Face names."""
 
+    @abstractmethod
     def shards(self) -> Iterable[Box]:
-        """Return this rank's parts of the tensors for samplers, as views. Each part comes from only one rank.
-
-        ConfigError if there are no such parts.
-        """
-        raise ConfigError("policy.weight_sync = \"broadcast\" is for the backends 'torch' and 'fsdp': remove it")
+        """Return this rank's parts of the tensors for samplers, as views. Each part comes from only one rank."""
 
     @abstractmethod
     def save(self, folder: str) -> None:

@@ -109,6 +109,10 @@ class Model:
         alone = held.is_split or self.world.grid.place["tp"] == 0
         return alone and self._keeps(held)
 
+    def shards(self) -> Iterator[Box]:
+        """Yield the parts that this rank publishes, as views, and gather nothing. No other rank has them too."""
+        return (box for held in self.held if self.tells(held) for box in self.boxes(held, held.parameter))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's share of the model's tensors, each whole, gathered one parameter after another.
 

@@ -1,6 +1,6 @@
 """A model in training, split over the ranks, and its optimizer step through the pipeline."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, Predicts
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
+from meshrl_hf.boxes import Box
 from meshrl_hf.trainable import Trainable, own_rank
 from meshrl_hf.training import prepared, stepped
 from meshrl_megatron.export import save
@@ -45,6 +46,10 @@ class Pipelined(Trainable):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's part, in the table's dtype."""
         return self._model.tensors()
+
+    def shards(self) -> Iterator[Box]:
+        """Yield this rank's parts of tensors, in the table's dtype. Of ranks with the same part, one has it."""
+        return self._model.shards()
 
     def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, completely or not at all."""

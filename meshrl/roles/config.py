@@ -238,7 +238,7 @@ class PolicyConfig(PassConfig):
     weight_sync: Literal["auto", "delta", "broadcast"] = "auto"
     """How weights go to samplers. `auto`: a copy of all weights, by the shortest route that there is between the two
     sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
-    rank broadcasts its shards to all samplers at once and keeps no copy; for the backends `torch` and `fsdp`."""
+    rank broadcasts its shards to all samplers at once and keeps no copy."""
     bucket_mib: int = Field(default=256, gt=0)
     """Size in MiB of a bucket of `weight_sync = "broadcast"`. Each sender and receiver has two buckets in memory."""
 

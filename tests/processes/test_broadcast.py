@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -36,9 +37,11 @@ from meshrl import (
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import broadcast
+from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.offer import Layout
 from meshrl_hf.reading import Reader as Reading
 from meshrl_hf.transfer import arrays
+from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.processes.conftest import NO_CORE, running, until
 
@@ -176,6 +179,27 @@ async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, rea
     assert len(await readers.generate(Batch.of(prompt=["ab", "ba"]), Sampling(max_tokens=2)).__anext__()) == 1
     await publish(plain, readers)
     assert await routes(readers) == ["shared memory"] * 2
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+async def test_ranks_of_megatron_send_what_they_have_themselves(
+    two: Mesh, readers: Reader, axes: dict[str, int]
+) -> None:
+    mesh = two.shape(**{"dp": 1, **axes})
+    policy = await mesh.spawn(MegatronPolicy, config(backend="megatron"))
+    plain = await mesh.spawn(MegatronPolicy, config(backend="megatron", weight_sync="auto"))
+    for version in (1, 2):
+        for each in (policy, plain):
+            await each.update(rollouts(version), ClippedLoss())
+        sent = await publish(policy, readers)
+        known = (await (await plain.weights()).load()).fingerprint()
+        assert await prints(readers) == [known, known]
+        assert (sent.version, sorted(sent.ways)) == (version, ["broadcast"])
+    assert isinstance(sent, LiveWeights)
+    sizes = [sum(prod(part.shape) for each in source.layouts for part in each.parts) for source in sent.offer.sources]
+    assert sum(sizes) * 4 == (await plain.weights()).nbytes
+    assert max(sizes) < 0.6 * sum(sizes)
 
 
 async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader) -> None:
