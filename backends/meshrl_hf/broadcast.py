@@ -16,7 +16,6 @@ from math import prod
 from secrets import token_hex
 from typing import Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +25,8 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, connect, copied, view
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, connect, view
+from meshrl_hf.fingerprints import copied
 from meshrl_hf.meeting import are_processes, meet, place
 from meshrl_hf.offer import Layout, Part
 from meshrl_hf.ranks import RankGroup
@@ -193,7 +193,7 @@ def _pieces(box: Box, itemsize: int, limit: int) -> Iterable[tuple[tuple[int, ..
 def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Write the parts, cast to the dtype, and their fingerprints."""
     made = [copied(view(buffer, part, dtype), tensor) for part, tensor in zip(layout.parts, tensors, strict=True)]
-    buffer[layout.end :].copy_(torch.from_numpy(np.array(made, np.uint64).view(np.uint8)))
+    buffer[layout.end :].view(torch.int64).copy_(torch.stack(made))
 
 
 def _told(store: Store, key: str) -> Passing | None:

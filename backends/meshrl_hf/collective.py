@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from xxhash import xxh3_64
 
+from meshrl_hf.fingerprints import copied
 from meshrl_hf.offer import Layout, Part
 
 IN_FLIGHT: Final = 2
@@ -23,8 +23,6 @@ STUCK: Final = timedelta(seconds=60)
 """Time without progress after which a collective fails. If a process dies, it fails at once."""
 KEPT: Final = 4
 """Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
-_BLOCK: Final = 1 << 17
-"""Number of elements that are copied, and read again while they are in the cache."""
 
 
 class _Collectives(Protocol):
@@ -158,26 +156,9 @@ def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
     return flat.view(dtype).reshape(part.shape)
 
 
-def put(whole: Tensor, part: Part, tensor: Tensor) -> int:
-    """Copy a part to its place in the whole tensor. Returns XXH3's 64 bits of the copied bytes."""
+def put(whole: Tensor, part: Part, tensor: Tensor) -> Tensor:
+    """Copy a part to its place in the whole tensor. Returns the fingerprint of the copied bytes, as `copied` does."""
     place = whole
     for dim, (start, length) in enumerate(zip(part.offsets, part.shape, strict=True)):
         place = place.narrow(dim, start, length)
     return copied(place, tensor)
-
-
-def copied(place: Tensor, tensor: Tensor) -> int:
-    """Copy a tensor to its place, in that dtype. Returns XXH3's 64 bits of the copied bytes."""
-    on_cpu = place.device.type == tensor.device.type == "cpu"
-    if not (on_cpu and place.is_contiguous() and tensor.is_contiguous()):
-        place.copy_(tensor)
-        return _fingerprint([place.cpu().contiguous()])
-    pairs = zip(place.reshape(-1).split(_BLOCK), tensor.reshape(-1).split(_BLOCK), strict=True)
-    return _fingerprint(block.copy_(source) for block, source in pairs)
-
-
-def _fingerprint(blocks: Iterable[Tensor]) -> int:
-    digest = xxh3_64()
-    for block in blocks:
-        digest.update(block.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.intdigest()

@@ -155,7 +155,7 @@ class _InPlace:
         self._tensors, self.begin = tensors, begin
         self.device: Final = next(iter(tensors.values())).device
 
-    def take(self, part: Part, tensor: Tensor) -> int:
+    def take(self, part: Part, tensor: Tensor) -> Tensor:
         """Copy a part to its place."""
         return put(self._tensors[part.name].detach(), part, tensor)
 

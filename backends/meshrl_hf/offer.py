@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The content of a bucket: parts of one dtype, and then a fingerprint of each, XXH3's 64 bits."""
+    """The content of a bucket: parts of one dtype, and then a fingerprint of each, int64."""
 
     parts: tuple[Part, ...]
     end: int

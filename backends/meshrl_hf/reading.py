@@ -11,7 +11,6 @@ from secrets import token_hex
 from threading import Lock
 from typing import Final, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,8 +54,8 @@ class Model(Protocol):
         """Get ready for all parts. Called again if they are sent again."""
         ...
 
-    def take(self, part: Part, tensor: Tensor) -> int:
-        """Copy a part, whose memory is used again. Returns the fingerprint of the copied bytes."""
+    def take(self, part: Part, tensor: Tensor) -> Tensor:
+        """Copy a part, whose memory is used again. Returns the fingerprint of the copied bytes, int64[]."""
         ...
 
 
@@ -134,10 +133,11 @@ class Reader:
 
     def _take(self, buffer: Tensor, layout: Layout, dtype: torch.dtype, model: Model) -> None:
         """Copy a bucket's parts. Raises Damaged if one then differs from what was sent."""
-        told = buffer[layout.end : layout.nbytes].cpu().numpy().view(np.uint64).tolist()
-        made = [model.take(part, view(buffer, part, dtype)) for part in layout.parts]
-        if damaged := [part.name for part, one, two in zip(layout.parts, made, told, strict=True) if one != two]:
-            raise Damaged(damaged)
+        made = torch.stack([model.take(part, view(buffer, part, dtype)) for part in layout.parts])
+        told = buffer[layout.end : layout.nbytes].view(torch.int64).to(made.device)
+        differ: list[bool] = (made != told).tolist()
+        if any(differ):
+            raise Damaged([part.name for part, differs in zip(layout.parts, differ, strict=True) if differs])
 
     @property
     def _me(self) -> str:

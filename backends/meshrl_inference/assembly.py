@@ -44,7 +44,7 @@ class Assembly:
         self.begun = True
         self._begin()
 
-    def take(self, part: Part, tensor: Tensor) -> int:
+    def take(self, part: Part, tensor: Tensor) -> Tensor:
         """Copy a part to its place, and load what is whole then."""
         unit = self._naming.unit(part.name)
         here = self._here.setdefault(unit, {})

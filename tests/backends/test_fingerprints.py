@@ -1,0 +1,77 @@
+"""The fingerprint of copied bytes: what changes it, what does not, and that a GPU's tensors stay where they are."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshrl_hf import fingerprints
+from meshrl_hf.fingerprints import copied
+
+SHAPES = [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4)]
+
+
+def whole(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def after(place: Tensor, tensor: Tensor) -> int:
+    """The fingerprint, which must be of what is there then."""
+    made = copied(place, tensor)
+    assert torch.equal(place, tensor.to(place.dtype))
+    assert made.dtype == torch.int64
+    return int(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_of_the_bytes_in_their_order_however_they_lie(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = whole(shape)
+    known = after(torch.empty(shape, dtype=dtype), tensor)
+    assert after(torch.empty(shape, dtype=dtype), tensor.to(dtype)) == known
+    places = [torch.empty(shape[::-1], dtype=dtype).T if len(shape) == 2 else torch.empty(shape, dtype=dtype)]
+    if shape:
+        places.append(torch.empty((*shape[:-1], shape[-1] + 3), dtype=dtype)[..., 1:-2])  # at an odd offset
+    for rows in (1, 3, fingerprints._ROWS_ELSEWHERE):  # as many as at once on other devices
+        monkeypatch.setattr(fingerprints, "_ROWS", rows)
+        assert [after(place, tensor) for place in places] == [known] * len(places)
+
+
+def flip(bits: Tensor) -> None:
+    bits[57, 3] ^= 1
+
+
+def flip_two_signs(bits: Tensor) -> None:
+    bits[57, 3::4][:2] ^= -(1 << 15)
+
+
+def flip_every_fourth_sign(bits: Tensor) -> None:
+    bits[:, 3::4] ^= -(1 << 15)
+
+
+def swap_two_rows(bits: Tensor) -> None:
+    bits[[0, 1]] = bits[[1, 0]]
+
+
+def shift(bits: Tensor) -> None:
+    bits.copy_(bits.roll(4))  # by one of the integers that are summed
+
+
+@pytest.mark.parametrize("damage", [flip, flip_two_signs, flip_every_fourth_sign, swap_two_rows, shift, Tensor.zero_])
+def test_damage_changes_it(damage: Callable[[Tensor], object]) -> None:
+    tensor = whole((300, 2000)).bfloat16()
+    known = after(torch.empty_like(tensor), tensor)
+    damage(tensor.view(torch.int16))
+    assert after(torch.empty_like(tensor), tensor) != known
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_on_another_device_the_host_reads_nothing_of_the_tensor(strided: bool) -> None:
+    """A tensor on torch's device "meta" refuses each copy to the host, and has no number to read."""
+    tensor = torch.empty(8000, 5000, dtype=torch.bfloat16, device="meta")
+    wide = torch.empty(8000, 6000, dtype=torch.bfloat16, device="meta")
+    made = copied(wide[:, :5000] if strided else torch.empty_like(tensor), tensor)
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.int64, ())
