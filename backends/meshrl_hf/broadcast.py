@@ -33,6 +33,9 @@ from meshrl_hf.ranks import RankGroup
 
 _ALIGNED: Final = 64
 """Bytes. Each part starts at a multiple."""
+_APART: Final = 2 << 20
+"""Bytes of a bucket's limit that its tensors leave to fingerprints, plans, threads and the rounding to large pages. At
+most an eighth of the limit."""
 _WAKE: Final = timedelta(seconds=1)
 """Time between two checks of a store without news. On a busy machine, torch's store once failed to wake who waits."""
 
@@ -41,7 +44,7 @@ class Sender:
     """The end of one policy rank. Between two changes of the parameters, it sends them to each reader that asks."""
 
     def __init__(self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-        """All ranks construct theirs together. `limit`: bytes of a bucket. A longer row gets its own.
+        """All ranks construct theirs together. `limit`: bytes of memory for a bucket. A longer row gets its own.
 
         Raises ConfigError if the ranks are not processes.
         """
@@ -56,7 +59,8 @@ class Sender:
         self.number: Final = rank.index
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
-        self._device, self._dtype, self._limit = device, dtype, limit
+        self._device, self._dtype = device, dtype
+        self._limit = limit - min(limit // 8, _APART)
         self._store = connect(self.place)
         self._other = connect(self.place)
         """A second connection, for requests that must not wait behind others."""

@@ -131,6 +131,11 @@ def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
     assert len(set(groups)) == made * len(policy.each)
 
 
+def test_a_bucket_leaves_an_eighth_of_its_memory_free(policy: Senders) -> None:
+    offer = policy.offer({"many": torch.randn(999, 5)}, 0).offer
+    assert max(layout.nbytes for source in offer.sources for layout in source.layouts) <= LIMIT * 7 // 8 + 8
+
+
 def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Senders) -> None:
     for sender in policy.each:  # their parameters are here all the same: no test has a GPU
         sender._device = torch.device("cuda")
