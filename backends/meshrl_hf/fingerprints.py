@@ -19,19 +19,20 @@ from torch import Tensor
 
 _WIDTH: Final = 509
 """Integers in a row. No power of two, because errors often come at such distances."""
-_ROWS: Final = 128
-"""Number of rows that a CPU copies, and reads again while they are in its cache."""
+_ROWS: Final = 512
+"""Number of rows that a CPU copies, and reads again while they are in its cache: 2 MiB."""
 _ROWS_ELSEWHERE: Final = 4096
-"""Number of rows that another device copies at once."""
+"""Number of rows that are copied at once otherwise: 16 MiB."""
 
 
 def copied(place: Tensor, tensor: Tensor) -> Tensor:
     """Copy a tensor to its place, in that dtype. Returns the fingerprint of the copied bytes, int64[], on its device.
 
-    The host waits for nothing.
+    On one GPU, the host waits for nothing.
     """
     sums = _Sums(place.device)
-    rows = _ROWS if place.device.type == "cpu" else _ROWS_ELSEWHERE
+    on_cpu = place.device.type == tensor.device.type == "cpu"
+    rows = _ROWS if on_cpu else _ROWS_ELSEWHERE
     size = rows * _WIDTH * 8 // place.itemsize
     flat = place.is_contiguous() and tensor.is_contiguous()
     for block, source in zip(_blocks(place, size, flat=flat), _blocks(tensor, size, flat=flat), strict=True):
