@@ -5,14 +5,15 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 from meshrl import (
     Batch,
@@ -181,14 +182,37 @@ async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, rea
     assert await routes(readers) == ["shared memory"] * 2
 
 
+@pytest.fixture(scope="module")
+def mixture(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of four experts."""
+    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    ends: dict[str, Any] = {"max_position_embeddings": 48, "bos_token_id": None, "eos_token_id": 1}
+    config = Qwen3MoeConfig(**shape, **heads, **experts, **ends)
+    return random_model(config, tmp_path_factory.mktemp("mixture"), noise=0)
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
 async def test_ranks_of_megatron_send_what_they_have_themselves(
     two: Mesh, readers: Reader, axes: dict[str, int]
 ) -> None:
-    mesh = two.shape(**{"dp": 1, **axes})
-    policy = await mesh.spawn(MegatronPolicy, config(backend="megatron"))
-    plain = await mesh.spawn(MegatronPolicy, config(backend="megatron", weight_sync="auto"))
+    await send_own(two.shape(dp=1, **axes), readers)
+
+
+@pytest.mark.megatron
+async def test_ranks_of_megatron_send_their_own_experts(engine: ProcessEngine, two: Mesh, mixture: str) -> None:
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    readers = await mesh.spawn(Reader, SamplerConfig(model=mixture, seed=5))
+    await send_own(two, readers, model=mixture, megatron={"experts": 2})
+    await mesh.stop()
+
+
+async def send_own(mesh: Mesh, readers: Reader, **keys: object) -> None:
+    """Compare weights that a Megatron policy broadcasts with those that it gathers."""
+    policy = await mesh.spawn(MegatronPolicy, config(backend="megatron", **keys))
+    plain = await mesh.spawn(MegatronPolicy, config(backend="megatron", weight_sync="auto", **keys))
     for version in (1, 2):
         for each in (policy, plain):
             await each.update(rollouts(version), ClippedLoss())
