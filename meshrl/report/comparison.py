@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -11,9 +10,10 @@ from meshrl.events import Step
 from meshrl.report.analysis import overlap
 from meshrl.report.content import TEXT
 from meshrl.report.curves import Curve, Curves, finite
-from meshrl.report.difference import Difference, Values, ValuesOfRuns, resampled
+from meshrl.report.difference import Difference, ValuesOfRuns, resampled
 from meshrl.report.groups import Group, differing, make_groups, told_lineage
 from meshrl.report.lanes import rounded
+from meshrl.report.measures import LEAST, Measure, common, digits, last_rewards, measures, seeded
 from meshrl.report.quantities import FRONT, quantity
 from meshrl.report.reading import Line, Record
 
@@ -23,8 +23,6 @@ _SMOOTH: Final = 80
 """With more steps, each point is a mean over a twentieth of the line."""
 _PROMPTS: Final = 60
 """Prompts at most whose completions are shown side by side."""
-_LEAST: Final = 5
-"""Lowest number of steps whose rewards are resampled. Otherwise a tenth of all steps."""
 _HELD_OUT: Final = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sampled"}
 _NO_CURVES: Final = ("step", "seconds")
 
@@ -64,15 +62,6 @@ class Chart:
     name: str
     unit: str
     lines: list[GroupLine]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A summary number of a group: the mean of its seeds, and each run's value."""
-
-    name: str
-    values: list[float | None]
-    runs: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -132,10 +121,16 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
     front = sorted((each for each in charts if each.name in FRONT), key=lambda each: FRONT.index(each.name))
     return Comparison(
         groups=[group.name for group in groups],
-        runs=[_shown(run, number, seed) for number, group in enumerate(groups) for run, seed in _seeded(group)],
+        runs=[_shown(run, number, seed) for number, group in enumerate(groups) for run, seed in seeded(group)],
         notes=notes,
         settings={key: list(values) for key, values in differing(groups).items()},
-        measures=_measures(groups, held_out),
+        measures=measures(
+            groups,
+            {
+                name: [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
+                for kind, name in _HELD_OUT.items()
+            },
+        ),
         differences=found,
         sentences=[each.sentence for each in found],
         charts=[*front, *(each for each in charts if each not in front)],
@@ -148,7 +143,7 @@ def _uneven(group: Group) -> list[str]:
     """Describe problems between the runs of a group."""
     notes: list[str] = []
     for seed in sorted(set(group.seeds)):
-        same = [run.name for run, own in _seeded(group) if own == seed]
+        same = [run.name for run, own in seeded(group) if own == seed]
         if len(same) > 1:
             notes.append(f"{', '.join(same)} have the same settings and the same seed: they count as one seed.")
     ends = {run.name: int(rewards.steps[-1]) for run in group.runs if (rewards := Curves(run.metrics).get("reward"))}
@@ -156,10 +151,6 @@ def _uneven(group: Group) -> list[str]:
         told = ", ".join(f"{name} at {end}" for name, end in ends.items())
         notes.append(f"Runs of a group end at different steps ({told}): only steps that all of them have count.")
     return notes
-
-
-def _seeded(group: Group) -> list[tuple[Record, str]]:
-    return list(zip(group.runs, group.seeds, strict=True))
 
 
 def _shown(run: Record, group: int, seed: str) -> ShownRun:
@@ -201,43 +192,16 @@ def _extent(line: GroupLine) -> list[float]:
 
 
 def _line(group: Group, number: int, name: str) -> GroupLine | None:
-    steps, runs = _common(group, name)
+    steps, runs = common(group, name)
     if not len(steps):
         return None
     if len(steps) > _SMOOTH:
         runs = ValuesOfRuns(np.stack([Curve(steps, own).smooth(20) for own in runs.values]), runs.seeds)
     values = runs.values
     kept = np.unique(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(np.int64))
-    mean, low, high = (_told(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
+    mean, low, high = (digits(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
     x: list[int] = steps[kept].tolist()
     return GroupLine(number, x, mean, *((low, high) if len(values) > 1 else (None, None)))
-
-
-def _told(values: Values) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
-
-
-def _common(group: Group, name: str) -> tuple[np.typing.NDArray[np.int64], ValuesOfRuns]:
-    """Values of the runs that have this number, at the steps that all of them have: int64[steps], [runs, steps]."""
-    every = [(Curves(run.metrics).get(name) or Curves(run.evaluations).get(name), seed) for run, seed in _seeded(group)]
-    curves = [(curve, seed) for curve, seed in every if curve]
-    if not curves:
-        return np.zeros(0, np.int64), ValuesOfRuns()
-    # If a fork or an interruption wrote a step twice, the last value counts.
-    steps = reduce(np.intersect1d, (np.unique(curve.steps) for curve, _ in curves))
-    return steps, ValuesOfRuns(np.stack([_at(curve, steps) for curve, _ in curves]), [seed for _, seed in curves])
-
-
-def _at(curve: Curve, steps: np.typing.NDArray[np.int64]) -> Values:
-    last = dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
-    return np.array([last[step] for step in steps.tolist()])
-
-
-def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], ValuesOfRuns]:
-    """Rewards of the last steps: int64[steps], [runs, steps]."""
-    steps, rewards = _common(group, "reward")
-    last = max(_LEAST, len(steps) // 10)
-    return steps[-last:], ValuesOfRuns(rewards.values[:, -last:], rewards.seeds)
 
 
 @dataclass(frozen=True)
@@ -279,22 +243,6 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
     return found
 
 
-def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]]) -> list[Measure]:
-    found = [Measure("reward, last steps", *_summed([_end(group)[1] for group in groups]))]
-    for kind, name in _HELD_OUT.items():
-        every = [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
-        found.append(Measure(name, *_summed(every)))
-    times = [_common(group, "step_s")[1] for group in groups]
-    found.append(Measure("seconds a step", *_summed(times)))
-    return [each for each in found if any(value is not None for value in each.values)]
-
-
-def _summed(groups: Sequence[ValuesOfRuns]) -> tuple[list[float | None], list[list[float]]]:
-    runs = [_told(each.values.mean(1)) if each.values.size else [] for each in groups]
-    means = [float(f"{each.by_seed.mean():.6g}") if each.values.size else None for each in groups]
-    return means, runs
-
-
 def _of_held_out(
     groups: tuple[Group, Group],
     kept: tuple[Mapping[str, _HeldOut], Mapping[str, _HeldOut]],
@@ -311,11 +259,11 @@ def _of_held_out(
     for kind, name in _HELD_OUT.items():
         first, second = (each[kind] for each in kept)
         both = [prompt for prompt in first.places if prompt in second.places]
-        if len(both) >= _LEAST:
+        if len(both) >= LEAST:
             values = first.of(both), second.of(both)
             found.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
         elif both or not (first.places and second.places):
-            notes.append(f"{name}: {names} have {len(both)} prompts in common, and the test needs at least {_LEAST}.")
+            notes.append(f"{name}: {names} have {len(both)} prompts in common, and the test needs at least {LEAST}.")
         else:
             notes.append(f"{name}: {names} held out different prompts, which are not compared.")
     return found
@@ -323,12 +271,12 @@ def _of_held_out(
 
 def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
     """Compare the last steps."""
-    (steps, rewards), (others, theirs) = (_end(group) for group in groups)
-    if min(len(steps), len(others)) < _LEAST:
+    (steps, rewards), (others, theirs) = (last_rewards(group) for group in groups)
+    if min(len(steps), len(others)) < LEAST:
         short = " and ".join(
             f"{len(each)} of {group.name}" for each, group in zip((steps, others), groups, strict=True)
         )
-        notes.append(f"Rewards of steps are not tested: there are {short}, and the test needs at least {_LEAST}.")
+        notes.append(f"Rewards of steps are not tested: there are {short}, and the test needs at least {LEAST}.")
         return []
     same = np.array_equal(steps, others)
     if not same:

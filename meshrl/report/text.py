@@ -40,6 +40,7 @@ def run_lines(record: Record) -> list[tuple[str, str]]:
         ("step time, mean", duration(float(np.mean(lengths)))),
         ("step time, median", duration(float(np.median(lengths)))),
         ("parts of a step", _parts(shares.total)),
+        ("busy in a step", _sides(shares.total, count)),
         *time_lines(
             shares.efficiency,
             {name: steps / count for name, steps in bound.most_common()},
@@ -91,6 +92,12 @@ def listed(values: Mapping[str, str]) -> str:
 def duration(seconds: float) -> str:
     """Write a number of seconds with its unit, as in `12.5 ms` or `3.20 s`."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _sides(total: Share, steps: int) -> str:
+    """The mean time in which each side was busy: R, T and C of the page."""
+    sides = {"rollout": total.rollout, "training": total.training, "scoring": total.scoring}
+    return listed({name: duration(seconds / steps) for name, seconds in sides.items() if seconds})
 
 
 def _parts(total: Share) -> str:

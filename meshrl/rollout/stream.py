@@ -70,14 +70,14 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     swap: SwapMode = "in_flight",
     retries: int = 0,
 ) -> "Rollouts":
-    """Start a stream of batches of rollouts. Each has as many groups as a batch of `prompts` has rows.
+    """Start a stream of batches of rollouts. Each has as many groups as the first batch of `prompts` has rows.
 
     Sampling begins when the first batch is requested. With `ahead=0` a batch equals, bit for bit, the result of
     `rollout` for the same prompts. No row is more than `ahead` publications behind the policy. The column
     `staleness`, int32, has the number for each row. Raises DataError for a negative `ahead`, and for an unknown `late`
     or `swap`.
 
-    - `prompts`: batches of one size, with `groups`, a different number for each prompt of the run. In a resumed run,
+    - `prompts`: batches with `groups`, a different number for each prompt of the run. In a resumed run,
       pass all prompts again: used ones are skipped, and those that were in progress are sampled again.
     - `score`: called with finished groups, some at a time and several calls at once, as in `score=reward.score`.
     - `keep`: maps scored groups, with all columns loaded except token columns, to bool[rows]. A group with a False is

@@ -58,6 +58,7 @@ def test_where_the_time_went_is_told_in_text() -> None:
     told = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Wait("trainer", "a batch", "", 0, 2)])))
     assert told["step time, mean"] == "6.00 s"
     assert told["parts of a step"].startswith("both at once: 0%, rollout alone: 33%, training alone: 50%, scoring: 0%")
+    assert told["busy in a step"] == "rollout: 2.00 s, training: 3.00 s"
     assert (told["overlap efficiency"], told["bound by"]) == ("0.50", "training: 100%")
     assert dict(time_lines(1.0, {"sync": 1.0}, [], {}, []))["bound by"] == "new weights: 100%"
     assert told["main 0, idle a step"] == "1.00 s (between calls: the script's own work: 1.00 s)"

@@ -170,6 +170,16 @@ def held_out(folder: Path, rewards: Sequence[float | None], first: int = 0) -> N
     write(folder / "held_out.jsonl", [{"prompt": f"{at}", "greedy": each, "sampled": each} for at, each in numbered])
 
 
+def test_rewards_are_compared_at_the_same_time(tmp_path: Path) -> None:
+    base, slow, none = a_run(tmp_path / "base"), a_run(tmp_path / "slow", lr=1e-4), a_run(tmp_path / "none", lr=1e-5)
+    for folder, seconds in ((base, 1), (slow, 2), (none, 1000)):
+        lines = [{"step": n, "seconds": seconds * (n + 1.0), "reward": n / 100} for n in range(100)]
+        write(folder / "metrics.jsonl", lines)
+    measure = compared(base, slow, none).measures[-1]
+    assert measure.name == "reward after 100.00 s"
+    assert measure.values == [pytest.approx(0.945), pytest.approx(0.47), None]  # of ten steps, of five, of none
+
+
 def test_what_is_left_out_of_held_out_rewards_is_told(tmp_path: Path) -> None:
     base, other = a_run(tmp_path / "base"), a_run(tmp_path / "other", lr=1e-4)
     second, third = a_run(tmp_path / "second", lr=1e-4, seed=1), a_run(tmp_path / "third", lr=1e-4, seed=2)
