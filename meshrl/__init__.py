@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     from meshrl.roles import NewModel as NewModel
     from meshrl.roles import OptimizerConfig as OptimizerConfig
     from meshrl.roles import PairSampling as PairSampling
+    from meshrl.roles import PassConfig as PassConfig
     from meshrl.roles import Policy as Policy
     from meshrl.roles import PolicyConfig as PolicyConfig
     from meshrl.roles import Reference as Reference
@@ -199,7 +200,7 @@ else:
         "rewards": "RewardConfig from_trl overlong_penalty",
         "roles": (
             "BackendOptions Critic CriticConfig GroupSampling LoraConfig ModelConfig NewModel OptimizerConfig "
-            "PairSampling Policy PolicyConfig Reference ReferenceConfig ResumingSampler Reward RewardModel "
+            "PairSampling PassConfig Policy PolicyConfig Reference ReferenceConfig ResumingSampler Reward RewardModel "
             "RewardModelConfig RewardTrainingConfig RoleConfig Sampler SamplerConfig Sampling Stateful TeacherConfig "
             "check_teacher options_of with_options"
         ),

@@ -70,6 +70,7 @@ PUBLIC = [
     "ModelError",
     "NewModel",
     "OptimizerConfig",
+    "PassConfig",
     "Policy",
     "PolicyConfig",
     "Ragged",

@@ -1,11 +1,11 @@
 """Copies of tensors, and fingerprints of the copied bytes, made on their device. Engines' processes make them too.
 
 The bytes are integers of 64 bits, in rows of a prime length. Zeros fill the last row. The sums of all columns, then of
-all rows, are v[0], v[1] and so on. The fingerprint is the sum of (v[i] + (v[i] >> 32)) k[i] with odd k[i] that look
-random. All sums are modulo 2^64, so a device may add in any order.
+all rows, are v[0], v[1] and so on. The fingerprint is the sum of mixed(v[i] + k[i]), with keys k[i] that look random.
+All sums are modulo 2^64, so a device may add in any order.
 
-Sums only read. On a GPU they take no memory and run at the pace of its memory. Random damage goes unnoticed with a
-probability of 2^-64. Only changes that cancel in every row and in every column are never seen.
+Sums only read, and run at the pace of a GPU's memory. Random damage goes unnoticed with a probability of 2^-64. Only
+changes that cancel in every row and in every column are never seen.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,10 @@ _ROWS: Final = 512
 """Number of rows that a CPU copies, and reads again while they are in its cache: 2 MiB."""
 _ROWS_ELSEWHERE: Final = 4096
 """Number of rows that are copied at once otherwise: 16 MiB."""
+_STRIDED: Final = 1 << 20
+"""Bytes of a tensor's block that is not contiguous. Sums need a copy of it."""
+_FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+"""Of SplitMix64 (Steele, Lea and Flood, 2014), as int64."""
 
 
 def copied(place: Tensor, tensor: Tensor) -> Tensor:
@@ -33,8 +37,8 @@ def copied(place: Tensor, tensor: Tensor) -> Tensor:
     sums = _Sums(place.device)
     on_cpu = place.device.type == tensor.device.type == "cpu"
     rows = _ROWS if on_cpu else _ROWS_ELSEWHERE
-    size = rows * _WIDTH * 8 // place.itemsize
     flat = place.is_contiguous() and tensor.is_contiguous()
+    size = (rows * _WIDTH * 8 if flat else min(rows * _WIDTH * 8, _STRIDED)) // place.itemsize
     for block, source in zip(_blocks(place, size, flat=flat), _blocks(tensor, size, flat=flat), strict=True):
         sums.add(_integers(block.copy_(source)))
     return sums.fingerprint()
@@ -47,24 +51,43 @@ class _Sums:
         self._columns = torch.zeros(_WIDTH, dtype=torch.int64, device=device)
         self._rows: list[Tensor] = []
         self._rest = self._columns[:0]
-        """The begin of the next row."""
+        """The start of the next row."""
 
     def add(self, integers: Tensor) -> None:
         """Add the next integers."""
-        given = torch.cat([self._rest, integers]) if len(self._rest) else integers
-        count = len(given) // _WIDTH
-        rows = given[: count * _WIDTH].view(count, _WIDTH)
+        if len(self._rest):
+            row = torch.cat([self._rest, integers[: _WIDTH - len(self._rest)]])
+            integers = integers[_WIDTH - len(self._rest) :]
+            self._rest = row[len(row) // _WIDTH * _WIDTH :]
+            self._add(row)
+        self._add(integers)
+        self._rest = torch.cat([self._rest, integers[len(integers) // _WIDTH * _WIDTH :]])
+
+    def _add(self, integers: Tensor) -> None:
+        """Add all whole rows."""
+        count = len(integers) // _WIDTH
+        rows = integers[: count * _WIDTH].view(count, _WIDTH)
         self._columns += rows.sum(0)
         self._rows.append(rows.sum(1))
-        self._rest = given[count * _WIDTH :]
 
     def fingerprint(self) -> Tensor:
         """Return the fingerprint, int64[]. Nothing can be added after that."""
         if len(self._rest):
             self.add(self._columns.new_zeros(_WIDTH - len(self._rest)))
         sums = torch.cat([self._columns, *self._rows])
-        sums += sums >> 32  # else a highest bit would meet only the lowest bit of its key
-        return (sums * _keys(sums.device, len(sums).bit_length())[: len(sums)]).sum()
+        return _mixed(sums + _keys(sums.device, len(sums).bit_length())[: len(sums)]).sum()
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return other numbers, int64, one for each. Each bit of a result depends on all bits of its number."""
+    for bits, factor in zip((30, 27), _FACTORS, strict=True):
+        numbers = (numbers ^ _shifted(numbers, bits)) * factor
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shift to the right. Zeros come in, not the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _blocks(tensor: Tensor, size: int, *, flat: bool) -> Iterator[Tensor]:
@@ -73,6 +96,10 @@ def _blocks(tensor: Tensor, size: int, *, flat: bool) -> Iterator[Tensor]:
         yield from tensor.reshape(-1).split(size)
         return
     row = prod(tensor.shape[1:])
+    if tensor.dim() > 2 and row > size and row % 8 == 0:
+        for each in tensor:
+            yield from _blocks(each, size, flat=False)
+        return
     step = 8 // gcd(8, row)
     yield from tensor.split(max(1, size // (row * step)) * step)
 
@@ -88,9 +115,6 @@ def _integers(block: Tensor) -> Tensor:
 
 @cache
 def _keys(device: torch.device, bits: int) -> Tensor:
-    """Return the first 2^bits keys, by SplitMix64 (Steele, Lea and Flood, 2014)."""
-    keys = np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    keys = keys ^ (keys >> np.uint64(31)) | np.uint64(1)
-    return torch.from_numpy(keys.view(np.int64)).to(device)
+    """Return the first 2^bits keys, which are the numbers of SplitMix64."""
+    steps = np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return _mixed(torch.from_numpy(steps.view(np.int64))).to(device)

@@ -11,7 +11,8 @@ from meshrl_hf.memory import config_of
 def flops_of(config: ModelConfig) -> Flops:
     """Count the operations of a role's model for a token and for a pair of tokens.
 
-    Reads only config.json of a folder. ModelError if that fails.
+    Reads only config.json of a folder. ModelError if that fails. Feed-forward layers count as gated ones, and the
+    routers of experts are left out.
     """
     shape = config_of(config).get_text_config()
     hidden, heads = int(shape.hidden_size), int(shape.num_attention_heads)
@@ -39,10 +40,14 @@ def _ffn(shape: PretrainedConfig) -> int:
     chosen = int(getattr(shape, "num_experts_per_tok", None) or 0)
     if not chosen:
         return int(getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size)
-    return chosen * int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
+    expert = int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
+    shared = int(getattr(shape, "shared_expert_intermediate_size", None) or 0)
+    return (chosen + int(getattr(shape, "n_shared_experts", None) or 0)) * expert + shared
 
 
 def _near_layers(shape: PretrainedConfig) -> int:
     """Return the number of layers with a sliding window."""
-    kinds = cast("list[str]", getattr(shape, "layer_types", None) or [])
-    return kinds.count("sliding_attention")
+    kinds = cast("list[str] | None", getattr(shape, "layer_types", None))
+    if kinds is not None:
+        return kinds.count("sliding_attention")
+    return int(shape.num_hidden_layers) if getattr(shape, "sliding_window", None) else 0

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
@@ -101,13 +101,11 @@ class Handle:
 
     def __reduce__(self) -> tuple[Callable[..., "Handle"], tuple[object, ...]]:
         it = self._meshrl
-        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh, it.timeout)
+        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh, it.timeout, it.planner)
 
 
-def _received(
-    actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine, mesh: str, timeout: float | None
-) -> Handle:
-    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine, mesh, timeout))
+def _received(actor: type, shape: Mapping[str, int], *others: Any) -> Handle:
+    return Handle(Deployment(actor, read_contract(actor, shape), shape, *others))
 
 
 class BoundEndpoint:

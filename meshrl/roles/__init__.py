@@ -4,7 +4,7 @@ Each role is an abstract actor with the contract. A backend overrides its endpoi
 name in the registry. The tables name the backend, the mesh and the model.
 """
 
-from meshrl.roles.balance import Flops, balanced, fair_plan
+from meshrl.roles.balance import Flops, fair_plan, planner_of
 from meshrl.roles.base import Critic, Policy, Reference, ResumingSampler, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
     CriticConfig,
@@ -90,7 +90,6 @@ __all__ = [
     "axes_of",
     "backends",
     "backends_with",
-    "balanced",
     "check_axes",
     "check_teacher",
     "chosen_options",
@@ -106,5 +105,6 @@ __all__ = [
     "packages_of",
     "place_of",
     "places_of",
+    "planner_of",
     "with_options",
 ]

@@ -1,18 +1,18 @@
 """How rows are divided over a role's ranks: by tokens, or by the operations that the model needs for them."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import numpy as np
 
+from meshrl import log
 from meshrl.data import Batch
-from meshrl.mesh import Plan, Rows, even_plan, make_plan, planned
+from meshrl.mesh import Plan, Planner, Rows, even_plan, make_plan
 from meshrl.roles.config import PassConfig, RoleConfig
 from meshrl.roles.registry import function_of
-
-A = TypeVar("A")
 
 _UNIT: Final = 1024
 """Parts of a token in which costs are counted."""
@@ -52,15 +52,18 @@ def fair_plan(batch: Batch, parts: int, flops: Flops) -> Plan:
     return min(by_tokens, even_plan(costs, parts), key=lambda plan: max(int(costs[rows].sum()) for rows in plan))
 
 
-def balanced(actor: A, config: RoleConfig) -> A:
-    """Return the actor of this table, so that its calls divide rows as `balance` says.
+async def planner_of(config: RoleConfig) -> Planner:
+    """Return the function that divides the rows of a role's calls as `balance` says.
 
-    Rows are divided by tokens if the backend counts no operations. ModelError if the model's configuration cannot be
-    read.
+    They are divided by tokens if the backend counts no operations. ModelError if the model's configuration cannot be
+    read, which may download it first.
     """
-    by_flops = isinstance(config, PassConfig) and config.balance == "flops"
-    counts = function_of(config.backend, "FLOPS") if by_flops else None
-    return actor if counts is None else planned(actor, partial(_plan, cast("Flops", counts(config))))
+    if not isinstance(config, PassConfig) or config.balance == "tokens":
+        return make_plan
+    if (counts := function_of(config.backend, "FLOPS")) is None:
+        log.warning("rows are divided by tokens, because the backend counts no operations", backend=config.backend)
+        return make_plan
+    return partial(_plan, cast("Flops", await asyncio.to_thread(counts, config)))
 
 
 def _plan(flops: Flops, values: Mapping[str, object], parts: int, owners: Rows | None) -> Plan:

@@ -238,7 +238,7 @@ class PolicyConfig(PassConfig):
     weight_sync: Literal["auto", "delta", "broadcast"] = "auto"
     """How weights go to samplers. `auto`: a copy of all weights, by the shortest route that there is between the two
     sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
-    rank broadcasts its shards to all samplers at once and keeps no copy."""
+    rank of `torch`, `fsdp` or `megatron` broadcasts its shards to all samplers at once and keeps no copy."""
     bucket_mib: int = Field(default=256, gt=0)
     """Memory in MiB for a bucket of `weight_sync = "broadcast"`. Each sender and receiver needs two buckets. 2 MiB
     of each, or an eighth if that is less, stay free for plans and threads."""

@@ -13,8 +13,8 @@ from meshrl import log
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
-from meshrl.mesh import Engine, Mesh, Resources, limited
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, balanced, check_axes, implementation
+from meshrl.mesh import Engine, Mesh, Resources, limited, planned
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
@@ -158,9 +158,9 @@ class Run:
         reserving = self._meshes.get(config.mesh)
         if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
-        mesh = await asyncio.shield(reserving)
+        mesh, planner = await asyncio.shield(reserving), await planner_of(config)
         seen = mesh.shape(**config.axes) if config.axes else mesh
-        actor = balanced(limited(await seen.spawn(cls, config), config.timeout), config)
+        actor = planned(limited(await seen.spawn(cls, config), config.timeout), planner)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor

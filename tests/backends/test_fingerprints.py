@@ -60,11 +60,36 @@ def shift(bits: Tensor) -> None:
     bits.copy_(bits.roll(4))  # by one of the integers that are summed
 
 
-@pytest.mark.parametrize("damage", [flip, flip_two_signs, flip_every_fourth_sign, swap_two_rows, shift, Tensor.zero_])
+DAMAGES = [
+    flip,
+    flip_two_signs,
+    flip_every_fourth_sign,
+    swap_two_rows,
+    shift,
+    Tensor.zero_,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_changes_it(damage: Callable[[Tensor], object]) -> None:
     tensor = whole((300, 2000)).bfloat16()
     known = after(torch.empty_like(tensor), tensor)
     damage(tensor.view(torch.int16))
+    assert after(torch.empty_like(tensor), tensor) != known
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zeros_do_not_prove_themselves(shape: tuple[int, ...]) -> None:
+    """Fingerprints travel in the same memory as the numbers. If that never arrived, both are zeros."""
+    assert after(torch.empty(shape), torch.zeros(shape)) != 0
+
+
+def test_two_flipped_signs_in_other_rows_and_columns_are_seen() -> None:
+    """A sum that is linear in the bits misses one of 2^33 such pairs: this one."""
+    tensor = torch.randn(1200, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    known = after(torch.empty_like(tensor), tensor)
+    bits = tensor.view(torch.int16).view(-1)
+    bits[[4 * 341_841 + 1, 4 * 393_339 + 1]] ^= -(1 << 15)
     assert after(torch.empty_like(tensor), tensor) != known
 
 

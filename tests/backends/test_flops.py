@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from meshrl.roles import CriticConfig, PolicyConfig, RewardModelConfig
 from meshrl_hf.flops import flops_of
@@ -18,6 +26,16 @@ EXPERTS = Qwen3MoeConfig(**WIDE, num_hidden_layers=2, num_experts=4, num_experts
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 NEAR = Gemma3TextConfig(
     **SIZES, intermediate_size=96, num_hidden_layers=3, head_dim=16, sliding_window=7, layer_types=KINDS
+)
+EVERYWHERE = MistralConfig(**SIZES, intermediate_size=96, num_hidden_layers=3, sliding_window=7)
+"""All its layers have the window."""
+SHARED = Qwen2MoeConfig(
+    **SIZES,
+    num_hidden_layers=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=56,
 )
 ROUTER = 2 * 64 * 4 * 2
 """Operations of the routers of EXPERTS for a token, which are left out because they are few."""
@@ -31,16 +49,18 @@ def counted(shape: PretrainedConfig, length: int) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize(("shape", "more"), [(LLAMA, 0), (EXPERTS, ROUTER), (NEAR, 0)])
+@pytest.mark.parametrize(
+    ("shape", "more"), [(LLAMA, 0), (EXPERTS, ROUTER), (SHARED, ROUTER + 2 * 64 * 2), (NEAR, 0), (EVERYWHERE, 0)]
+)
 def test_they_are_those_of_a_pass(shape: PretrainedConfig, more: int, tmp_path: Path) -> None:
     shape.save_pretrained(tmp_path)
     flops = flops_of(PolicyConfig(model=str(tmp_path)))
     short, long = counted(shape, 20), counted(shape, 40)
     assert (flops.per_pair + flops.per_near_pair) * 20**2 == (long - 2 * short) / 2
     assert flops.per_token + more == pytest.approx((4 * short - long) / 40, rel=1e-3)  # the angles of positions too
-    near = KINDS.count("sliding_attention") / len(KINDS) if shape is NEAR else 0
+    near = 1.0 if shape is EVERYWHERE else KINDS.count("sliding_attention") / len(KINDS) if shape is NEAR else 0.0
     assert flops.per_near_pair == pytest.approx(near * (flops.per_pair + flops.per_near_pair))
-    assert flops.window == (7 if shape is NEAR else 0)
+    assert flops.window == (7 if near else 0)
     without_head = flops.per_token - 2 * 64 * 53
     for config in (CriticConfig(model=str(tmp_path)), RewardModelConfig(model=str(tmp_path))):
         assert flops_of(config).per_token == without_head

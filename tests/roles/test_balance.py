@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -93,6 +94,8 @@ async def test_a_role_divides_its_calls_by_what_its_backend_counts(
         policy = await run.spawn(Policy, PolicyConfig(backend="counting", model="none", balance="flops"))
         # A row of 4 tokens takes 4 + 10 operations, and one of 8 takes 8 + 36.
         assert await lengths(policy) == await lengths(limited(policy, 60)) == [[4, 4, 8], [4, 4, 8]]
+        receive, sent = cast("tuple[Any, Any]", policy.__reduce__())
+        assert await lengths(receive(*sent)) == [[4, 4, 8], [4, 4, 8]]  # as another actor gets it
         assert (await policy.logprobs(batch)).lengths.tolist() == [4, 4, 4, 4, 8, 8]
         chosen = await each(routed(policy.logprobs, np.zeros(6, np.int64)))(batch)
         assert [len(part) for part in chosen] == [6, 0]

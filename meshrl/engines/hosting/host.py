@@ -87,8 +87,12 @@ class Host:
 
     async def place(self) -> Place:
         """Return the place of this process, and a port for a server of it. It is another one each time."""
+        if self._port is not None:
+            self._port.close()
         self._port = reserved_port()
         port: int = self._port.getsockname()[1]
+        if sys.platform != "linux":  # nobody could listen there
+            self._port.close()
         return Place(os.getpid(), socket.gethostname(), "127.0.0.1", boot(), port, boot())
 
     async def clock(self) -> float:

@@ -48,7 +48,8 @@ def boot() -> str:
 def reserved_port() -> socket.socket:
     """Return a socket that reserves a port: while it is open, the system gives the port to nobody who asks for any.
 
-    A server that asks for this port by its number, and reuses addresses as torch's store does, may listen there.
+    A server that asks for this port by its number, and reuses addresses as torch's store does, may listen there. That
+    is so on Linux.
     """
     reserving = socket.socket()
     reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

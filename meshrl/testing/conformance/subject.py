@@ -14,7 +14,7 @@ from meshrl.data import Batch, Metrics
 from meshrl.engines import make_engine
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError, MeshrlError
-from meshrl.mesh import Engine, Mesh, Resources, stop
+from meshrl.mesh import Engine, Mesh, Resources, planned, stop
 from meshrl.roles import (
     Critic,
     CriticConfig,
@@ -28,8 +28,8 @@ from meshrl.roles import (
     RewardTrainingConfig,
     Sampler,
     SamplerConfig,
-    balanced,
     implementation,
+    planner_of,
 )
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
 from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
@@ -144,7 +144,7 @@ class Side:
 
     async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
         config = schema.model_validate({"backend": self._backend, "model": self.model.folder, **table})
-        return balanced(await self.spawn(implementation(role, self._backend), config), config)
+        return planned(await self.spawn(implementation(role, self._backend), config), await planner_of(config))
 
 
 @dataclass(frozen=True)
