@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from math import prod
+from math import inf, prod
 from secrets import token_hex
 from typing import Final
 
@@ -25,7 +24,7 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, connect, view
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, comes, connect, view
 from meshrl_hf.fingerprints import copied
 from meshrl_hf.meeting import are_processes, meet, place
 from meshrl_hf.offer import Layout, Part
@@ -36,8 +35,6 @@ _ALIGNED: Final = 64
 _APART: Final = 2 << 20
 """Bytes of a bucket's limit that its tensors leave to fingerprints, plans, threads and the rounding to large pages. At
 most an eighth of the limit."""
-_WAKE: Final = timedelta(seconds=1)
-"""Time between two checks of a store without news. On a busy machine, torch's store once failed to wake who waits."""
 
 
 class Sender:
@@ -103,6 +100,9 @@ class Sender:
                 self._send(passing, buckets)
         except Exception as error:  # noqa: BLE001 -- the policy's first rank is gone, which readers notice themselves
             log.warning("weights are no longer sent", error=str(error))
+            if passes:
+                with suppress(RuntimeError):  # the others would wait for it, and readers too
+                    passes.end(self._other)
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         """Broadcast all buckets. Readers see an error too, and ask again."""
@@ -135,14 +135,14 @@ class _Passes:
     def next(self) -> Passing | None:
         """Wait for readers. None once the offer has ended."""
         asked: list[Asked] = []
-        deadline = None
+        deadline = inf
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
-            if not _comes(self._store, f"{self._key}/asked", deadline):
+            if not comes(self._store, f"{self._key}/asked", deadline):
                 log.warning("weights are sent without a reader that has not asked for them", there=len(asked))
                 break
             if said := self._store.queue_pop(f"{self._key}/asked"):
                 asked.append(Asked(*json.loads(said)))
-                deadline = deadline or time.monotonic() + PATIENCE
+                deadline = min(deadline, time.monotonic() + PATIENCE)
             else:
                 self._ended = True
         passing = self._passing(asked) if asked else None
@@ -154,6 +154,11 @@ class _Passes:
         if passing is None:
             self._store.set(f"{self._key}/gone", "1")
         return passing
+
+    def end(self, store: Store) -> None:
+        """End the offer for all, over a connection that has not failed."""
+        store.set(f"{self._key}/pass/{self._number}", json.dumps(None))
+        store.set(f"{self._key}/gone", "1")
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
         """Choose groups that all readers still have. Each sender keeps at least those that are known here."""
@@ -201,19 +206,6 @@ def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch
 
 
 def _told(store: Store, key: str) -> Passing | None:
-    _comes(store, key, None)
+    comes(store, key)
     told = json.loads(store.get(key))
     return Passing(*told) if told else None
-
-
-def _comes(store: Store, key: str, deadline: float | None) -> bool:
-    """Wait until a key is set. False if that takes until the deadline."""
-    while True:
-        left = _WAKE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        try:
-            store.wait([key], left)
-        except dist.DistStoreError:
-            if deadline is not None:
-                return False
-        else:
-            return True

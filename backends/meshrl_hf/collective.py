@@ -4,9 +4,10 @@ Each sender is the root of a group, whose other members are the ranks that read.
 no meshrl.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from math import prod
+from math import inf, prod
 from typing import Final, NamedTuple, Protocol, cast
 
 import torch
@@ -21,6 +22,8 @@ IN_FLIGHT: Final = 2
 """Number of buckets in flight. Each has its memory, which is used again."""
 STUCK: Final = timedelta(seconds=60)
 """Time without progress after which a collective fails. If a process dies, it fails at once."""
+_LONGEST_PAUSE: Final = 0.02
+"""Seconds between two looks at the store."""
 KEPT: Final = 4
 """Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
 
@@ -141,6 +144,21 @@ class Asked(NamedTuple):
 def ask(store: Store, key: str, said: str) -> None:
     """Write to the policy's first rank, in one step: a reader that dies has either written it all or nothing."""
     store.queue_push(f"{key}/asked", said)
+
+
+def comes(store: Store, key: str, deadline: float = inf) -> bool:
+    """Wait until a key is set. False if that takes until the deadline, of `time.monotonic`.
+
+    It asks again and again. The store's own `wait` may mix up its answers if a key is set as its time ends: then the
+    next request on this connection gets the answer of the last one.
+    """
+    pause = 0.001
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
 
 
 def connect(where: str) -> Store:

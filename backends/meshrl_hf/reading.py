@@ -5,7 +5,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import count
 from secrets import token_hex
 from threading import Lock
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from meshrl_hf.collective import IN_FLIGHT, Asked, Groups, Passing, Staging, ask, connect, view
+from meshrl_hf.collective import IN_FLIGHT, Asked, Groups, Passing, Staging, ask, comes, connect, view
 from meshrl_hf.offer import Layout, Offer, Part
 
 _ATTEMPTS: Final = 2
 """Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
-_LOOK: Final = timedelta(seconds=1)
+_LOOK: Final = 1.0
 """Time between two checks whether the weights are still offered."""
 _ANSWER: Final = 600.0
 """Seconds within which the policy's first rank must say who reads together."""
@@ -121,14 +120,11 @@ class Reader:
         end = time.monotonic() + _ANSWER
         while time.monotonic() < end:
             gone = store.check([f"{key}/gone"])
-            try:
-                store.wait([f"{key}/told/{token}"], timedelta(milliseconds=1) if gone else _LOOK)
-            except dist.DistStoreError:
-                if gone:
-                    reason = "the policy has been updated since, and keeps no older ones: publish again"
-                    raise Lost("the policy's ranks", reason) from None
-            else:
+            if comes(store, f"{key}/told/{token}", 0.0 if gone else time.monotonic() + _LOOK):
                 return Passing(*json.loads(store.get(f"{key}/told/{token}")))
+            if gone:
+                reason = "the policy has been updated since, and keeps no older ones: publish again"
+                raise Lost("the policy's ranks", reason)
         raise Lost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s")
 
     def _take(self, buffer: Tensor, layout: Layout, dtype: torch.dtype, model: Model) -> None:
