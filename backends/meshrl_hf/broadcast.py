@@ -98,7 +98,7 @@ class Sender:
             while passing := (passes.next() if passes else _told(self._store, f"{key}/pass/{number}")):
                 number += 1
                 self._send(passing, buckets)
-        except Exception as error:  # noqa: BLE001 -- the policy's first rank is gone, which readers notice themselves
+        except Exception as error:  # noqa: BLE001 -- such as a store that is gone, with the policy's first rank
             log.warning("weights are no longer sent", error=str(error))
             if passes:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
