@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, cast
 
 import torch
@@ -98,9 +98,13 @@ class Sharded:
     @property
     def saved(self) -> Mapping[str, Tensor]:
         """The parameters, and the saved buffers, which each rank holds whole."""
-        buffers = dict(self.model.network.named_buffers())
-        kept = sorted(self.model.network.state_dict().keys() & buffers.keys())
-        return {**self.parameters, **{name: buffers[name] for name in kept}}
+        network = self.model.network
+        return {**self.parameters, **{name: network.get_buffer(name) for name in self._saved_buffers}}
+
+    @cached_property
+    def _saved_buffers(self) -> Sequence[str]:
+        network = self.model.network
+        return sorted(network.state_dict().keys() & dict(network.named_buffers()).keys())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all saved tensors, whole, one after another. All ranks call it together."""

@@ -8,7 +8,6 @@ anything, and each reader receives each byte once. They meet in the store of the
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import inf, prod
@@ -16,7 +15,6 @@ from secrets import token_hex
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -24,24 +22,34 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Groups, Passing, Staging, ask, comes, connect, view
-from meshrl_hf.fingerprints import copied
+from meshrl_hf.collective import (
+    ALIGNED,
+    IN_FLIGHT,
+    KEPT,
+    Asked,
+    Flight,
+    Group,
+    Groups,
+    Line,
+    Passing,
+    bytes_in_place,
+    view,
+)
+from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.meeting import are_processes, meet, place
 from meshrl_hf.offer import Layout, Part
 from meshrl_hf.ranks import RankGroup
 
-_ALIGNED: Final = 64
-"""Bytes. Each part starts at a multiple."""
 _APART: Final = 2 << 20
-"""Bytes of a bucket's limit that its tensors leave to fingerprints, plans, threads and the rounding to large pages. At
-most an eighth of the limit."""
+"""Bytes of the limit that buckets leave to fingerprints, plans, threads and the rounding to large pages. At most an
+eighth of the limit."""
 
 
 class Sender:
     """The end of one policy rank. Between two changes of the parameters, it sends them to each reader that asks."""
 
     def __init__(self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-        """All ranks construct theirs together. `limit`: bytes of memory for a bucket. A longer row gets its own.
+        """All ranks construct theirs together. `limit`: half the bytes of memory for buckets.
 
         Raises ConfigError if the ranks are not processes.
         """
@@ -57,13 +65,13 @@ class Sender:
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
         self._device, self._dtype = device, dtype
-        self._limit = limit - min(limit // 8, _APART)
-        self._store = connect(self.place)
-        self._other = connect(self.place)
-        """A second connection, for requests that must not wait behind others."""
+        self._limit = 2 * (limit - min(limit // 8, _APART)) // IN_FLIGHT
+        self._line = Line(self.place)
+        self._other = Line(self.place)
+        """A second one, for requests that must not wait behind others."""
         self._offers = 0
         self._sending: threading.Thread | None = None
-        self._staging = Staging()
+        self._flight = Flight()
         self._groups = Groups()
         self._known: list[Passing] = []
         """The readers whose groups are kept. Used by the rank that decides who reads together."""
@@ -89,46 +97,58 @@ class Sender:
         """End the offer without waiting. The first rank does so for all."""
         if self._sending is not None and self.number == 0:
             with suppress(RuntimeError):  # the store is gone, and with it everybody who waits there
-                ask(self._other, f"{self._names}/{self._offers}", "")
+                self._other.ask(f"{self._names}/{self._offers}", "")
 
     def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        passes = _Passes(self._store, key, self._known, self._device) if self.number == 0 else None
+        passes = _Passes(self._line, key, self._known, self._device) if self.number == 0 else None
         number = 0
         try:
-            while passing := (passes.next() if passes else _told(self._store, f"{key}/pass/{number}")):
+            while passing := (passes.next() if passes else _told(self._line, f"{key}/pass/{number}")):
                 number += 1
                 self._send(passing, buckets)
         except Exception as error:  # noqa: BLE001 -- such as a store that is gone, with the policy's first rank
             log.warning("weights are no longer sent", error=str(error))
             if passes:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
-                    passes.end(self._other)
+                    passes.end(self._other.store)
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        """Broadcast all buckets. Readers see an error too, and ask again."""
-        under_way: deque[dist.Work] = deque()
+        """Broadcast all buckets, then their fingerprints. Readers see an error too, and ask again."""
+        device = passing.device(self._device)
         try:
-            device = passing.device(self._device)
-            group = self._groups.get(self._store, passing, self.number, 0, device)
-            buffers = self._staging.get((layout for layout, _ in buckets), device)
-            for index, (layout, tensors) in enumerate(buckets):
-                if len(under_way) == IN_FLIGHT:
-                    under_way.popleft().wait()
-                buffer = buffers[index % IN_FLIGHT][: layout.nbytes]
-                fill(buffer, layout, tensors, self._dtype)
-                under_way.append(group.broadcast(buffer))
-            for each in under_way:
-                each.wait()
+            group = self._groups.get(self._line.store, passing, self.number, 0, device)
+            self._broadcast(group, buckets, device)
         except RuntimeError as error:
             log.warning("weights did not reach all readers", readers=len(passing.members), error=str(error))
+            self._flight.drop()
             self._groups.drop(passing.group)
+            self._line.renew()
+
+    def _broadcast(
+        self, group: Group, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]", device: torch.device
+    ) -> None:
+        flight = self._flight
+        flight.begin((layout for layout, _ in buckets), device)
+        made: list[Tensor] = []
+        for layout, tensors in buckets:
+            content = bytes_in_place(tensors, self._dtype, device)
+            if content is None:
+                content = flight.memory(layout.nbytes)
+                made += fill(content, layout, tensors, self._dtype)
+                flight.add(group.broadcast(content))
+            else:
+                flight.add(group.broadcast(content))
+                made.append(fingerprint(content))
+        if made:
+            flight.add(group.broadcast(torch.stack(made).to(device)))
+        flight.end()
 
 
 class _Passes:
     """Decides for the first rank who reads together: readers that ask, as many as they announce."""
 
-    def __init__(self, store: Store, key: str, known: list[Passing], device: torch.device) -> None:
-        self._store, self._key, self._known, self._device = store, key, known, device
+    def __init__(self, line: Line, key: str, known: list[Passing], device: torch.device) -> None:
+        self._line, self._key, self._known, self._device = line, key, known, device
         self._number = 0
         self._ended = False
 
@@ -137,28 +157,32 @@ class _Passes:
         asked: list[Asked] = []
         deadline = inf
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
-            if not comes(self._store, f"{self._key}/asked", deadline):
+            if not self._line.comes(f"{self._key}/asked", deadline):
                 log.warning("weights are sent without a reader that has not asked for them", there=len(asked))
                 break
-            if said := self._store.queue_pop(f"{self._key}/asked"):
+            if said := self._line.store.queue_pop(f"{self._key}/asked"):
                 asked.append(Asked(*json.loads(said)))
                 deadline = min(deadline, time.monotonic() + PATIENCE)
             else:
                 self._ended = True
         passing = self._passing(asked) if asked else None
+        if passing is None:
+            self.end(self._line.store)
+            return None
         told = json.dumps(passing)
-        self._store.set(f"{self._key}/pass/{self._number}", told)
+        self._line.store.set(f"{self._key}/pass/{self._number}", told)
         self._number += 1
         for each in asked:
-            self._store.set(f"{self._key}/told/{each.token}", told)
-        if passing is None:
-            self._store.set(f"{self._key}/gone", "1")
+            self._line.store.set(f"{self._key}/told/{each.token}", told)
         return passing
 
     def end(self, store: Store) -> None:
-        """End the offer for all, over a connection that has not failed."""
+        """End the offer for all: the other ranks, readers that have asked, and readers that will."""
         store.set(f"{self._key}/pass/{self._number}", json.dumps(None))
         store.set(f"{self._key}/gone", "1")
+        while store.check([f"{self._key}/asked"]):
+            if said := store.queue_pop(f"{self._key}/asked"):
+                store.set(f"{self._key}/told/{Asked(*json.loads(said)).token}", json.dumps(None))
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
         """Choose groups that all readers still have. Each sender keeps at least those that are known here."""
@@ -174,38 +198,53 @@ class _Passes:
 
 
 def planned(boxes: Iterable[Box], dtype: torch.dtype, limit: int) -> "list[tuple[Layout, Sequence[Tensor]]]":
-    """Plan buckets of at most `limit` bytes, and the tensors of their parts. Larger tensors are split by rows."""
+    """Plan buckets of at most `limit` bytes, and the tensors of their parts. Larger tensors are split.
+
+    A part of at least half of that is its own bucket: it needs no staging on a side that has it contiguous.
+    """
     made: list[tuple[Layout, Sequence[Tensor]]] = []
     parts, tensors, end = list[Part](), list[Tensor](), 0
     for box in boxes:
-        for offsets, tensor in _pieces(box, dtype.itemsize, limit):
-            nbytes = -(-tensor.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
-            if parts and end + nbytes > limit:
+        for offsets, tensor in _pieces(box.tensor.detach(), box.offsets, limit // dtype.itemsize):
+            nbytes = tensor.numel() * dtype.itemsize
+            part = Part(box.name, box.size, offsets, tuple(tensor.shape), 0)
+            if nbytes >= limit // 2:
+                made.append((Layout((part,), nbytes), [tensor]))
+                continue
+            start = -(-end // ALIGNED) * ALIGNED
+            if parts and start + nbytes > limit:
                 made.append((Layout(tuple(parts), end), tensors))
-                parts, tensors, end = [], [], 0
-            parts.append(Part(box.name, box.size, offsets, tuple(tensor.shape), end))
+                parts, tensors, start = [], [], 0
+            parts.append(part._replace(start=start))
             tensors.append(tensor)
-            end += nbytes
+            end = start + nbytes
     return [*made, (Layout(tuple(parts), end), tensors)] if parts else made
 
 
-def _pieces(box: Box, itemsize: int, limit: int) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    tensor = box.tensor.detach()
-    if not tensor.dim():
-        yield box.offsets, tensor
+def _pieces(
+    tensor: Tensor, offsets: tuple[int, ...], numel: int, dim: int = 0
+) -> Iterable[tuple[tuple[int, ...], Tensor]]:
+    """Split a tensor along `dim`, and along later dims only if a row has more than `numel` elements."""
+    if dim == tensor.dim():
+        yield offsets, tensor
         return
-    rows = max(1, limit // max(1, prod(tensor.shape[1:]) * itemsize))
-    for start in range(0, len(tensor), rows):
-        yield (box.offsets[0] + start, *box.offsets[1:]), tensor[start : start + rows]
+    row = prod(tensor.shape[dim + 1 :])
+    rows = max(1, numel // max(1, row))
+    for start in range(0, tensor.shape[dim], rows):
+        piece = tensor.narrow(dim, start, min(rows, tensor.shape[dim] - start))
+        place = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        if row > numel:
+            yield from _pieces(piece, place, numel, dim + 1)
+        else:
+            yield place, piece
 
 
-def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Write the parts, cast to the dtype, and their fingerprints."""
-    made = [copied(view(buffer, part, dtype), tensor) for part, tensor in zip(layout.parts, tensors, strict=True)]
-    buffer[layout.end :].view(torch.int64).copy_(torch.stack(made))
+def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Write the parts, cast to the dtype. Returns their fingerprints."""
+    return [copied(view(buffer, part, dtype), tensor) for part, tensor in zip(layout.parts, tensors, strict=True)]
 
 
-def _told(store: Store, key: str) -> Passing | None:
-    comes(store, key)
-    told = json.loads(store.get(key))
+def _told(line: Line, key: str) -> Passing | None:
+    line.comes(key)
+    told = json.loads(line.store.get(key))
     return Passing(*told) if told else None

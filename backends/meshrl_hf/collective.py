@@ -5,6 +5,7 @@ no meshrl.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from math import inf, prod
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshrl_hf.fingerprints import copied
 from meshrl_hf.offer import Layout, Part
 
-IN_FLIGHT: Final = 2
-"""Number of buckets in flight. Each has its memory, which is used again."""
+IN_FLIGHT: Final = 6
+"""Most buckets in flight."""
 STUCK: Final = timedelta(seconds=60)
 """Time without progress after which a collective fails. If a process dies, it fails at once."""
-_LONGEST_PAUSE: Final = 0.02
-"""Seconds between two looks at the store."""
+_LONGEST_WAIT: Final = 30.0
+"""Seconds of a request that waits. On a busy machine, torch's store once failed to wake who waits."""
+ALIGNED: Final = 64
+"""Bytes. Each bucket and each part starts at a multiple."""
+CPU: Final = torch.device("cpu")
 KEPT: Final = 4
 """Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
 
@@ -70,19 +73,52 @@ def _by_nccl(store: Store, number: int, size: int) -> object:
     return ProcessGroupNCCL(store, number, size, options)
 
 
-class Staging:
-    """Memory for the buckets in flight. It is kept, because allocating it takes about as long as filling it."""
+class Flight:
+    """The buckets in flight, oldest first, and memory to stage them.
+
+    The memory is kept, because allocating it takes about as long as filling it.
+    """
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._buckets: deque[tuple[dist.Work, Callable[[], None]]] = deque()
+        self._slots = torch.empty(0)
+        self._next = 0
+        self._most, self._device = 0, CPU
 
-    def get(self, layouts: Iterable[Layout], device: torch.device) -> Sequence[Tensor]:
-        """Return memory for any of these buckets, once for each bucket in flight."""
-        most = max((layout.nbytes for layout in layouts), default=0)
-        if not self._buffers or len(self._buffers[0]) < most or self._buffers[0].device != device:
-            self._buffers.clear()
-            self._buffers += (torch.empty(most, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT))
-        return self._buffers
+    def begin(self, layouts: Iterable[Layout], device: torch.device) -> None:
+        """Get ready for buckets."""
+        most = max((-(-layout.nbytes // ALIGNED) * ALIGNED for layout in layouts), default=0)
+        if most > self._most or device != self._device:
+            self._slots = torch.empty(0)
+            self._most, self._device = most, device
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Return memory for the next staged bucket, uint8[nbytes]. It is used again after `IN_FLIGHT` others."""
+        if len(self._slots) == 0:  # in one piece, because an operating system rounds each up to large pages
+            self._slots = torch.empty((IN_FLIGHT, self._most), dtype=torch.uint8, device=self._device)
+        self._next += 1
+        return self._slots[self._next % IN_FLIGHT, :nbytes]
+
+    def add(self, work: dist.Work, done: Callable[[], None] = lambda: None) -> None:
+        """Add a bucket. `done` is called when it has arrived."""
+        self._buckets.append((work, done))
+        if len(self._buckets) == IN_FLIGHT:
+            self._wait()
+
+    def end(self) -> None:
+        """Wait for all."""
+        while self._buckets:
+            self._wait()
+
+    def drop(self) -> None:
+        """Forget all, after an error. Else they would keep the connections of their group open."""
+        self._buckets.clear()
+
+    def _wait(self) -> None:
+        """Wait for the oldest."""
+        work, done = self._buckets.popleft()
+        work.wait()
+        done()
 
 
 class Passing(NamedTuple):
@@ -97,7 +133,7 @@ class Passing(NamedTuple):
 
     def device(self, own: torch.device) -> torch.device:
         """Return the device for the buckets of a process whose tensors are on `own`."""
-        return own if self.on_gpus else torch.device("cpu")
+        return own if self.on_gpus else CPU
 
 
 class Groups:
@@ -141,28 +177,37 @@ class Asked(NamedTuple):
     """Whether its tensors are on a GPU."""
 
 
-def ask(store: Store, key: str, said: str) -> None:
-    """Write to the policy's first rank, in one step: a reader that dies has either written it all or nothing."""
-    store.queue_push(f"{key}/asked", said)
+class Line:
+    """A connection to the store of the policy's ranks. A waiting request blocks all others on it."""
+
+    def __init__(self, where: str) -> None:
+        """Connect to the store at HOST:PORT."""
+        self._where: Final = where
+        self.store = _connected(where)
+
+    def renew(self) -> None:
+        """Connect again. Needed if the time of a wait ended: the next request might get that one's answer."""
+        self.store = _connected(self._where)
+
+    def comes(self, key: str, deadline: float = inf) -> bool:
+        """Wait until a key is set. False if that takes until the deadline, of `time.monotonic`."""
+        while True:
+            left = min(_LONGEST_WAIT, max(0.001, deadline - time.monotonic()))
+            try:
+                self.store.wait([key], timedelta(seconds=left))
+            except dist.DistStoreError:
+                self.renew()
+                if time.monotonic() >= deadline:
+                    return False
+            else:
+                return True
+
+    def ask(self, key: str, said: str) -> None:
+        """Write to the policy's first rank, in one step: a reader that dies has written it all or nothing."""
+        self.store.queue_push(f"{key}/asked", said)
 
 
-def comes(store: Store, key: str, deadline: float = inf) -> bool:
-    """Wait until a key is set. False if that takes until the deadline, of `time.monotonic`.
-
-    It asks again and again. The store's own `wait` may mix up its answers if a key is set as its time ends: then the
-    next request on this connection gets the answer of the last one.
-    """
-    pause = 0.001
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
-
-
-def connect(where: str) -> Store:
-    """Make a new connection to the store at HOST:PORT. A waiting request blocks all others on its connection."""
+def _connected(where: str) -> Store:
     host, _, port = where.rpartition(":")
     made = cast("Callable[..., Store]", vars(dist)["TCPStore"])  # public, but not in torch's type stubs
     return made(host, int(port), is_master=False, timeout=STUCK, wait_for_workers=False)
@@ -174,9 +219,18 @@ def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
     return flat.view(dtype).reshape(part.shape)
 
 
-def put(whole: Tensor, part: Part, tensor: Tensor) -> Tensor:
-    """Copy a part to its place in the whole tensor. Returns the fingerprint of the copied bytes, as `copied` does."""
-    place = whole
+def place_in(whole: Tensor, part: Part) -> Tensor:
+    """Return a view of a part in the whole tensor."""
+    place = whole.detach()
     for dim, (start, length) in enumerate(zip(part.offsets, part.shape, strict=True)):
         place = place.narrow(dim, start, length)
-    return copied(place, tensor)
+    return place
+
+
+def bytes_in_place(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return the bytes of a bucket that is one tensor, in its own memory. None if they must be staged."""
+    if len(tensors) != 1:
+        return None
+    (tensor,) = tensors
+    same = (tensor.dtype, tensor.device.type) == (dtype, device.type)
+    return tensor.detach().reshape(-1).view(torch.uint8) if same and tensor.is_contiguous() else None

@@ -13,7 +13,7 @@ from meshrl.roles import PolicyConfig
 from meshrl.weights import Bucket, Probe, Weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import Sender
-from meshrl_hf.collective import put
+from meshrl_hf.collective import place_in
 from meshrl_hf.offer import Offer, Part, Source
 from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_hf.trainable import Trainable
@@ -24,7 +24,7 @@ class LiveWeights(Weights):
     """Weights that stay where the policy trains them. Each reader receives them on first use.
 
     They are available until the policy's next update, and later readers get `DataLost`. A reader either pours them into
-    its tensors, which takes two buckets of memory, or reads them whole like any others.
+    its tensors, which takes only the memory of buckets, or reads them whole like any others.
     """
 
     _offer: Offer
@@ -155,9 +155,12 @@ class _InPlace:
         self._tensors, self.begin = tensors, begin
         self.device: Final = next(iter(tensors.values())).device
 
-    def take(self, part: Part, tensor: Tensor) -> Tensor:
-        """Copy a part to its place."""
-        return put(self._tensors[part.name].detach(), part, tensor)
+    def place(self, part: Part) -> Tensor:
+        """Return a view of a part in its tensor."""
+        return place_in(self._tensors[part.name], part)
+
+    def arrived(self, part: Part) -> None:
+        """Nothing is left to do."""
 
 
 _reader: Final = Reader()

@@ -23,20 +23,14 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The content of a bucket: parts of one dtype, and then a fingerprint of each, int64."""
+    """The content of a bucket: parts of one dtype."""
 
     parts: tuple[Part, ...]
-    end: int
-    """End of the parts, in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes with the fingerprints."""
-        return self.end + 8 * len(self.parts)
+    nbytes: int
 
 
 class Source(NamedTuple):
-    """The parts that one rank of the policy sends."""
+    """The parts that one rank of the policy sends. After them, it sends a fingerprint of each, int64."""
 
     rank: int
     layouts: tuple[Layout, ...]

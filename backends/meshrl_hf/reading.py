@@ -3,25 +3,22 @@
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from secrets import token_hex
 from threading import Lock
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
-from meshrl_hf.collective import IN_FLIGHT, Asked, Groups, Passing, Staging, ask, comes, connect, view
-from meshrl_hf.offer import Layout, Offer, Part
+from meshrl_hf.collective import Asked, Flight, Group, Groups, Line, Passing, bytes_in_place, view
+from meshrl_hf.fingerprints import copied, fingerprint
+from meshrl_hf.offer import Layout, Offer, Part, Source
 
 _ATTEMPTS: Final = 2
 """Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
-_LOOK: Final = 1.0
-"""Time between two checks whether the weights are still offered."""
 _ANSWER: Final = 600.0
 """Seconds within which the policy's first rank must say who reads together."""
 
@@ -42,7 +39,7 @@ class Damaged(Exception):
 
 
 class Model(Protocol):
-    """Tensors that parts are copied to."""
+    """Tensors that parts are written to."""
 
     @property
     def device(self) -> torch.device:
@@ -53,9 +50,32 @@ class Model(Protocol):
         """Get ready for all parts. Called again if they are sent again."""
         ...
 
-    def take(self, part: Part, tensor: Tensor) -> Tensor:
-        """Copy a part, whose memory is used again. Returns the fingerprint of the copied bytes, int64[]."""
+    def place(self, part: Part) -> Tensor:
+        """Return the memory for a part. It is written until `arrived` is called."""
         ...
+
+    def arrived(self, part: Part) -> None:
+        """Note that a part is in its place."""
+        ...
+
+
+class _Bucket(NamedTuple):
+    """A bucket, its parts' places, and its bytes, which may be in the place of the only part."""
+
+    layout: Layout
+    places: Sequence[Tensor]
+    content: Tensor
+    in_place: bool
+
+    def take(self, made: list[Tensor], dtype: torch.dtype, model: Model) -> None:
+        """Copy the parts to their places after they have arrived. Adds their fingerprints."""
+        if self.in_place:
+            made.append(fingerprint(self.content))
+        else:
+            parts = [view(self.content, part, dtype) for part in self.layout.parts]
+            made += [copied(place, part) for place, part in zip(self.places, parts, strict=True)]
+        for part in self.layout.parts:
+            model.arrived(part)
 
 
 class Reader:
@@ -65,8 +85,8 @@ class Reader:
         self._reading = Lock()
         """One actor of the process reads at a time, because its groups identify the process."""
         self._groups = Groups()
-        self._staging = Staging()
-        self._stores: dict[str, Store] = {}
+        self._flight = Flight()
+        self._lines: dict[str, Line] = {}
         """By place."""
         self._asked = count()
         self._own = token_hex(8)
@@ -85,57 +105,68 @@ class Reader:
                 except RuntimeError as error:
                     failed = str(error).partition("\n")[0]
                     warn(attempt, failed)
-                    self._stores.pop(offer.place, None)
+                    self._lines.pop(offer.place, None)
         raise Lost(f"{len(offer.sources)} ranks of the policy", failed)
 
     def _attempt(self, offer: Offer, together: int, model: Model) -> str:
-        store = self._stores.get(offer.place) or self._stores.setdefault(offer.place, connect(offer.place))
-        passing = self._ask(store, offer, Asked("", together, self._groups.whole, model.device.type == "cuda"))
+        line = self._lines.get(offer.place) or self._lines.setdefault(offer.place, Line(offer.place))
+        passing = self._ask(line, offer, Asked("", together, self._groups.whole, model.device.type == "cuda"))
         model.begin()
-        device = passing.device(model.device)
-        dtype: torch.dtype = getattr(torch, offer.dtype)
-        buckets = offer.buckets()
-        buffers = self._staging.get((layout for _, layout in buckets), device)
-        under_way: deque[dist.Work] = deque()
         number = passing.members.index(self._me) + 1
         try:
-            for index in range(len(buckets) + IN_FLIGHT):
-                if index >= IN_FLIGHT:
-                    under_way.popleft().wait()
-                    _, layout = buckets[index - IN_FLIGHT]
-                    self._take(buffers[index % IN_FLIGHT], layout, dtype, model)
-                if index < len(buckets):
-                    rank, layout = buckets[index]
-                    group = self._groups.get(store, passing, rank, number, device)
-                    under_way.append(group.broadcast(buffers[index % IN_FLIGHT][: layout.nbytes]))
+            device = passing.device(model.device)
+            ranks = [source.rank for source in offer.sources]
+            groups = {rank: self._groups.get(line.store, passing, rank, number, device) for rank in ranks}
+            self._receive(offer, groups, device, model)
         except BaseException:
+            self._flight.drop()
             self._groups.drop(passing.group)
             raise
         return "NCCL" if passing.on_gpus else "gloo"
 
-    def _ask(self, store: Store, offer: Offer, asked: Asked) -> Passing:
+    def _receive(self, offer: Offer, groups: Mapping[int, Group], device: torch.device, model: Model) -> None:
+        """Receive all buckets, and then the fingerprints. Raises Damaged if some differ from those made here."""
+        dtype: torch.dtype = getattr(torch, offer.dtype)
+        made: dict[int, list[Tensor]] = {rank: [] for rank in groups}
+        buckets = offer.buckets()
+        self._flight.begin((layout for _, layout in buckets), device)
+        for rank, layout in buckets:
+            places = [model.place(part) for part in layout.parts]
+            in_place = bytes_in_place(places, dtype, device)
+            content = self._flight.memory(layout.nbytes) if in_place is None else in_place
+            bucket = _Bucket(layout, places, content, in_place is not None)
+            done = partial(bucket.take, made[rank], dtype, model)
+            self._flight.add(groups[rank].broadcast(content), done)
+        self._flight.end()
+        for source in offer.sources:
+            _compare(source, made[source.rank], groups[source.rank], device)
+
+    def _ask(self, line: Line, offer: Offer, asked: Asked) -> Passing:
         """Ask who reads together."""
         key, token = offer.key, f"{self._me}/{next(self._asked)}"
-        ask(store, key, json.dumps(asked._replace(token=token)))
-        end = time.monotonic() + _ANSWER
-        while time.monotonic() < end:
-            gone = store.check([f"{key}/gone"])
-            if comes(store, f"{key}/told/{token}", 0.0 if gone else time.monotonic() + _LOOK):
-                return Passing(*json.loads(store.get(f"{key}/told/{token}")))
-            if gone:
-                reason = "the policy has been updated since, and keeps no older ones: publish again"
-                raise Lost("the policy's ranks", reason)
-        raise Lost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s")
-
-    def _take(self, buffer: Tensor, layout: Layout, dtype: torch.dtype, model: Model) -> None:
-        """Copy a bucket's parts. Raises Damaged if one then differs from what was sent."""
-        made = torch.stack([model.take(part, view(buffer, part, dtype)) for part in layout.parts])
-        told = buffer[layout.end : layout.nbytes].view(torch.int64).to(made.device)
-        differ: list[bool] = (made != told).tolist()
-        if any(differ):
-            raise Damaged([part.name for part, differs in zip(layout.parts, differ, strict=True) if differs])
+        line.ask(key, json.dumps(asked._replace(token=token)))
+        if not line.store.check([f"{key}/gone"]):
+            if not line.comes(f"{key}/told/{token}", time.monotonic() + _ANSWER):
+                raise Lost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s")
+            if told := json.loads(line.store.get(f"{key}/told/{token}")):
+                return Passing(*told)
+        reason = "the policy has been updated since, and keeps no older ones: publish again"
+        raise Lost("the policy's ranks", reason)
 
     @property
     def _me(self) -> str:
         """The name of this process in groups. It changes after a fork."""
         return f"{self._own}-{os.getpid()}"
+
+
+def _compare(source: Source, made: Sequence[Tensor], group: Group, device: torch.device) -> None:
+    """Receive the fingerprints of a sender's parts. Raises Damaged if some differ from those made here."""
+    if not made:
+        return
+    told = torch.empty(len(made), dtype=torch.int64, device=device)
+    group.broadcast(told).wait()
+    parts = [part for layout in source.layouts for part in layout.parts]
+    here = torch.stack(list(made))
+    differ: list[bool] = (here != told.to(here.device)).tolist()
+    if any(differ):
+        raise Damaged([part.name for part, differs in zip(parts, differ, strict=True) if differs])

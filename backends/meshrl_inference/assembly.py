@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from meshrl_hf.collective import put
+from meshrl_hf.collective import place_in
 from meshrl_hf.offer import Offer, Part
 from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_inference.engine import Outcome
@@ -29,6 +29,7 @@ class Assembly:
         self.begun = False
         """True if some of the model's tensors may be new."""
         self._offer, self._naming, self._begin, self._load = offer, naming, begin, load
+        self._dtype: torch.dtype = getattr(torch, offer.dtype)
         self._left: dict[str, int] = {}
         """Number of missing elements, by unit."""
         self._here: dict[str, dict[str, Tensor]] = {}
@@ -44,17 +45,19 @@ class Assembly:
         self.begun = True
         self._begin()
 
-    def take(self, part: Part, tensor: Tensor) -> Tensor:
-        """Copy a part to its place, and load what is whole then."""
-        unit = self._naming.unit(part.name)
-        here = self._here.setdefault(unit, {})
+    def place(self, part: Part) -> Tensor:
+        """Return a view of a part in its tensor, which is made for the first one."""
+        here = self._here.setdefault(self._naming.unit(part.name), {})
         if part.name not in here:
-            here[part.name] = torch.empty(part.size, dtype=tensor.dtype, device=self.device)
-        made = put(here[part.name], part, tensor)
-        self._left[unit] -= tensor.numel()
+            here[part.name] = torch.empty(part.size, dtype=self._dtype, device=self.device)
+        return place_in(here[part.name], part)
+
+    def arrived(self, part: Part) -> None:
+        """Load a unit that is whole."""
+        unit = self._naming.unit(part.name)
+        self._left[unit] -= prod(part.shape)
         if not self._left[unit]:
             self._load(self._naming.in_files(self._here.pop(unit).items()))
-        return made
 
 
 def read(

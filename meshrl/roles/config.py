@@ -240,8 +240,8 @@ class PolicyConfig(PassConfig):
     sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
     rank of `torch`, `fsdp` or `megatron` broadcasts its shards to all samplers at once and keeps no copy."""
     bucket_mib: int = Field(default=256, gt=0)
-    """Memory in MiB for a bucket of `weight_sync = "broadcast"`. Each sender and receiver needs two buckets. 2 MiB
-    of each, or an eighth if that is less, stay free for plans and threads."""
+    """Memory in MiB. Each sender and receiver of `weight_sync = "broadcast"` needs at most twice as much, for six
+    buckets in flight. 4 MiB of that, or an eighth if that is less, stay free for plans and threads."""
 
     @model_validator(mode="after")
     def _sends_all_or_adapters(self) -> Self:

@@ -9,12 +9,14 @@ from datetime import timedelta
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
@@ -22,9 +24,10 @@ from meshrl import PolicyConfig
 from meshrl_hf import broadcast, collective, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import Sender, fill, planned
-from meshrl_hf.collective import KEPT, Asked, Group, Groups, Staging, ask, connect, view
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, place_in, view
 from meshrl_hf.fingerprints import copied
 from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.offer import Layout
 from meshrl_hf.reading import Reader
 from meshrl_hf.roles import TrainedPolicy
 from meshrl_inference.assembly import read
@@ -40,7 +43,7 @@ LIMIT = 1 << 10
 
 def boxes() -> list[Box]:
     torch.manual_seed(0)
-    shapes = {"wide": (3, 1000), "many": (999, 5), "small": (7,), "number": ()}
+    shapes = {"wide": (3, 1000), "many": (999, 5), "small": (7,), "number": (), "experts": (2, 3, 700)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     return [
         *(Box(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()),
@@ -52,23 +55,53 @@ def boxes() -> list[Box]:
 def test_buckets_have_every_number_once_and_keep_to_their_size(dtype: torch.dtype) -> None:
     whole = {box.name: torch.full(box.size, torch.nan, dtype=dtype) for box in boxes()}
     plan = planned(boxes(), dtype, LIMIT)
-    buffer = Staging().get([layout for layout, _ in plan], torch.device("cpu"))[0]
+    flight = Flight()
+    flight.begin([layout for layout, _ in plan], torch.device("cpu"))
     for layout, tensors in plan:
-        assert layout.end <= LIMIT or len(layout.parts) == 1  # a row that is longer
-        fill(buffer[: layout.nbytes], layout, tensors, dtype)
-        told = buffer[layout.end : layout.nbytes].view(torch.int64)
+        assert layout.nbytes <= LIMIT
+        buffer = flight.memory(layout.nbytes)
+        told = fill(buffer, layout, tensors, dtype)
+        assert layout.nbytes == layout.parts[-1].start + prod(layout.parts[-1].shape) * dtype.itemsize
         for part, known in zip(layout.parts, told, strict=True):
             assert part.start % 64 == 0
-            assert part.start + prod(part.shape) * dtype.itemsize <= layout.end
             came = view(buffer, part, dtype)
-            place = whole[part.name][tuple(map(slice, part.offsets, np.add(part.offsets, part.shape).tolist()))]
+            place = place_in(whole[part.name], part)
             assert place.isnan().all()
             assert copied(place, came) == known
             assert torch.equal(place, came)
+        flight.drop()
     for box in boxes():
         there = whole[box.name][tuple(map(slice, box.offsets, np.add(box.offsets, box.tensor.shape).tolist()))]
         assert torch.equal(there, box.tensor.to(dtype))
     assert sum(int(each.isnan().sum()) for each in whole.values()) == 64 - 16  # what others have of `part`
+
+
+class Sent(NamedTuple):
+    """A bucket that arrives when somebody waits for it, and must then be as it was."""
+
+    content: torch.Tensor
+    number: int
+    order: list[int]
+
+    def wait(self) -> None:
+        """Look at every byte."""
+        assert (self.content == self.number).all()
+        self.order.append(self.number)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.booleans()), max_size=40))
+def test_memory_of_buckets_in_flight_is_not_written_until_they_have_arrived(sizes: list[tuple[int, bool]]) -> None:
+    layouts = [Layout((), nbytes) for nbytes, _ in sizes]
+    flight, order = Flight(), list[int]()
+    flight.begin(layouts, torch.device("cpu"))
+    for number, (nbytes, staged) in enumerate(sizes):
+        content = flight.memory(nbytes) if staged else torch.empty(nbytes, dtype=torch.uint8)
+        assert len(content) == nbytes
+        content.fill_(number)
+        flight.add(cast("dist.Work", Sent(content, number, order)))
+    assert len(order) > len(sizes) - IN_FLIGHT
+    flight.end()
+    assert order == list(range(len(sizes)))
 
 
 def test_nothing_is_planned_for_no_tensors() -> None:
@@ -82,9 +115,10 @@ def test_buckets_lie_on_gpus_if_the_policy_and_all_readers_are_there(
     device: str, readers: Sequence[int], on_gpus: bool
 ) -> None:
     store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line = Line(f"127.0.0.1:{store.port}")
     for number, on_gpu in enumerate(readers):
-        ask(store, "key", json.dumps(Asked(f"reader{number}/0", len(readers), [], bool(on_gpu))))
-    passing = broadcast._Passes(store, "key", [], torch.device(device)).next()
+        line.ask("key", json.dumps(Asked(f"reader{number}/0", len(readers), [], bool(on_gpu))))
+    passing = broadcast._Passes(line, "key", [], torch.device(device)).next()
     assert passing
     assert passing.device(torch.device("cuda:1")).type == ("cuda" if on_gpus else "cpu")
 
@@ -97,7 +131,7 @@ def policy() -> Iterator[Senders]:
 
 
 def publish(policy: Senders, version: int) -> tuple[LiveWeights, torch.Tensor]:
-    """Offer a matrix of which each rank has two rows, each a bucket; and the matrix."""
+    """Offer a matrix of which each rank has two rows, in buckets of parts of a row; and the matrix."""
     whole = torch.randn(2 * len(policy.each), LIMIT // 4)
     return policy.offer({"all": whole}, version), whole
 
@@ -131,9 +165,32 @@ def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
     assert len(set(groups)) == made * len(policy.each)
 
 
-def test_a_bucket_leaves_an_eighth_of_its_memory_free(policy: Senders) -> None:
+def test_buckets_leave_an_eighth_of_their_memory_free(policy: Senders) -> None:
     offer = policy.offer({"many": torch.randn(999, 5)}, 0).offer
-    assert max(layout.nbytes for source in offer.sources for layout in source.layouts) <= LIMIT * 7 // 8 + 8
+    assert (
+        max(layout.nbytes for source in offer.sources for layout in source.layouts) <= 2 * LIMIT * 7 // 8 // IN_FLIGHT
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "strided", "staged"),
+    [(torch.float32, False, 0), (torch.bfloat16, False, KEPT + 1), (torch.float32, True, KEPT + 1)],
+)
+def test_a_large_part_is_staged_only_by_a_side_that_holds_it_in_another_form(
+    policy: Senders, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strided: bool, staged: int
+) -> None:
+    made, memory = list[int](), Flight.memory
+
+    def noted(self: Flight, nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return memory(self, nbytes)
+
+    monkeypatch.setattr(Flight, "memory", noted)
+    known = torch.randn(len(policy.each), LIMIT // 4 // 6)  # each rank has a part, of nearly a bucket
+    place = torch.zeros(known.shape[::-1]).T if strided else torch.zeros_like(known)
+    policy.offer({"all": known.to(dtype)}, 0).pour({"all": place}, lambda: None)
+    assert torch.equal(place, known.to(dtype).float())
+    assert len(made) == staged
 
 
 def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Senders) -> None:
@@ -206,9 +263,10 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
     policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(policy, 0)
-    store, said = connect(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
+    line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
+    line.store = cast("Store", Dying(line.store))
     with suppress(KeyboardInterrupt):
-        ask(cast("Store", Dying(store)), "names/1", said)
+        line.ask("names/1", said)
     monkeypatch.setattr(collective, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
     ending = threading.Thread(target=policy.end, daemon=True)
     ending.start()

@@ -1,13 +1,14 @@
 """Engines whose processes read a policy's broadcast by themselves: what they draw from then, and what fails."""
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 import torch
+import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from meshrl import (
@@ -30,9 +31,9 @@ from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import broadcast
+from meshrl_hf.broadcast import Sender
+from meshrl_hf.collective import Group
 from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.offer import Layout
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy
@@ -129,13 +130,15 @@ async def test_those_that_are_gone_change_nothing(sampler: EngineSampler, source
 async def test_what_was_changed_on_its_way_is_not_drawn_from(
     sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = broadcast.fill
+    send = Group.broadcast
 
-    def spoil(buffer: torch.Tensor, layout: Layout, *rest: Any) -> None:
-        fill(buffer, layout, *rest)
-        buffer[0] ^= 1
+    def spoil(self: Group, tensor: torch.Tensor) -> dist.Work:
+        spoilt = tensor.clone()
+        if tensor.dtype == torch.uint8:  # no fingerprints
+            spoilt[0] ^= 1
+        return send(self, spoilt)
 
-    monkeypatch.setattr(broadcast, "fill", spoil)
+    monkeypatch.setattr(Group, "broadcast", spoil)
     with pytest.raises(ModelError, match=r"version 20 .* decodes nothing .*: \d+ tensors differ .* from what was sent"):
         await sampler.load(source.live(0, 20))
     with pytest.raises(ModelError, match=r"version 20 did not come whole, and some are in use: publish again"):
@@ -146,23 +149,35 @@ async def test_what_was_changed_on_its_way_is_not_drawn_from(
     assert len(await drawn(sampler)) == len(PROMPTS)
 
 
+class Failing:
+    """A group that sends some buckets, and then fails."""
+
+    def __init__(self, group: Group, buckets: int) -> None:
+        self._group, self._buckets = group, iter(range(buckets))
+
+    def broadcast(self, tensor: torch.Tensor) -> dist.Work:
+        """Send one."""
+        if next(self._buckets, None) is None:
+            raise RuntimeError("this rank sends no more")
+        return self._group.broadcast(tensor)
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 async def test_an_interrupted_broadcast_is_read_again_once(
     sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     stream = aiter(sampler.generate(ENDLESS, LONG))
     await anext(stream)
-    fill, filled = broadcast.fill, list[Layout]()
+    send, failed = Sender._broadcast, list[Group]()
+
+    def fail(self: Sender, group: Group, buckets: Sequence[Any], device: torch.device) -> None:
+        if self.number == 1 and len(failed) < failures:
+            failed.append(group)
+            group = cast("Group", Failing(group, len(buckets) - 1))
+        send(self, group, buckets, device)
+
+    monkeypatch.setattr(Sender, "_broadcast", fail)
     weights = source.live(0, 30)
-    last = weights.offer.sources[1].layouts[-1]
-
-    def fail(buffer: torch.Tensor, layout: Layout, *rest: Any) -> None:
-        if layout == last and len(filled) < failures:
-            filled.append(layout)
-            raise RuntimeError("this rank sends no more")
-        fill(buffer, layout, *rest)
-
-    monkeypatch.setattr(broadcast, "fill", fail)
     if failures == 1:
         assert float((await sampler.load(weights)).row("difference").max()) < 1e-4
         await sampler.abort()

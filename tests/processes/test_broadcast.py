@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import pytest_asyncio
-from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from meshrl import (
@@ -37,10 +36,8 @@ from meshrl import (
 )
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import broadcast
+from meshrl_hf.collective import Flight
 from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.offer import Layout
-from meshrl_hf.reading import Reader as Reading
 from meshrl_hf.transfer import arrays
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -50,6 +47,19 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module"), pyt
 
 MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
 """5 MiB, in six buckets of the smallest size."""
+
+
+def die_in_flight() -> None:
+    """Kill this process when it has two buckets in flight."""
+    add, added = Flight.add, list[int]()
+
+    def add_once(self: Flight, *rest: Any, **keywords: Any) -> None:
+        if added:
+            os.kill(os.getpid(), signal.SIGKILL)
+        added.append(1)
+        add(self, *rest, **keywords)
+
+    Flight.add = add_once  # type: ignore[method-assign]
 
 
 class Sender(FsdpPolicy):
@@ -68,17 +78,9 @@ class Sender(FsdpPolicy):
 
     @endpoint
     async def die(self, rank: int) -> Sum[int]:
-        """This rank dies when it has sent a bucket, and begins with the next."""
+        """A rank dies when it has two buckets in flight."""
         if self._trainable.passes.ranks.number == rank:
-            fill, sent = broadcast.fill, list[Layout]()
-
-            def fill_once(buffer: Tensor, layout: Layout, *rest: object) -> None:
-                if sent:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                sent.append(layout)
-                fill(buffer, layout, *rest)  # type: ignore[arg-type]  # as it was called
-
-            broadcast.fill = fill_once  # type: ignore[assignment]
+            die_in_flight()
         return 1
 
 
@@ -92,16 +94,8 @@ class Reader(TorchSampler):
 
     @endpoint
     async def die(self) -> Sum[int]:
-        """This rank dies when it has read a bucket, and has the next."""
-        take, read = Reading._take, list[Layout]()
-
-        def take_once(self: Reading, buffer: Tensor, layout: Layout, *rest: object) -> None:
-            if read:
-                os.kill(os.getpid(), signal.SIGKILL)
-            read.append(layout)
-            take(self, buffer, layout, *rest)  # type: ignore[arg-type]  # as it was called
-
-        Reading._take = take_once  # type: ignore[method-assign, assignment]
+        """This rank dies when it has two buckets in flight."""
+        die_in_flight()
         return 1
 
     @endpoint
