@@ -53,7 +53,7 @@ class Senders(NamedTuple):
 
 @contextmanager
 def sending(ranks: int, limit: int) -> Generator[Senders]:
-    """Make ranks whose buckets have at most `limit` bytes."""
+    """Make ranks with `2 * limit` bytes of memory for buckets."""
     store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broadcast, "are_processes", lambda _: True)

@@ -16,7 +16,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from meshrl import log
 from meshrl.errors import ConfigError
@@ -42,7 +41,7 @@ from meshrl_hf.ranks import RankGroup
 
 _APART: Final = 2 << 20
 """Bytes of the limit that buckets leave to fingerprints, plans, threads and the rounding to large pages. At most an
-eighth of the limit."""
+eighth of the limit. Twice as much stays free, because buckets may take twice the limit."""
 
 
 class Sender:
@@ -110,19 +109,19 @@ class Sender:
             log.warning("weights are no longer sent", error=str(error))
             if passes:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
-                    passes.end(self._other.store)
+                    passes.end(self._other)
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         """Broadcast all buckets, then their fingerprints. Readers see an error too, and ask again."""
         device = passing.device(self._device)
         try:
-            group = self._groups.get(self._line.store, passing, self.number, 0, device)
+            group = self._groups.get(self._line.meeting, passing, self.number, 0, device)
             self._broadcast(group, buckets, device)
         except RuntimeError as error:
             log.warning("weights did not reach all readers", readers=len(passing.members), error=str(error))
             self._flight.drop()
             self._groups.drop(passing.group)
-            self._line.renew()
+            self._known[:] = [each for each in self._known if each != passing]
 
     def _broadcast(
         self, group: Group, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]", device: torch.device
@@ -134,13 +133,13 @@ class Sender:
             content = bytes_in_place(tensors, self._dtype, device)
             if content is None:
                 content = flight.memory(layout.nbytes)
-                made += fill(content, layout, tensors, self._dtype)
+                made.append(torch.stack(fill(content, layout, tensors, self._dtype)))
                 flight.add(group.broadcast(content))
             else:
                 flight.add(group.broadcast(content))
-                made.append(fingerprint(content))
+                made.append(fingerprint(content)[None])
         if made:
-            flight.add(group.broadcast(torch.stack(made).to(device)))
+            flight.add(group.broadcast(torch.cat(made).to(device)))
         flight.end()
 
 
@@ -151,38 +150,43 @@ class _Passes:
         self._line, self._key, self._known, self._device = line, key, known, device
         self._number = 0
         self._ended = False
+        self._asked: list[Asked] = []
+        """Readers that have not been told yet."""
 
     def next(self) -> Passing | None:
         """Wait for readers. None once the offer has ended."""
-        asked: list[Asked] = []
-        deadline = inf
+        asked, deadline = self._asked, inf
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
-            if not self._line.comes(f"{self._key}/asked", deadline):
+            said = self._line.asked(self._key, deadline)
+            if said is None:
                 log.warning("weights are sent without a reader that has not asked for them", there=len(asked))
                 break
-            if said := self._line.store.queue_pop(f"{self._key}/asked"):
+            if said:
                 asked.append(Asked(*json.loads(said)))
                 deadline = min(deadline, time.monotonic() + PATIENCE)
             else:
                 self._ended = True
-        passing = self._passing(asked) if asked else None
-        if passing is None:
-            self.end(self._line.store)
+        if not asked:
+            self.end(self._line)
             return None
+        passing = self._passing(asked)
         told = json.dumps(passing)
         self._line.store.set(f"{self._key}/pass/{self._number}", told)
         self._number += 1
-        for each in asked:
-            self._line.store.set(f"{self._key}/told/{each.token}", told)
+        while asked:
+            self._line.store.set(f"{self._key}/told/{asked[0].token}", told)
+            asked.pop(0)
         return passing
 
-    def end(self, store: Store) -> None:
+    def end(self, line: Line) -> None:
         """End the offer for all: the other ranks, readers that have asked, and readers that will."""
-        store.set(f"{self._key}/pass/{self._number}", json.dumps(None))
-        store.set(f"{self._key}/gone", "1")
-        while store.check([f"{self._key}/asked"]):
-            if said := store.queue_pop(f"{self._key}/asked"):
-                store.set(f"{self._key}/told/{Asked(*json.loads(said)).token}", json.dumps(None))
+        line.store.set(f"{self._key}/pass/{self._number}", json.dumps(None))
+        line.store.set(f"{self._key}/gone", "1")
+        tokens = [each.token for each in self._asked]
+        while (said := line.pending(self._key)) is not None:
+            tokens += [Asked(*json.loads(said)).token] if said else []
+        for token in tokens:
+            line.store.set(f"{self._key}/told/{token}", json.dumps(None))
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
         """Choose groups that all readers still have. Each sender keeps at least those that are known here."""

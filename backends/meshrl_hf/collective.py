@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from math import inf, prod
 from typing import Final, NamedTuple, Protocol, cast
 
@@ -23,7 +24,7 @@ IN_FLIGHT: Final = 6
 STUCK: Final = timedelta(seconds=60)
 """Time without progress after which a collective fails. If a process dies, it fails at once."""
 _LONGEST_WAIT: Final = 30.0
-"""Seconds of a request that waits. On a busy machine, torch's store once failed to wake who waits."""
+"""Longest time of one wait, in seconds. Then it is asked again, because a reader may die before it rings."""
 ALIGNED: Final = 64
 """Bytes. Each bucket and each part starts at a multiple."""
 CPU: Final = torch.device("cpu")
@@ -57,7 +58,7 @@ class Group:
         return self._made.broadcast(tensor, 0)
 
     def abort(self) -> None:
-        """Abort running collectives, with an error for waiting tasks."""
+        """Abort running collectives. NCCL's end with an error. Gloo's end when the group is freed, or after `STUCK`."""
         self._made.abort()
 
 
@@ -106,7 +107,7 @@ class Flight:
             self._wait()
 
     def end(self) -> None:
-        """Wait for all."""
+        """Wait for all. With NCCL, the device's default stream waits, and later operations there come after them."""
         while self._buckets:
             self._wait()
 
@@ -178,12 +179,22 @@ class Asked(NamedTuple):
 
 
 class Line:
-    """A connection to the store of the policy's ranks. A waiting request blocks all others on it."""
+    """A connection to the store of the policy's ranks. A waiting request blocks all others on it.
+
+    Readers ask in a queue, because a push is one step: a reader that dies has written it all or nothing. Nobody waits
+    for a queue, though. Torch's store would leave who did so on its list of waiters, and end a later wait too early. So
+    a reader then rings, and the policy's first rank waits for that.
+    """
 
     def __init__(self, where: str) -> None:
         """Connect to the store at HOST:PORT."""
         self._where: Final = where
         self.store = _connected(where)
+
+    @cached_property
+    def meeting(self) -> Store:
+        """A connection for process groups, which may use it at any time."""
+        return _connected(self._where)
 
     def renew(self) -> None:
         """Connect again. Needed if the time of a wait ended: the next request might get that one's answer."""
@@ -197,14 +208,30 @@ class Line:
                 self.store.wait([key], timedelta(seconds=left))
             except dist.DistStoreError:
                 self.renew()
-                if time.monotonic() >= deadline:
-                    return False
+                if self.store.check([key]) or time.monotonic() >= deadline:
+                    return self.store.check([key])
             else:
                 return True
 
     def ask(self, key: str, said: str) -> None:
-        """Write to the policy's first rank, in one step: a reader that dies has written it all or nothing."""
+        """Write to the policy's first rank."""
         self.store.queue_push(f"{key}/asked", said)
+        self.store.set(f"{key}/rung/{self.store.add(f'{key}/bell', 0)}", "1")
+
+    def asked(self, key: str, deadline: float = inf) -> str | None:
+        """Wait for what the next reader has written. None if nobody has until the deadline."""
+        while True:
+            bell = self.store.add(f"{key}/bell", 1)  # who asks after the next look rings this one or a later one
+            if (said := self.pending(key)) is not None:
+                return said
+            rung = self.comes(f"{key}/rung/{bell}", min(deadline, time.monotonic() + _LONGEST_WAIT))
+            if not rung and time.monotonic() >= deadline:
+                return self.pending(key)
+
+    def pending(self, key: str) -> str | None:
+        """Return what the next reader has written. None if nobody has."""
+        there = self.store.check([f"{key}/asked"])
+        return self.store.queue_pop(f"{key}/asked", block=False).decode() if there else None
 
 
 def _connected(where: str) -> Store:

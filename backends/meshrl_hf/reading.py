@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from secrets import token_hex
 from threading import Lock
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,10 +70,10 @@ class _Bucket(NamedTuple):
     def take(self, made: list[Tensor], dtype: torch.dtype, model: Model) -> None:
         """Copy the parts to their places after they have arrived. Adds their fingerprints."""
         if self.in_place:
-            made.append(fingerprint(self.content))
+            made.append(fingerprint(self.content)[None])
         else:
             parts = [view(self.content, part, dtype) for part in self.layout.parts]
-            made += [copied(place, part) for place, part in zip(self.places, parts, strict=True)]
+            made.append(torch.stack([copied(place, part) for place, part in zip(self.places, parts, strict=True)]))
         for part in self.layout.parts:
             model.arrived(part)
 
@@ -111,23 +111,28 @@ class Reader:
     def _attempt(self, offer: Offer, together: int, model: Model) -> str:
         line = self._lines.get(offer.place) or self._lines.setdefault(offer.place, Line(offer.place))
         passing = self._ask(line, offer, Asked("", together, self._groups.whole, model.device.type == "cuda"))
-        model.begin()
-        number = passing.members.index(self._me) + 1
         try:
+            model.begin()
+            number = passing.members.index(self._me) + 1
             device = passing.device(model.device)
             ranks = [source.rank for source in offer.sources]
-            groups = {rank: self._groups.get(line.store, passing, rank, number, device) for rank in ranks}
-            self._receive(offer, groups, device, model)
+            groups = {rank: self._groups.get(line.meeting, passing, rank, number, device) for rank in ranks}
+            prints = self._receive(offer, groups, device, model)
         except BaseException:
             self._flight.drop()
             self._groups.drop(passing.group)
             raise
+        for source in offer.sources:
+            _compare(source, *prints[source.rank])
         return "NCCL" if passing.on_gpus else "gloo"
 
-    def _receive(self, offer: Offer, groups: Mapping[int, Group], device: torch.device, model: Model) -> None:
-        """Receive all buckets, and then the fingerprints. Raises Damaged if some differ from those made here."""
+    def _receive(self, offer: Offer, groups: Mapping[int, Group], device: torch.device, model: Model) -> "_Prints":
+        """Receive all buckets. After the last one of each sender, receive the fingerprints of its parts."""
         dtype: torch.dtype = getattr(torch, offer.dtype)
         made: dict[int, list[Tensor]] = {rank: [] for rank in groups}
+        told: dict[int, Tensor] = {}
+        last = {source.rank: source.layouts[-1] for source in offer.sources if source.layouts}
+        count = {source.rank: sum(len(layout.parts) for layout in source.layouts) for source in offer.sources}
         buckets = offer.buckets()
         self._flight.begin((layout for _, layout in buckets), device)
         for rank, layout in buckets:
@@ -135,11 +140,12 @@ class Reader:
             in_place = bytes_in_place(places, dtype, device)
             content = self._flight.memory(layout.nbytes) if in_place is None else in_place
             bucket = _Bucket(layout, places, content, in_place is not None)
-            done = partial(bucket.take, made[rank], dtype, model)
-            self._flight.add(groups[rank].broadcast(content), done)
+            self._flight.add(groups[rank].broadcast(content), partial(bucket.take, made[rank], dtype, model))
+            if layout is last[rank]:
+                told[rank] = torch.empty(count[rank], dtype=torch.int64, device=device)
+                self._flight.add(groups[rank].broadcast(told[rank]))
         self._flight.end()
-        for source in offer.sources:
-            _compare(source, made[source.rank], groups[source.rank], device)
+        return {rank: (made[rank], told[rank]) if rank in told else ([], torch.empty(0)) for rank in groups}
 
     def _ask(self, line: Line, offer: Offer, asked: Asked) -> Passing:
         """Ask who reads together."""
@@ -159,14 +165,16 @@ class Reader:
         return f"{self._own}-{os.getpid()}"
 
 
-def _compare(source: Source, made: Sequence[Tensor], group: Group, device: torch.device) -> None:
-    """Receive the fingerprints of a sender's parts. Raises Damaged if some differ from those made here."""
+_Prints: TypeAlias = Mapping[int, tuple[Sequence[Tensor], Tensor]]
+"""The fingerprints of parts by sender: those made here, by bucket, and those that it has sent."""
+
+
+def _compare(source: Source, made: Sequence[Tensor], told: Tensor) -> None:
+    """Raise Damaged if fingerprints of a sender's parts differ from those made here."""
     if not made:
         return
-    told = torch.empty(len(made), dtype=torch.int64, device=device)
-    group.broadcast(told).wait()
     parts = [part for layout in source.layouts for part in layout.parts]
-    here = torch.stack(list(made))
+    here = torch.cat(list(made))
     differ: list[bool] = (here != told.to(here.device)).tolist()
     if any(differ):
         raise Damaged([part.name for part, differs in zip(parts, differ, strict=True) if differs])

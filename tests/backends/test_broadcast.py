@@ -21,12 +21,13 @@ from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
+from meshrl.errors import ModelError
 from meshrl_hf import broadcast, collective, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import Sender, fill, planned
 from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, place_in, view
-from meshrl_hf.fingerprints import copied
-from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.fingerprints import copied, fingerprint
+from meshrl_hf.live_weights import LiveWeights, _InPlace, offered
 from meshrl_hf.offer import Layout
 from meshrl_hf.reading import Reader
 from meshrl_hf.roles import TrainedPolicy
@@ -191,6 +192,58 @@ def test_a_large_part_is_staged_only_by_a_side_that_holds_it_in_another_form(
     policy.offer({"all": known.to(dtype)}, 0).pour({"all": place}, lambda: None)
     assert torch.equal(place, known.to(dtype).float())
     assert len(made) == staged
+
+
+def test_parts_that_change_on_their_way_are_named_and_the_next_weights_arrive(
+    policy: Senders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, known = publish(policy, 0)
+    place = torch.zeros_like(known)
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast, "copied", lambda *both: copied(*both) + 1)
+        patch.setattr(broadcast, "fingerprint", lambda tensor: fingerprint(tensor) + 1)
+        with pytest.raises(ModelError, match=r"version 0 did not arrive as they were sent: \d+ tensors differ \(all"):
+            weights.pour({"all": place}, lambda: None)
+    weights, known = publish(policy, 1)
+    weights.pour({"all": place}, lambda: None)
+    assert torch.equal(place, known)
+
+
+def test_a_sender_with_fewer_buckets_need_not_wait_for_the_others_ends(
+    policy: Senders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, send = list[tuple[torch.dtype, int]](), Group.broadcast
+
+    def noted(self: Group, tensor: torch.Tensor) -> dist.Work:
+        if threading.current_thread() is threading.main_thread():  # which reads
+            sizes.append((tensor.dtype, len(tensor)))
+        return send(self, tensor)
+
+    monkeypatch.setattr(Group, "broadcast", noted)
+    tensors = [torch.randn(3000), *(torch.randn(2) for _ in policy.each[1:])]
+    boxes = [Box(str(rank), tuple(each.shape), (0,), each) for rank, each in enumerate(tensors)]
+    parts = [offered(sender, 0, None, [box]) for sender, box in zip(policy.each, boxes, strict=True)]
+    places = {str(rank): torch.zeros_like(each) for rank, each in enumerate(tensors)}
+    LiveWeights.join(parts).pour(places, lambda: None)
+    assert all(torch.equal(place, tensor) for place, tensor in zip(places.values(), tensors, strict=True))
+    ends = [index for index, (dtype, _) in enumerate(sizes) if dtype == torch.int64]
+    assert ends[: len(ends) - 1] == [2, 4, 6, 8]  # right after the only bucket of each of the others
+    assert ends[-1] == len(sizes) - 1
+
+
+def test_readers_that_ask_for_themselves_at_once_all_get_the_weights(policy: Senders) -> None:
+    weights, known = publish(policy, 0)
+    places = [torch.zeros_like(known) for _ in range(3)]
+
+    def read(place: torch.Tensor) -> None:
+        Reader().read(weights.offer, 1, _InPlace({"all": place}, lambda: None), lambda attempt, error: None)
+
+    threads = [threading.Thread(target=read, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(place, known) for place in places)
 
 
 def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Senders) -> None:

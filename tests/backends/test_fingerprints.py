@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrl_hf import fingerprints
-from meshrl_hf.fingerprints import copied
+from meshrl_hf.fingerprints import copied, fingerprint
 
 SHAPES = [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4)]
 
@@ -21,6 +21,7 @@ def after(place: Tensor, tensor: Tensor) -> int:
     made = copied(place, tensor)
     assert torch.equal(place, tensor.to(place.dtype))
     assert made.dtype == torch.int64
+    assert fingerprint(place.contiguous()) == made
     return int(made)
 
 
@@ -80,7 +81,7 @@ def test_damage_changes_it(damage: Callable[[Tensor], object]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_zeros_do_not_prove_themselves(shape: tuple[int, ...]) -> None:
-    """Fingerprints travel in the same memory as the numbers. If that never arrived, both are zeros."""
+    """If neither numbers nor fingerprints ever arrive, both are zeros."""
     assert after(torch.empty(shape), torch.zeros(shape)) != 0
 
 

@@ -50,7 +50,7 @@ ENDLESS = Batch.of(prompt=["abc>"] * 8000, max_tokens=np.where(np.arange(8000) %
 """Rows for 50,000 steps, which no engine makes while a test may last. The first end soon."""
 RANKS = 3
 LIMIT = 1 << 14
-"""Bytes of a bucket. Each rank has several."""
+"""Half the bytes of a rank's buckets. Each rank has several."""
 
 
 class Source(NamedTuple):

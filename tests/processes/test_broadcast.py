@@ -46,7 +46,7 @@ from tests.processes.conftest import NO_CORE, running, until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]  # a wait of 60 s
 
 MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
-"""5 MiB, in six buckets of the smallest size."""
+"""5 MiB, in buckets of the smallest size."""
 
 
 def die_in_flight() -> None:
