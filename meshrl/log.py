@@ -2,14 +2,30 @@
 
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, TextIO, cast
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger, Processor
 
 
+class _Screen:
+    """sys.stderr, which rich replaces while its progress line is live. A pager that was closed does not end a run."""
+
+    def write(self, text: str) -> None:
+        """Write, if somebody reads it."""
+        with suppress(BrokenPipeError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Flush, likewise."""
+        with suppress(BrokenPipeError):
+            sys.stderr.flush()
+
+
+SCREEN: Final = cast("TextIO", _Screen())
+"""Where lines are written."""
 _silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
@@ -51,5 +67,5 @@ def _logger() -> "FilteringBoundLogger":
 
     if structlog.is_configured():
         return cast("FilteringBoundLogger", structlog.get_logger())
-    plain = structlog.PrintLogger(sys.stderr)
+    plain = structlog.PrintLogger(SCREEN)
     return cast("FilteringBoundLogger", structlog.wrap_logger(plain, processors=processors()))

@@ -1,6 +1,5 @@
 """Log lines and errors, as the terminal shows them."""
 
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from meshrl.errors import MeshrlError, RankFailed, described
-from meshrl.log import processors
+from meshrl.log import SCREEN, processors
 from meshrl.report import Comparison, Finding
 from meshrl.user_code import frames_of, is_of_meshrl
 
@@ -81,6 +80,5 @@ def log_to_stderr() -> None:
     """Send log lines to stderr, in colours if it is a terminal."""
     structlog.configure(
         processors=processors(),
-        # Look up sys.stderr for each line: rich replaces it while the progress line is live.
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(SCREEN),
     )

@@ -172,7 +172,7 @@ function verdict() {
   const overlapped =
     data.efficiency === null
       ? ". Nothing is drawn ahead here: rollout and training take turns."
-      : `; in turns, at these speeds, ${turns}. Overlap efficiency: ${percent(data.efficiency)}.`;
+      : `; in turns, at these speeds, ${turns} (on shared cores, ahead=0 may be faster). Overlap efficiency: ${percent(data.efficiency)}.`;
   return (
     `${words[longest[0]] ?? longest[0]} bounded ${longest[1]} of ${number(steps)} steps. ` +
     `A step took ${seconds(total.seconds / steps)} on average` +

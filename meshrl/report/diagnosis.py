@@ -57,6 +57,14 @@ class Story:
             return held_out[1].last >= _SOLVED
         return reward is not None and reward.scale <= 1 and reward.last >= _SOLVED
 
+    def unsolved(self) -> str:
+        """What is known about a task that does not count as solved."""
+        held_out, reward = self.held_out(), self.steps.get("reward")
+        exact = self.after is not None or (held_out and held_out[0] != "eval/reward")
+        if exact or reward is None or reward.scale <= 1:
+            return "the task is not solved"
+        return "rewards outside 0 to 1 do not tell whether the task is solved"
+
 
 def diagnose(record: Record) -> Sequence[Finding]:
     """Find warning signs in a run, the most serious first. Empty if the run has fewer than `STEPS` steps."""
@@ -123,7 +131,7 @@ def _entropy(story: Story) -> str:
     entropy = story.steps.get("entropy")
     if entropy is None or story.steps.get("reward") is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
         return ""
-    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats for a token, but the task is not solved"
+    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats for a token, and {story.unsolved()}"
 
 
 def _no_signal(story: Story) -> str:
@@ -131,7 +139,8 @@ def _no_signal(story: Story) -> str:
     if alike is None or story.is_solved() or alike.last < 0.9:
         return ""
     mean = f" of {reward.last:.3g}" if reward else ""
-    return f"in {alike.last:.0%} of the groups all completions have the same reward, with a mean{mean}"
+    told = f"in {alike.last:.0%} of the groups all completions have the same reward, with a mean{mean}"
+    return f"{told}, and {story.unsolved()}"
 
 
 def _clipped(story: Story) -> str:

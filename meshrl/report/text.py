@@ -41,6 +41,7 @@ def run_lines(record: Record) -> list[tuple[str, str]]:
         ("step time, median", duration(float(np.median(lengths)))),
         ("parts of a step", _parts(shares.total)),
         ("busy in a step", _sides(shares.total, count)),
+        *([("in turns, at these speeds", duration(_turns(shares.total) / count))] if shares.total.both else []),
         *time_lines(
             shares.efficiency,
             {name: steps / count for name, steps in bound.most_common()},
@@ -98,6 +99,11 @@ def _sides(total: Share, steps: int) -> str:
     """The mean time in which each side was busy: R, T and C of the page."""
     sides = {"rollout": total.rollout, "training": total.training, "scoring": total.scoring}
     return listed({name: duration(seconds / steps) for name, seconds in sides.items() if seconds})
+
+
+def _turns(total: Share) -> float:
+    """Seconds if the sides took turns. On shared cores, a run with `ahead=0` is faster than that."""
+    return total.rollout + total.training + total.scoring
 
 
 def _parts(total: Share) -> str:

@@ -119,6 +119,18 @@ def test_a_task_that_the_summary_calls_solved_has_no_sign_of_an_unsolved_one(tmp
         assert signs(folder) == found
 
 
+@pytest.mark.parametrize(
+    ("most", "told"), [(0.5, "and the task is not solved"), (2.0, "do not tell whether the task is")]
+)
+def test_rewards_above_1_do_not_tell_whether_a_task_is_solved(tmp_path: Path, most: float, told: str) -> None:
+    planted = {name: at for sign in ("entropy collapse", "groups without signal") for name, at in PLANTED[sign].items()}
+    folder = run_of(tmp_path, {**planted, "reward": lambda done: most * done}, noise=0)
+    (folder / "evaluations.jsonl").unlink()
+    found = {each.name: each.evidence for each in diagnose(read_numbers(folder))}
+    assert told in found["entropy collapse"]
+    assert told in found["groups without signal"]
+
+
 REAL = Path(__file__).parent / "healthy"
 """Real runs of five algorithms with nothing wrong; the README there says how they were made."""
 
