@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import pytest
 import torch
@@ -18,14 +18,19 @@ from meshrl_hf.live_weights import LiveWeights, offered
 if TYPE_CHECKING:
     from meshrl_hf.ranks import RankGroup
 
+T = TypeVar("T")
+
 
 class OneMind:
-    """Ranks that agree on what any of them says."""
+    """Ranks that agree on what the first of them says."""
 
-    @staticmethod
-    def agree(_: Callable[[], str]) -> list[str]:
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._said = ranks, list[object]()
+
+    def agree(self, say: Callable[[], T]) -> list[T]:
         """The same for all."""
-        return ["names"]
+        self._said = self._said or [say()] * self._ranks
+        return cast("list[T]", self._said)
 
 
 class Senders(NamedTuple):
@@ -59,7 +64,7 @@ def sending(ranks: int, limit: int) -> Generator[Senders]:
         patch.setattr(broadcast, "are_processes", lambda _: True)
         patch.setattr(broadcast, "meet", lambda _: store)
         patch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
-        agreed, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
+        agreed, cpu = cast("RankGroup", OneMind(ranks)), torch.device("cpu")
         made = Senders([Sender(agreed, Rank(index, ranks), cpu, torch.float32, limit) for index in range(ranks)])
     yield made
     made.end()

@@ -1,15 +1,18 @@
 """Weights that a policy's ranks broadcast from their shards, bucket by bucket: the sending side.
 
-Each rank is the root of one process group, whose other members are the ranks that read. So no rank gathers
-anything, and each reader receives each byte once. They meet in the store of the policy's ranks: a reader asks there
-(`reading`), the policy's first rank decides who reads together, and all of its ranks start to send.
+Readers that can open a rank's memory take buckets from there (`handover`). Each rank is also the root of a process
+group, whose other members are the readers elsewhere, and the ranks that hand its buckets to readers near them. So no
+rank gathers anything, and each reader receives each byte once. They meet in the store of the policy's ranks: a reader
+asks there (`reading`), the policy's first rank decides who reads together, and all of its ranks start to send.
 """
 
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from math import inf, prod
 from secrets import token_hex
 from typing import Final
@@ -23,8 +26,10 @@ from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
 from meshrl_hf.collective import (
     ALIGNED,
+    CPU,
     IN_FLIGHT,
     KEPT,
+    STUCK,
     Asked,
     Flight,
     Group,
@@ -35,9 +40,11 @@ from meshrl_hf.collective import (
     view,
 )
 from meshrl_hf.fingerprints import copied, fingerprint
+from meshrl_hf.handover import Desk, Handing, desk_of
 from meshrl_hf.meeting import are_processes, meet, place
-from meshrl_hf.offer import Layout, Part
+from meshrl_hf.offer import Layout, Part, turns
 from meshrl_hf.ranks import RankGroup
+from meshrl_hf.reach import Where, on_gpus, routes
 
 _APART: Final = 2 << 20
 """Bytes of the limit that buckets leave to fingerprints, plans, threads and the rounding to large pages. At most an
@@ -59,8 +66,11 @@ class Sender:
             )
         meet(rank)
         self.place: Final = place()
-        self._names = ranks.agree(lambda: token_hex(8))[0]
+        told = ranks.agree(lambda: (token_hex(8), Where.of(device)))
+        self._names = told[0][0]
+        self._policy: Final = [where for _, where in told]
         self.number: Final = rank.index
+        self._desk = Desk(desk_of(self._names, rank.index)) if self._policy[rank.index].machine else None
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
         self._device, self._dtype = device, dtype
@@ -99,55 +109,123 @@ class Sender:
                 self._other.ask(f"{self._names}/{self._offers}", "")
 
     def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        passes = _Passes(self._line, key, self._known, self._device) if self.number == 0 else None
+        passes = _Passes(self._line, key, self._known, self._policy) if self.number == 0 else None
         number = 0
         try:
             while passing := (passes.next() if passes else _told(self._line, f"{key}/pass/{number}")):
                 number += 1
-                self._send(passing, buckets)
+                self._send(key, passing, buckets)
         except Exception as error:  # noqa: BLE001 -- such as a store that is gone, with the policy's first rank
             log.warning("weights are no longer sent", error=str(error))
             if passes:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
                     passes.end(self._other)
 
-    def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
-        """Broadcast all buckets, then their fingerprints. Readers see an error too, and ask again."""
-        device = passing.device(self._device)
+    def _send(self, key: str, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
+        """Send all buckets, then their fingerprints. Readers see an error too, and ask again."""
         try:
-            group = self._groups.get(self._line.meeting, passing, self.number, 0, device)
-            self._broadcast(group, buckets, device)
-        except RuntimeError as error:
-            log.warning("weights did not reach all readers", readers=len(passing.members), error=str(error))
+            self._pass(key, passing, buckets)
+        except (RuntimeError, OSError) as error:
+            log.warning("weights did not reach all readers", readers=len(passing.readers), error=str(error))
             self._flight.drop()
             self._groups.drop(passing.group)
             self._known[:] = [each for each in self._known if each != passing]
 
-    def _broadcast(
-        self, group: Group, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]", device: torch.device
-    ) -> None:
-        flight = self._flight
-        flight.begin((layout for layout, _ in buckets), device)
-        made: list[Tensor] = []
-        for layout, tensors in buckets:
-            content = bytes_in_place(tensors, self._dtype, device)
-            if content is None:
-                content = flight.memory(layout.nbytes)
-                made.append(torch.stack(fill(content, layout, tensors, self._dtype)))
-                flight.add(group.broadcast(content))
-            else:
-                flight.add(group.broadcast(content))
-                made.append(fingerprint(content)[None])
-        if made:
-            flight.add(group.broadcast(torch.cat(made).to(device)))
-        flight.end()
+    def _pass(self, key: str, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
+        """Send this rank's buckets, and pass on those that readers get by this rank."""
+        me, device, takers = self.number, passing.device(self._device), passing.takers(self.number)
+        sizes = self._sizes(key, passing, [layout for layout, _ in buckets])
+        self._flight.begin(max(chain(*sizes.values()), default=0), device, shared=bool(takers))
+        self._groups.keep(passing)
+
+        def group(rank: int) -> Group | None:
+            there = passing.members(rank)
+            return self._groups.get(self._line.meeting, passing, rank, str(me), device) if there else None
+
+        with self._admitted(passing.key(key), takers) as handing:
+            hop = Hop(me, self._flight, group, handing, takers)
+            made: list[Tensor] = []
+            for rank, number in turns({rank: len(each) - 1 for rank, each in sizes.items()}):
+                if rank != me:
+                    hop.send(rank, number, self._flight.memory(sizes[rank][number]))
+                elif number < len(buckets):
+                    made.append(hop.send_parts(number, *buckets[number], self._dtype, device))
+                else:
+                    hop.send_prints(number, torch.cat(made))
+            self._flight.end()
+
+    def _sizes(self, key: str, passing: Passing, layouts: Sequence[Layout]) -> Mapping[int, Sequence[int]]:
+        """Return the bytes of all buckets and fingerprints that this rank sends or passes on, by their sender."""
+        prints = sum(len(layout.parts) for layout in layouts) * torch.int64.itemsize
+        found = {self.number: [*(layout.nbytes for layout in layouts), prints]}
+        if passing.relayed(self.number):
+            self._line.store.set(f"{key}/sizes/{self.number}", json.dumps(found[self.number]))
+        for rank in passing.takers(self.number).keys() - found.keys():
+            self._line.comes(f"{key}/sizes/{rank}", time.monotonic() + STUCK.total_seconds())
+            found[rank] = json.loads(self._line.store.get(f"{key}/sizes/{rank}"))
+        return found
+
+    def _admitted(self, key: str, takers: Mapping[int, Sequence[str]]) -> Handing:
+        """Wait for the readers that get buckets by this rank."""
+        tokens = {token for each in takers.values() for token in each}
+        if not self._desk or not tokens:
+            return Handing({}, CPU)
+        return self._desk.admit(key, tokens, self._flight.slots, STUCK.total_seconds())
+
+
+class Hop:
+    """The way of buckets on from one rank, in one pass."""
+
+    def __init__(
+        self, rank: int, flight: Flight, group: Callable[[int], Group | None], handing: Handing,
+        takers: Mapping[int, Sequence[str]],
+    ) -> None:  # fmt: skip
+        """`group`: returns a sender's group, if it has readers or ranks to send to."""
+        self.rank: Final = rank
+        self._flight, self._group, self._handing, self._takers = flight, group, handing, takers
+
+    def send(self, rank: int, number: int, content: Tensor) -> None:
+        """Send a bucket, or receive that of another rank, and hand it over."""
+        group, tokens = self._group(rank), self._takers.get(rank)
+        work = group.broadcast(content) if group else None
+        if not tokens:
+            self._flight.add(work)
+            return
+        give = partial(self._handing.give, tokens, rank, number, self._flight.slot)
+        copied_by_all = partial(self._handing.wait, tokens, self._flight.slot)
+        if rank == self.rank:
+            give()
+            self._flight.add(work, copied_by_all)
+        else:
+            self._flight.add(work, copied_by_all, arrived=give)
+
+    def send_parts(
+        self, number: int, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Send a bucket of this rank's parts, from their own memory if that is possible. Returns their fingerprints."""
+        content = None if self.rank in self._takers else bytes_in_place(tensors, dtype, device)
+        if content is None:
+            content = self._flight.memory(layout.nbytes)
+            made = torch.stack(fill(content, layout, tensors, dtype))
+            self.send(self.rank, number, content)
+            return made
+        self.send(self.rank, number, content)
+        return fingerprint(content)[None]
+
+    def send_prints(self, number: int, prints: Tensor) -> None:
+        """Send the fingerprints of this rank's parts."""
+        content = prints.view(torch.uint8)
+        if self.rank in self._takers:
+            content = self._flight.memory(len(content)).copy_(content)
+        self.send(self.rank, number, content)
 
 
 class _Passes:
     """Decides for the first rank who reads together: readers that ask, as many as they announce."""
 
-    def __init__(self, line: Line, key: str, known: list[Passing], device: torch.device) -> None:
-        self._line, self._key, self._known, self._device = line, key, known, device
+    def __init__(self, line: Line, key: str, known: list[Passing], policy: Sequence[Where]) -> None:
+        """`policy`: where its ranks are."""
+        self._line, self._key, self._known, self._policy = line, key, known, policy
         self._number = 0
         self._ended = False
         self._asked: list[Asked] = []
@@ -162,7 +240,7 @@ class _Passes:
                 log.warning("weights are sent without a reader that has not asked for them", there=len(asked))
                 break
             if said:
-                asked.append(Asked(*json.loads(said)))
+                asked.append(Asked.read(said))
                 deadline = min(deadline, time.monotonic() + PATIENCE)
             else:
                 self._ended = True
@@ -184,19 +262,19 @@ class _Passes:
         line.store.set(f"{self._key}/gone", "1")
         tokens = [each.token for each in self._asked]
         while (said := line.pending(self._key)) is not None:
-            tokens += [Asked(*json.loads(said)).token] if said else []
+            tokens += [Asked.read(said).token] if said else []
         for token in tokens:
             line.store.set(f"{self._key}/told/{token}", json.dumps(None))
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
-        """Choose groups that all readers still have. Each sender keeps at least those that are known here."""
-        members = sorted(each.token.partition("/")[0] for each in asked)
-        on_gpus = self._device.type == "cuda" and all(each.on_gpu for each in asked)
+        """Choose routes, and groups that all readers still have. Each sender keeps at least those known here."""
+        readers = {each.token.partition("/")[0]: each.where for each in asked}
+        members, places = sorted(readers), [readers[token] for token in sorted(readers)]
+        made = Passing(token_hex(8), members, on_gpus(self._policy, places), [])
+        made.routes.extend(routes(self._policy, places, made.on_gpus))
         for known in self._known:
-            same = (known.members, known.on_gpus) == (members, on_gpus)
-            if same and all(known.group in each.groups for each in asked):
+            if known[1:] == made[1:] and all(known.group in each.groups for each in asked):
                 return known
-        made = Passing(token_hex(8), members, on_gpus)
         self._known[:] = [*self._known, made][-KEPT:]
         return made
 

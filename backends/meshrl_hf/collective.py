@@ -4,9 +4,10 @@ Each sender is the root of a group, whose other members are the ranks that read.
 no meshrl.
 """
 
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from math import inf, prod
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshrl_hf.offer import Layout, Part
+from meshrl_hf.handover import Slots
+from meshrl_hf.offer import Part
+from meshrl_hf.reach import Route, Where
 
 IN_FLIGHT: Final = 6
 """Most buckets in flight."""
@@ -74,6 +77,18 @@ def _by_nccl(store: Store, number: int, size: int) -> object:
     return ProcessGroupNCCL(store, number, size, options)
 
 
+def _nothing() -> None:
+    pass
+
+
+class _Flying(NamedTuple):
+    """A bucket in flight."""
+
+    work: dist.Work | None
+    arrived: Callable[[], None]
+    done: Callable[[], None]
+
+
 class Flight:
     """The buckets in flight, oldest first, and memory to stage them.
 
@@ -81,45 +96,68 @@ class Flight:
     """
 
     def __init__(self) -> None:
-        self._buckets: deque[tuple[dist.Work, Callable[[], None]]] = deque()
-        self._slots = torch.empty(0)
-        self._next = 0
-        self._most, self._device = 0, CPU
+        self._coming: deque[_Flying] = deque()
+        self._there: deque[_Flying] = deque()
+        """Buckets that have arrived, and are not done."""
+        self._slots: Slots | None = None
+        self._most, self._device, self._shared = 0, CPU, False
+        self.slot = 0
+        """The number of the last slot that was used."""
 
-    def begin(self, layouts: Iterable[Layout], device: torch.device) -> None:
-        """Get ready for buckets."""
-        most = max((-(-layout.nbytes // ALIGNED) * ALIGNED for layout in layouts), default=0)
-        if most > self._most or device != self._device:
-            self._slots = torch.empty(0)
-            self._most, self._device = most, device
+    def begin(self, most: int, device: torch.device, *, shared: bool = False) -> None:
+        """Get ready for buckets of at most `most` bytes. `shared`: other processes open their memory."""
+        most = -(-most // ALIGNED) * ALIGNED
+        if most > self._most or device != self._device or shared > self._shared:
+            self._slots = None
+            self._most, self._device, self._shared = most, device, shared
+
+    @property
+    def slots(self) -> Slots:
+        """Memory for all buckets in flight, in one piece, because systems round each up to large pages."""
+        if self._slots is None:
+            self._slots = Slots(IN_FLIGHT, self._most, self._device, shared=self._shared)
+        return self._slots
 
     def memory(self, nbytes: int) -> Tensor:
         """Return memory for the next staged bucket, uint8[nbytes]. It is used again after `IN_FLIGHT` others."""
-        if len(self._slots) == 0:  # in one piece, because an operating system rounds each up to large pages
-            self._slots = torch.empty((IN_FLIGHT, self._most), dtype=torch.uint8, device=self._device)
-        self._next += 1
-        return self._slots[self._next % IN_FLIGHT, :nbytes]
+        self.slot = (self.slot + 1) % IN_FLIGHT
+        return self.slots.tensor[self.slot, :nbytes]
 
-    def add(self, work: dist.Work, done: Callable[[], None] = lambda: None) -> None:
-        """Add a bucket. `done` is called when it has arrived."""
-        self._buckets.append((work, done))
-        if len(self._buckets) == IN_FLIGHT:
-            self._wait()
+    def add(
+        self, work: dist.Work | None, done: Callable[[], None] = _nothing, arrived: Callable[[], None] | None = None
+    ) -> None:
+        """Add a bucket. `arrived` is called when it has arrived, and later `done`, before its memory is used again."""
+        self._coming.append(_Flying(work, arrived or _nothing, done))
+        if arrived and len(self._coming) > IN_FLIGHT // 2:
+            self._arrive()
+        if len(self._coming) + len(self._there) == IN_FLIGHT:
+            self._end()
 
     def end(self) -> None:
         """Wait for all. With NCCL, the device's default stream waits, and later operations there come after them."""
-        while self._buckets:
-            self._wait()
+        while self._coming:
+            self._arrive()
+        while self._there:
+            self._end()
 
     def drop(self) -> None:
         """Forget all, after an error. Else they would keep the connections of their group open."""
-        self._buckets.clear()
+        self._coming.clear()
+        self._there.clear()
 
-    def _wait(self) -> None:
-        """Wait for the oldest."""
-        work, done = self._buckets.popleft()
-        work.wait()
-        done()
+    def _arrive(self) -> None:
+        """Wait until the oldest that is coming has arrived."""
+        oldest = self._coming.popleft()
+        if oldest.work:
+            oldest.work.wait()
+        oldest.arrived()
+        self._there.append(oldest)
+
+    def _end(self) -> None:
+        """Wait until the oldest is done."""
+        if not self._there:
+            self._arrive()
+        self._there.popleft().done()
 
 
 class Passing(NamedTuple):
@@ -127,14 +165,39 @@ class Passing(NamedTuple):
 
     group: str
     """The name of these members' groups. It is new if they have to be made again."""
-    members: list[str]
-    """The readers' tokens, sorted. Their numbers start at 1."""
+    readers: list[str]
+    """The readers' tokens, sorted."""
     on_gpus: bool
-    """Whether buckets are on GPUs: the policy's tensors and all readers' tensors are there."""
+    """Whether buckets are on GPUs."""
+    routes: list[Route]
+    """Of each reader."""
 
     def device(self, own: torch.device) -> torch.device:
         """Return the device for the buckets of a process whose tensors are on `own`."""
         return own if self.on_gpus else CPU
+
+    def members(self, sender: int) -> list[str]:
+        """Return who is in a sender's group after the sender: other ranks that hand its buckets over, and readers."""
+        ranks = {route[sender] for route in self.routes if route} - {sender}
+        joined = [token for token, route in zip(self.readers, self.routes, strict=True) if not route]
+        return [*map(str, sorted(ranks)), *joined]
+
+    def key(self, offer: str) -> str:
+        """Return what names this reading of an offer, which has a key too."""
+        return f"{self.group} {offer}"
+
+    def relayed(self, sender: int) -> bool:
+        """True if other ranks hand a sender's buckets over."""
+        return any(route[sender] != sender for route in self.routes if route)
+
+    def takers(self, rank: int) -> dict[int, list[str]]:
+        """Return the readers to which a rank hands buckets over, by the buckets' senders."""
+        found: dict[int, list[str]] = {}
+        for token, route in zip(self.readers, self.routes, strict=True):
+            for sender, by in enumerate(route):
+                if by == rank:
+                    found.setdefault(sender, []).append(token)
+        return found
 
 
 class Groups:
@@ -148,15 +211,20 @@ class Groups:
         """The names of groups that have not failed, at most as many as are kept."""
         return list(self._made)
 
-    def get(self, store: Store, passing: Passing, sender: int, number: int, device: torch.device) -> Group:
-        """Return the group with a sender, made if new. `number`: this process's number in it, 0 for a sender."""
+    def keep(self, passing: Passing) -> dict[int, Group]:
+        """Return the groups of a set of readers. The oldest set is dropped if there are too many."""
         if passing.group not in self._made:
             while len(self._made) >= KEPT:
                 self.drop(next(iter(self._made)))
             self._made[passing.group] = {}
-        made = self._made[passing.group]
+        return self._made[passing.group]
+
+    def get(self, store: Store, passing: Passing, sender: int, me: str, device: torch.device) -> Group:
+        """Return the group with a sender, made if new. `me`: this process's token, or its number as a sender."""
+        made = self.keep(passing)
         if sender not in made:
-            made[sender] = Group(store, f"{passing.group}/{sender}", number, len(passing.members) + 1, device)
+            everybody = [str(sender), *passing.members(sender)]
+            made[sender] = Group(store, f"{passing.group}/{sender}", everybody.index(me), len(everybody), device)
         return made[sender]
 
     def drop(self, name: str) -> None:
@@ -173,9 +241,15 @@ class Asked(NamedTuple):
     together: int
     """Number of ranks that read together."""
     groups: list[str]
-    """The groups that it has."""
-    on_gpu: bool
-    """Whether its tensors are on a GPU."""
+    """The sets of readers that it has been in, and whose groups it has."""
+    where: Where
+    """Where its tensors are."""
+
+    @classmethod
+    def read(cls, said: str) -> "Asked":
+        """Read a request in JSON."""
+        token, together, groups, where = json.loads(said)
+        return cls(token, together, groups, Where(*where))
 
 
 class Line:

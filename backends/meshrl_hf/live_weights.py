@@ -30,8 +30,8 @@ class LiveWeights(Weights):
     _offer: Offer
     _together: int
     """Number of ranks that read together."""
-    _library: str
-    """The library that carried them. Empty until they have arrived."""
+    _way: str
+    """How they came, such as "by gloo". Empty until they have arrived."""
     _whole: Sequence[Bucket] | None
     """All tensors, after the first use."""
 
@@ -39,7 +39,7 @@ class LiveWeights(Weights):
     def offered(cls, version: int, probe: Probe | None, offer: Offer, together: int = 1) -> Self:
         """Make weights from an offer. `together`: number of ranks that read them at once."""
         self = cls.of(version, (), probe)
-        self._offer, self._together, self._library, self._whole = offer, together, "", None
+        self._offer, self._together, self._way, self._whole = offer, together, "", None
         return self
 
     @classmethod
@@ -76,8 +76,8 @@ class LiveWeights(Weights):
 
     @property
     def ways(self) -> frozenset[str]:
-        """The transport, and its library once they have arrived."""
-        return frozenset((f"broadcast by {self._library}" if self._library else "broadcast",))
+        """That they are broadcast, and how, once they have arrived."""
+        return frozenset((f"broadcast {self._way}" if self._way else "broadcast",))
 
     @property
     def lasts(self) -> bool:
@@ -106,9 +106,9 @@ class LiveWeights(Weights):
         """Number of ranks that read them at once."""
         return self._together
 
-    def arrived(self, library: str) -> None:
-        """Note the library, NCCL or gloo, that carried them to this rank."""
-        self._library = library
+    def arrived(self, way: str) -> None:
+        """Note how they came to this rank, such as "by gloo"."""
+        self._way = way
 
     def pour(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
         """Copy all into a model's tensors, bucket by bucket. Calls `begin` before the first write.

@@ -4,7 +4,6 @@ Engines' processes read offers too. They have neither meshrl nor torch yet.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -35,6 +34,11 @@ class Source(NamedTuple):
     rank: int
     layouts: tuple[Layout, ...]
 
+    @property
+    def prints(self) -> int:
+        """Size of the fingerprints in bytes."""
+        return 8 * sum(len(layout.parts) for layout in self.layouts)
+
 
 class Offer(NamedTuple):
     """An offer of weights, valid until the policy changes them."""
@@ -56,10 +60,27 @@ class Offer(NamedTuple):
         """Number of elements of all tensors."""
         return sum(prod(part.shape) for part in self._parts())
 
-    def buckets(self) -> list[tuple[int, Layout]]:
-        """All buckets with the number of their sender, in the order for every reader, in which senders take turns."""
-        rounds = zip_longest(*([(source.rank, layout) for layout in source.layouts] for source in self.sources))
-        return [each for turn in rounds for each in turn if each is not None]
+    def turns(self) -> Iterator[tuple[Source, int]]:
+        """Yield all buckets in the order in which they are sent, as their source and their number among its layouts.
+
+        After those of a source come the fingerprints, with the next number.
+        """
+        sources = {source.rank: source for source in self.sources}
+        for rank, number in turns({rank: len(source.layouts) for rank, source in sources.items()}):
+            yield sources[rank], number
 
     def _parts(self) -> Iterator[Part]:
         return (part for source in self.sources for layout in source.layouts for part in layout.parts)
+
+
+def turns(counts: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the buckets of senders, which take turns, as rank and number. `counts`: how many each one has.
+
+    After a sender's last bucket come its fingerprints, with the next number.
+    """
+    for number in range(max(counts.values(), default=0)):
+        for rank in sorted(counts):
+            if number < counts[rank]:
+                yield rank, number
+            if number + 1 == counts[rank]:
+                yield rank, counts[rank]

@@ -3,19 +3,23 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from secrets import token_hex
 from threading import Lock
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
-from meshrl_hf.collective import Asked, Flight, Group, Groups, Line, Passing, bytes_in_place, view
+from meshrl_hf.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, view
 from meshrl_hf.fingerprints import copied, fingerprint
-from meshrl_hf.offer import Layout, Offer, Part, Source
+from meshrl_hf.handover import Taking, desk_of
+from meshrl_hf.offer import Layout, Offer, Part
+from meshrl_hf.reach import Route, Where
 
 _ATTEMPTS: Final = 2
 """Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
@@ -59,23 +63,49 @@ class Model(Protocol):
         ...
 
 
-class _Bucket(NamedTuple):
-    """A bucket, its parts' places, and its bytes, which may be in the place of the only part."""
+class _Pour:
+    """One attempt to fill a model with an offer's parts, and the fingerprints of what came."""
 
-    layout: Layout
-    places: Sequence[Tensor]
-    content: Tensor
-    in_place: bool
+    def __init__(self, offer: Offer, model: Model, device: torch.device) -> None:
+        """`device`: of the buckets."""
+        self.offer, self.device = offer, device
+        self.dtype: Final[torch.dtype] = getattr(torch, offer.dtype)
+        self._model = model
+        self._made: dict[int, list[Tensor]] = {source.rank: [] for source in offer.sources}
+        """Fingerprints of parts that came, by sender and bucket."""
+        self._told: dict[int, Tensor] = {}
+        """Fingerprints that the senders have sent, by sender."""
 
-    def take(self, made: list[Tensor], dtype: torch.dtype, model: Model) -> None:
-        """Copy the parts to their places after they have arrived. Adds their fingerprints."""
-        if self.in_place:
-            made.append(fingerprint(self.content)[None])
+    def places(self, layout: Layout) -> Sequence[Tensor]:
+        """Return the memory for a bucket's parts."""
+        return [self._model.place(part) for part in layout.parts]
+
+    def take(self, rank: int, layout: Layout, places: Sequence[Tensor], content: Tensor, *, in_place: bool) -> None:
+        """Copy the parts of a sender's bucket to their places, unless they are there."""
+        if in_place:
+            made = fingerprint(content)[None]
         else:
-            parts = [view(self.content, part, dtype) for part in self.layout.parts]
-            made.append(torch.stack([copied(place, part) for place, part in zip(self.places, parts, strict=True)]))
-        for part in self.layout.parts:
-            model.arrived(part)
+            parts = [view(content, part, self.dtype) for part in layout.parts]
+            made = torch.stack([copied(place, part) for place, part in zip(places, parts, strict=True)])
+        self._made[rank].append(made)
+        for part in layout.parts:
+            self._model.arrived(part)
+
+    def tell(self, rank: int, prints: Tensor) -> None:
+        """Note what a sender says of its parts, int64[parts]. Read after all have arrived."""
+        self._told[rank] = prints
+
+    def check(self) -> None:
+        """Raise Damaged if parts differ from what was sent."""
+        names: list[str] = []
+        for source in self.offer.sources:
+            if source.layouts:
+                here = torch.cat(self._made[source.rank])
+                differ: list[bool] = (here != self._told[source.rank].to(here.device)).tolist()
+                parts = [part for layout in source.layouts for part in layout.parts]
+                names += [part.name for part, differs in zip(parts, differ, strict=True) if differs]
+        if names:
+            raise Damaged(names)
 
 
 class Reader:
@@ -94,58 +124,83 @@ class Reader:
     def read(self, offer: Offer, together: int, model: Model, warn: Callable[[int, str], object]) -> str:
         """Receive all parts of an offer, like all of the `together` ranks that read it at once.
 
-        Returns the library that carried them, NCCL or gloo. Calls `warn` with the number of each failed attempt and its
+        Returns how they came, such as "by gloo". Calls `warn` with the number of each failed attempt and its
         error. Raises Lost if some never arrive, and Damaged if some differ from what was sent.
         """
         failed = ""
         with self._reading, torch.no_grad():
             for attempt in range(_ATTEMPTS):
                 try:
-                    return self._attempt(offer, together, model)
-                except RuntimeError as error:
+                    return self._attempt(offer, together, model, nearby=attempt == 0)
+                except (RuntimeError, OSError) as error:
                     failed = str(error).partition("\n")[0]
                     warn(attempt, failed)
                     self._lines.pop(offer.place, None)
         raise Lost(f"{len(offer.sources)} ranks of the policy", failed)
 
-    def _attempt(self, offer: Offer, together: int, model: Model) -> str:
+    def _attempt(self, offer: Offer, together: int, model: Model, *, nearby: bool) -> str:
+        """Try once. `nearby`: open the memory of ranks of this machine."""
         line = self._lines.get(offer.place) or self._lines.setdefault(offer.place, Line(offer.place))
-        passing = self._ask(line, offer, Asked("", together, self._groups.whole, model.device.type == "cuda"))
+        where = Where.of(model.device)
+        asked = Asked("", together, self._groups.whole, where if nearby else where._replace(machine=""))
+        passing = self._ask(line, offer, asked)
+        route, device = passing.routes[passing.readers.index(self._me)], passing.device(model.device)
         try:
             model.begin()
-            number = passing.members.index(self._me) + 1
-            device = passing.device(model.device)
-            ranks = [source.rank for source in offer.sources]
-            groups = {rank: self._groups.get(line.meeting, passing, rank, number, device) for rank in ranks}
-            prints = self._receive(offer, groups, device, model)
+            self._groups.keep(passing)
+            pour = _Pour(offer, model, device)
+            if route:
+                self._take(pour, passing, route)
+            else:
+                self._receive(pour, passing, line.meeting)
+            pour.check()
         except BaseException:
             self._flight.drop()
             self._groups.drop(passing.group)
             raise
-        for source in offer.sources:
-            _compare(source, *prints[source.rank])
-        return "NCCL" if passing.on_gpus else "gloo"
+        if route:
+            return "by CUDA IPC" if passing.on_gpus else "through shared memory"
+        return "by NCCL" if passing.on_gpus else "by gloo"
 
-    def _receive(self, offer: Offer, groups: Mapping[int, Group], device: torch.device, model: Model) -> "_Prints":
-        """Receive all buckets. After the last one of each sender, receive the fingerprints of its parts."""
-        dtype: torch.dtype = getattr(torch, offer.dtype)
-        made: dict[int, list[Tensor]] = {rank: [] for rank in groups}
-        told: dict[int, Tensor] = {}
-        last = {source.rank: source.layouts[-1] for source in offer.sources if source.layouts}
-        count = {source.rank: sum(len(layout.parts) for layout in source.layouts) for source in offer.sources}
-        buckets = offer.buckets()
-        self._flight.begin((layout for _, layout in buckets), device)
-        for rank, layout in buckets:
-            places = [model.place(part) for part in layout.parts]
-            in_place = bytes_in_place(places, dtype, device)
-            content = self._flight.memory(layout.nbytes) if in_place is None else in_place
-            bucket = _Bucket(layout, places, content, in_place is not None)
-            self._flight.add(groups[rank].broadcast(content), partial(bucket.take, made[rank], dtype, model))
-            if layout is last[rank]:
-                told[rank] = torch.empty(count[rank], dtype=torch.int64, device=device)
-                self._flight.add(groups[rank].broadcast(told[rank]))
-        self._flight.end()
-        return {rank: (made[rank], told[rank]) if rank in told else ([], torch.empty(0)) for rank in groups}
+    def _take(self, pour: _Pour, passing: Passing, route: Route) -> None:
+        """Take all buckets out of the memory of ranks of this machine."""
+        names, _, _ = pour.offer.key.partition("/")
+        key, seconds = passing.key(pour.offer.key), STUCK.total_seconds()
+        with ExitStack() as opened:
+            desks = {by: desk_of(names, by) for by in sorted({route[source.rank] for source in pour.offer.sources})}
+            ranks = {
+                by: opened.enter_context(Taking(desk, key, self._me, pour.device, seconds))
+                for by, desk in desks.items()
+            }
+            for source, number in pour.offer.turns():
+                rank = ranks[route[source.rank]]
+                if number < len(source.layouts):
+                    layout = source.layouts[number]
+                    content = rank.bucket(source.rank, number, layout.nbytes)
+                    pour.take(source.rank, layout, pour.places(layout), content, in_place=False)
+                else:
+                    content = rank.bucket(source.rank, number, source.prints)
+                    pour.tell(source.rank, content.view(torch.int64).clone())
+                rank.done()
+
+    def _receive(self, pour: _Pour, passing: Passing, meeting: Store) -> None:
+        """Receive all buckets in groups, each with a sender."""
+        flight, device = self._flight, pour.device
+        sizes = [layout.nbytes for source in pour.offer.sources for layout in source.layouts]
+        flight.begin(max(sizes, default=0), device)
+        for source, number in pour.offer.turns():
+            group = self._groups.get(meeting, passing, source.rank, self._me, device)
+            if number < len(source.layouts):
+                layout = source.layouts[number]
+                places = pour.places(layout)
+                there = bytes_in_place(places, pour.dtype, device)
+                content = flight.memory(layout.nbytes) if there is None else there
+                take = partial(pour.take, source.rank, layout, places, content, in_place=there is not None)
+                flight.add(group.broadcast(content), take)
+            else:
+                content = torch.empty(source.prints, dtype=torch.uint8, device=device)
+                flight.add(group.broadcast(content), partial(pour.tell, source.rank, content.view(torch.int64)))
+        flight.end()
 
     def _ask(self, line: Line, offer: Offer, asked: Asked) -> Passing:
         """Ask who reads together."""
@@ -163,18 +218,3 @@ class Reader:
     def _me(self) -> str:
         """The name of this process in groups. It changes after a fork."""
         return f"{self._own}-{os.getpid()}"
-
-
-_Prints: TypeAlias = Mapping[int, tuple[Sequence[Tensor], Tensor]]
-"""The fingerprints of parts by sender: those made here, by bucket, and those that it has sent."""
-
-
-def _compare(source: Source, made: Sequence[Tensor], told: Tensor) -> None:
-    """Raise Damaged if fingerprints of a sender's parts differ from those made here."""
-    if not made:
-        return
-    parts = [part for layout in source.layouts for part in layout.parts]
-    here = torch.cat(list(made))
-    differ: list[bool] = (here != told.to(here.device)).tolist()
-    if any(differ):
-        raise Damaged([part.name for part, differs in zip(parts, differ, strict=True) if differs])

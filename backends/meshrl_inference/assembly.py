@@ -66,12 +66,12 @@ def read(
     """Read an offer into an engine's model, like all of the `together` processes that read it at once."""
     assembly = Assembly(offer, naming, device, begin, load)
     try:
-        library = _reader.read(offer, together, assembly, _warn)
+        way = _reader.read(offer, together, assembly, _warn)
     except Lost as lost:
         return Outcome("", assembly.begun, lost.reason, lost.where)
     except Damaged as damaged:
         return Outcome("", assembly.begun, f"{damaged} from what was sent. Publish them again")
-    return Outcome(library, begun=True)
+    return Outcome(way, begun=True)
 
 
 def _warn(attempt: int, error: str) -> None:

@@ -17,8 +17,8 @@ PROBES: Final = 8
 class Outcome(NamedTuple):
     """How one of an engine's processes has read a broadcast of weights."""
 
-    library: str = ""
-    """NCCL or gloo. Empty if not all weights arrived as they were sent."""
+    way: str = ""
+    """How it came, such as "by gloo". Empty if not all weights arrived as they were sent."""
     begun: bool = False
     """True if some of the model's tensors are new."""
     reason: str = ""
@@ -37,12 +37,12 @@ class Unread(Exception):
         """True if some tensors of any process are new."""
 
 
-def library_of(outcomes: Iterable[Outcome]) -> str:
-    """Return the library that carried a broadcast to an engine's processes. Raises Unread if it did not reach all."""
+def way_of(outcomes: Iterable[Outcome]) -> str:
+    """Return how a broadcast came to an engine's processes. Raises Unread if it did not reach all."""
     there = list(outcomes)
-    if failed := [each for each in there if not each.library]:
+    if failed := [each for each in there if not each.way]:
         raise Unread(failed[0], begun=any(each.begun for each in there))
-    return there[0].library
+    return there[0].way
 
 
 class Engine(Protocol):
@@ -82,7 +82,7 @@ class Engine(Protocol):
     def take(self, order: Load) -> str:
         """Use new weights from the next step on. Names, dtypes and shapes were checked before, and bytes in buckets.
 
-        Returns the library that carried a broadcast, else an empty string. Raises Unread if a broadcast failed. The
+        Returns how a broadcast came, else an empty string. Raises Unread if a broadcast failed. The
         engine then decodes nothing until other weights come if some tensors are new.
         """
         ...

@@ -158,8 +158,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Seconds in which it made none."""
     logprobs: bytes
     """Log-probs of the probe's tokens, except the first of each sequence."""
-    library: str = ""
-    """The library that carried a broadcast: NCCL or gloo."""
+    way: str = ""
+    """How a broadcast came, such as "by gloo"."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

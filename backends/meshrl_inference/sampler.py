@@ -301,7 +301,7 @@ class EngineSampler(Sampler):
                 self._ended(error)
                 return
         if isinstance(arriving.weights, LiveWeights):
-            arriving.weights.arrived(answer.library)
+            arriving.weights.arrived(answer.way)
         self._version, self._refused = answer.version, ""
         self._begun_at_load, self._beside = self._begun, 0
         numbered = [number for number in self._calls if number >= 0]

@@ -188,7 +188,7 @@ class Worker:
         began = time.monotonic()
         self._wake(WEIGHTS)
         try:
-            library = self._engine.take(order)
+            way = self._engine.take(order)
         except Unread as unread:
             told = unread.outcome
             self._send(Refused(told.reason, told.lost, usable=not unread.begun))
@@ -200,7 +200,7 @@ class Worker:
             self._wake(WEIGHTS, CACHE)
             values = self._engine.read(order.probe, f"probe {self._swaps}")
             self._rest()
-        self._send(Loaded(order.version, steps, seconds, np.array(values, np.float32).tobytes(), library))
+        self._send(Loaded(order.version, steps, seconds, np.array(values, np.float32).tobytes(), way))
 
     def _send(self, answer: Answer) -> None:
         with self._sending:  # `_watch` is a thread

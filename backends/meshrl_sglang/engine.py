@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine import CACHE, Unread, library_of
+from meshrl_inference.engine import CACHE, Unread, way_of
 from meshrl_inference.messages import Done, Generate, Load, Row, Start
 
 _CPU_CACHE_MIB: Final = 512
@@ -134,8 +134,8 @@ class SglangEngine:
     def take(self, order: Load) -> str:
         """Use new weights."""
         with TemporaryDirectory() as answers:
-            library: str = self._loop.run_until_complete(self._take(order, answers))
-        return library
+            way: str = self._loop.run_until_complete(self._take(order, answers))
+        return way
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
@@ -233,7 +233,7 @@ class SglangEngine:
         _check(await manager.update_weights_from_tensor(update))
         _check(await manager.end_weight_update(io.EndWeightUpdateReqInput()))
         try:
-            library = library_of(sent.outcomes) if order.offer is not None else ""
+            way = way_of(sent.outcomes) if order.offer is not None else ""
         except Unread as unread:
             if not unread.begun:  # all weights are the old ones
                 await manager.continue_generation(io.ContinueGenerationReqInput())
@@ -243,7 +243,7 @@ class SglangEngine:
         version = io.UpdateWeightVersionReqInput(new_version=str(order.version), abort_all_requests=False)
         await manager.update_weight_version(version)
         await manager.continue_generation(io.ContinueGenerationReqInput())
-        return library
+        return way
 
     async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
         reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}

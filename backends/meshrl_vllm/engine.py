@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine import PROBES, Unread, library_of
+from meshrl_inference.engine import PROBES, Unread, way_of
 from meshrl_inference.messages import Done, Generate, Load, Start
 
 _CPU_CACHE_MIB: Final = 512
@@ -111,17 +111,17 @@ class VllmEngine:
         update = {"buckets": order.places, "offer": order.offer, "together": order.together}
         self._engine.collective_rpc("update_weights", kwargs={"update_info": update})
         self._engine.collective_rpc("finish_weight_update")
-        library = self._library() if order.offer is not None else ""
+        way = self._way() if order.offer is not None else ""
         self._engine.set_weight_version(str(order.version))
         if order.recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._core.resume_scheduler()
-        return library
+        return way
 
-    def _library(self) -> str:
-        """Return the library that carried a broadcast. Raises Unread, and resumes if the weights are all old."""
+    def _way(self) -> str:
+        """Return how a broadcast came. Raises Unread, and resumes if the weights are all old."""
         try:
-            return library_of(self._engine.collective_rpc("tell_outcome"))
+            return way_of(self._engine.collective_rpc("tell_outcome"))
         except Unread as unread:
             if not unread.begun:
                 self._core.resume_scheduler()

@@ -28,11 +28,10 @@ from meshrl_hf.broadcast import Sender, fill, planned
 from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, place_in, view
 from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.live_weights import LiveWeights, _InPlace, offered
-from meshrl_hf.offer import Layout
+from meshrl_hf.reach import Where
 from meshrl_hf.reading import Reader
 from meshrl_hf.roles import TrainedPolicy
 from meshrl_inference.assembly import read
-from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
 from tests.senders import Senders, sending
 
@@ -57,7 +56,7 @@ def test_buckets_have_every_number_once_and_keep_to_their_size(dtype: torch.dtyp
     whole = {box.name: torch.full(box.size, torch.nan, dtype=dtype) for box in boxes()}
     plan = planned(boxes(), dtype, LIMIT)
     flight = Flight()
-    flight.begin([layout for layout, _ in plan], torch.device("cpu"))
+    flight.begin(max(layout.nbytes for layout, _ in plan), torch.device("cpu"))
     for layout, tensors in plan:
         assert layout.nbytes <= LIMIT
         buffer = flight.memory(layout.nbytes)
@@ -92,9 +91,8 @@ class Sent(NamedTuple):
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.booleans()), max_size=40))
 def test_memory_of_buckets_in_flight_is_not_written_until_they_have_arrived(sizes: list[tuple[int, bool]]) -> None:
-    layouts = [Layout((), nbytes) for nbytes, _ in sizes]
     flight, order = Flight(), list[int]()
-    flight.begin(layouts, torch.device("cpu"))
+    flight.begin(max((nbytes for nbytes, _ in sizes), default=0), torch.device("cpu"))
     for number, (nbytes, staged) in enumerate(sizes):
         content = flight.memory(nbytes) if staged else torch.empty(nbytes, dtype=torch.uint8)
         assert len(content) == nbytes
@@ -118,17 +116,27 @@ def test_buckets_lie_on_gpus_if_the_policy_and_all_readers_are_there(
     store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     line = Line(f"127.0.0.1:{store.port}")
     for number, on_gpu in enumerate(readers):
-        line.ask("key", json.dumps(Asked(f"reader{number}/0", len(readers), [], bool(on_gpu))))
-    passing = broadcast._Passes(line, "key", [], torch.device(device)).next()
+        where = Where("there", f"{number}" if on_gpu else "")
+        line.ask("key", json.dumps(Asked(f"reader{number}/0", len(readers), [], where)))
+    policy = [Where("here", "own" if device == "cuda" else "")]
+    passing = broadcast._Passes(line, "key", [], policy).next()
     assert passing
     assert passing.device(torch.device("cuda:1")).type == ("cuda" if on_gpus else "cpu")
 
 
-@pytest.fixture
-def policy() -> Iterator[Senders]:
-    """Five ranks, more than sets of readers are kept."""
+@pytest.fixture(params=["by gloo", "through shared memory", "through the first rank"])
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Senders]:
+    """Five ranks, more than sets of readers are kept. Readers are elsewhere, or near all of them, or near one."""
+    if request.param == "by gloo":
+        monkeypatch.setenv("MESHRL_HANDOVER", "0")
     with sending(KEPT + 1, LIMIT) as made:
+        if request.param == "through the first rank":
+            for sender in made.each:
+                sender._policy[1:] = [Where("elsewhere")] * KEPT
         yield made
+
+
+by_gloo = pytest.mark.parametrize("policy", ["by gloo"], indirect=True)
 
 
 def publish(policy: Senders, version: int) -> tuple[LiveWeights, torch.Tensor]:
@@ -150,6 +158,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@by_gloo
 @pytest.mark.parametrize(("sets", "made"), [(1, 1), (2, 2), (KEPT + 1, 3 * (KEPT + 1))])
 def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
     policy: Senders, groups: list[str], monkeypatch: pytest.MonkeyPatch, sets: int, made: int
@@ -173,6 +182,7 @@ def test_buckets_leave_an_eighth_of_their_memory_free(policy: Senders) -> None:
     )
 
 
+@by_gloo
 @pytest.mark.parametrize(
     ("dtype", "strided", "staged"),
     [(torch.float32, False, 0), (torch.bfloat16, False, KEPT + 1), (torch.float32, True, KEPT + 1)],
@@ -209,14 +219,15 @@ def test_parts_that_change_on_their_way_are_named_and_the_next_weights_arrive(
     assert torch.equal(place, known)
 
 
+@by_gloo
 def test_a_sender_with_fewer_buckets_need_not_wait_for_the_others_ends(
     policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, send = list[tuple[torch.dtype, int]](), Group.broadcast
+    sizes, send = list[int](), Group.broadcast
 
     def noted(self: Group, tensor: torch.Tensor) -> dist.Work:
         if threading.current_thread() is threading.main_thread():  # which reads
-            sizes.append((tensor.dtype, len(tensor)))
+            sizes.append(len(tensor))
         return send(self, tensor)
 
     monkeypatch.setattr(Group, "broadcast", noted)
@@ -226,9 +237,8 @@ def test_a_sender_with_fewer_buckets_need_not_wait_for_the_others_ends(
     places = {str(rank): torch.zeros_like(each) for rank, each in enumerate(tensors)}
     LiveWeights.join(parts).pour(places, lambda: None)
     assert all(torch.equal(place, tensor) for place, tensor in zip(places.values(), tensors, strict=True))
-    ends = [index for index, (dtype, _) in enumerate(sizes) if dtype == torch.int64]
-    assert ends[: len(ends) - 1] == [2, 4, 6, 8]  # right after the only bucket of each of the others
-    assert ends[-1] == len(sizes) - 1
+    assert sizes[1:9] == [8, 8] * 4  # a bucket of two numbers, and right after it the fingerprint of one part
+    assert sizes[-1] == 8 * (len(sizes) - 9)
 
 
 def test_readers_that_ask_for_themselves_at_once_all_get_the_weights(policy: Senders) -> None:
@@ -249,12 +259,14 @@ def test_readers_that_ask_for_themselves_at_once_all_get_the_weights(policy: Sen
 def test_readers_in_the_hosts_memory_get_the_weights_of_a_policy_on_gpus(policy: Senders) -> None:
     for sender in policy.each:  # their parameters are here all the same: no test has a GPU
         sender._device = torch.device("cuda")
+        sender._policy[:] = [where._replace(gpu="one") for where in sender._policy]
     weights, known = publish(policy, 0)
     place = torch.zeros_like(known)
     weights.pour({"all": place}, lambda: None)
     assert torch.equal(place, known)
 
 
+@by_gloo
 def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
     policy: Senders, groups: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +296,8 @@ def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_i
 
     offer = policy.offer(known, 0).offer
     outcome = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
-    assert outcome == Outcome("gloo", begun=True)
+    assert outcome.begun
+    assert outcome.way in ("by gloo", "through shared memory")
     came = {name: tensor for each in loaded for name, tensor in each.items()}
     assert {name: list(each.shape) for name, each in came.items()} == naming.filed()
     for name, tensor in naming.in_files(known.items()):
@@ -293,7 +306,7 @@ def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_i
     assert len(layers) == 2
     policy.end()
     gone = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
-    assert (gone.library, gone.begun, gone.lost) == ("", False, "the policy's ranks")
+    assert (gone.way, gone.begun, gone.lost) == ("", False, "the policy's ranks")
 
 
 class Dying:
@@ -316,7 +329,7 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
     policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(policy, 0)
-    line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], on_gpu=False))
+    line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], Where("host")))
     line.store = cast("Store", Dying(line.store))
     with suppress(KeyboardInterrupt):
         line.ask("names/1", said)

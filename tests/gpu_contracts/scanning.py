@@ -21,6 +21,7 @@ FOREIGN: Final = (
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.fsdp",
     "torch.distributed.init_process_group",
+    "torch.multiprocessing.reductions",
     "torch.nn.attention",
     "torch.version.cuda",
     "torch_memory_saver",

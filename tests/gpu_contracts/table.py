@@ -14,7 +14,10 @@ _POLICY: Final = f"{_FSDP}/_fsdp_api.py"
 
 TORCH: Final[Mapping[str, str]] = {
     "torch.cuda.current_device": f"{_CUDA} current_device",
+    "torch.cuda.current_stream": f"{_CUDA} current_stream",
+    "torch.cuda.device_count": f"{_CUDA} device_count",
     "torch.cuda.get_device_capability": f"{_CUDA} get_device_capability",
+    "torch.cuda.get_device_properties": f"{_CUDA} get_device_properties",
     "torch.cuda.is_available": f"{_CUDA} is_available",
     "torch.distributed.distributed_c10d._abort_process_group": (
         "torch/distributed/distributed_c10d.py _abort_process_group"
@@ -38,6 +41,8 @@ TORCH: Final[Mapping[str, str]] = {
     "torch.distributed.fsdp.OffloadPolicy": f"{_POLICY} OffloadPolicy",
     "torch.distributed.fsdp.fully_shard": f"{_FSDP}/_fully_shard.py fully_shard",
     "torch.distributed.init_process_group": "torch/distributed/distributed_c10d.py init_process_group",
+    "torch.multiprocessing.reductions.rebuild_cuda_tensor": "torch/multiprocessing/reductions.py rebuild_cuda_tensor",
+    "torch.multiprocessing.reductions.reduce_tensor": "torch/multiprocessing/reductions.py reduce_tensor",
     "torch.nn.attention.varlen": "torch/nn/attention/varlen.py",
     "torch.nn.attention.varlen.varlen_attn": "torch/nn/attention/varlen.py varlen_attn",
     "torch.version.cuda": "torch/version.py cuda",

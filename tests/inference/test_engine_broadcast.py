@@ -1,14 +1,13 @@
 """Engines whose processes read a policy's broadcast by themselves: what they draw from then, and what fails."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from meshrl import (
@@ -31,9 +30,11 @@ from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.broadcast import Sender
-from meshrl_hf.collective import Group
+from meshrl_hf import broadcast
+from meshrl_hf.broadcast import Hop
+from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.reach import Where
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy
@@ -102,12 +103,14 @@ async def test_each_process_reads_and_running_rows_continue(sampler: EngineSampl
     assert known[0] != known[1]
     stream = aiter(sampler.generate(ENDLESS, LONG))
     await anext(stream)
-    for version in (3, 4, 5):
+    near = [list(sender._policy) for sender in source.senders.each]
+    for version, route in ((3, "broadcast by gloo"), (4, "broadcast through shared memory"), (5, "")):
+        for sender, places in zip(source.senders.each, near, strict=True):
+            sender._policy[:] = [Where("elsewhere")] * RANKS if version == 3 else places
         with capture_logs() as said:
-            places = await sampler.load(source.live(version % 2, version))
-        assert float(places.row("difference").max()) < 1e-4
-        routes = [line["by"] for line in said if line["event"] == "weights arrive"]
-        assert routes == (["broadcast by gloo"] if version == 3 else [])
+            loaded = await sampler.load(source.live(version % 2, version))
+        assert float(loaded.row("difference").max()) < 1e-4
+        assert [line["by"] for line in said if line["event"] == "weights arrive"] == ([route] if route else [])
     while 5 not in (await anext(stream)).versions.values:
         pass
     await sampler.abort()
@@ -130,15 +133,8 @@ async def test_those_that_are_gone_change_nothing(sampler: EngineSampler, source
 async def test_what_was_changed_on_its_way_is_not_drawn_from(
     sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = Group.broadcast
-
-    def spoil(self: Group, tensor: torch.Tensor) -> dist.Work:
-        spoilt = tensor.clone()
-        if tensor.dtype == torch.uint8:  # no fingerprints
-            spoilt[0] ^= 1
-        return send(self, spoilt)
-
-    monkeypatch.setattr(Group, "broadcast", spoil)
+    monkeypatch.setattr(broadcast, "copied", lambda *both: copied(*both) + 1)
+    monkeypatch.setattr(broadcast, "fingerprint", lambda tensor: fingerprint(tensor) + 1)
     with pytest.raises(ModelError, match=r"version 20 .* decodes nothing .*: \d+ tensors differ .* from what was sent"):
         await sampler.load(source.live(0, 20))
     with pytest.raises(ModelError, match=r"version 20 did not come whole, and some are in use: publish again"):
@@ -149,34 +145,21 @@ async def test_what_was_changed_on_its_way_is_not_drawn_from(
     assert len(await drawn(sampler)) == len(PROMPTS)
 
 
-class Failing:
-    """A group that sends some buckets, and then fails."""
-
-    def __init__(self, group: Group, buckets: int) -> None:
-        self._group, self._buckets = group, iter(range(buckets))
-
-    def broadcast(self, tensor: torch.Tensor) -> dist.Work:
-        """Send one."""
-        if next(self._buckets, None) is None:
-            raise RuntimeError("this rank sends no more")
-        return self._group.broadcast(tensor)
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 async def test_an_interrupted_broadcast_is_read_again_once(
     sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     stream = aiter(sampler.generate(ENDLESS, LONG))
     await anext(stream)
-    send, failed = Sender._broadcast, list[Group]()
+    end, failed = Hop.send_prints, list[int]()
 
-    def fail(self: Sender, group: Group, buckets: Sequence[Any], device: torch.device) -> None:
-        if self.number == 1 and len(failed) < failures:
-            failed.append(group)
-            group = cast("Group", Failing(group, len(buckets) - 1))
-        send(self, group, buckets, device)
+    def fail(self: Hop, number: int, prints: torch.Tensor) -> None:
+        if self.rank == 1 and len(failed) < failures:
+            failed.append(number)
+            raise RuntimeError("this rank sends no more")
+        end(self, number, prints)
 
-    monkeypatch.setattr(Sender, "_broadcast", fail)
+    monkeypatch.setattr(Hop, "send_prints", fail)
     weights = source.live(0, 30)
     if failures == 1:
         assert float((await sampler.load(weights)).row("difference").max()) < 1e-4

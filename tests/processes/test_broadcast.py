@@ -37,6 +37,7 @@ from meshrl import (
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.collective import Flight
+from meshrl_hf.handover import Taking
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.transfer import arrays
 from meshrl_megatron.policy import MegatronPolicy
@@ -50,16 +51,20 @@ MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, l
 
 
 def die_in_flight() -> None:
-    """Kill this process when it has two buckets in flight."""
-    add, added = Flight.add, list[int]()
+    """Kill this process at its second bucket, sent or taken."""
+    did = list[int]()
 
-    def add_once(self: Flight, *rest: Any, **keywords: Any) -> None:
-        if added:
-            os.kill(os.getpid(), signal.SIGKILL)
-        added.append(1)
-        add(self, *rest, **keywords)
+    def once(do: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*rest: Any, **keywords: Any) -> Any:
+            if did:
+                os.kill(os.getpid(), signal.SIGKILL)
+            did.append(1)
+            return do(*rest, **keywords)
 
-    Flight.add = add_once  # type: ignore[method-assign]
+        return done
+
+    Flight.add = once(Flight.add)  # type: ignore[method-assign]
+    Taking.bucket = once(Taking.bucket)  # type: ignore[method-assign]
 
 
 class Sender(FsdpPolicy):
@@ -96,6 +101,12 @@ class Reader(TorchSampler):
     async def die(self) -> Sum[int]:
         """This rank dies when it has two buckets in flight."""
         die_in_flight()
+        return 1
+
+    @endpoint
+    async def go(self, way: str) -> Sum[int]:
+        """From now on, weights come so."""
+        os.environ["MESHRL_HANDOVER"] = "0" if way == "by gloo" else "1"
         return 1
 
     @endpoint
@@ -155,7 +166,13 @@ async def readers(engine: ProcessEngine) -> AsyncIterator[Reader]:
     await made.stop()
 
 
-async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, readers: Reader) -> None:
+@pytest_asyncio.fixture(loop_scope="module", params=["by gloo", "through shared memory"])
+async def way(request: pytest.FixtureRequest, readers: Reader) -> str:
+    await readers.go(request.param)
+    return str(request.param)
+
+
+async def test_two_samplers_get_the_bits_of_whole_weights(two: Mesh, readers: Reader, way: str) -> None:
     policy = await two.spawn(Sender, config())
     plain = await two.spawn(FsdpPolicy, config(weight_sync="auto"))
     first = await publish(policy, readers)
@@ -166,7 +183,7 @@ async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, rea
         known = (await (await plain.weights()).load()).fingerprint()
         assert await prints(readers) == [known, known]
         assert (sent.version, sorted(sent.ways), sent.fingerprint()) == (version, ["broadcast"], known)  # read whole
-        assert await routes(readers) == ["broadcast by gloo"] * 2
+        assert await routes(readers) == [f"broadcast {way}"] * 2
     with pytest.raises(DataLost, match=r"version 0 .* has been updated since"):
         first.tensors  # noqa: B018 -- they come when they are looked at
     with pytest.raises(RankFailed, match=r"version 0 .* has been updated since"):
@@ -220,17 +237,20 @@ async def send_own(mesh: Mesh, readers: Reader, **keys: object) -> None:
     assert max(sizes) < 0.6 * sum(sizes)
 
 
-async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader) -> None:
+async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader, way: str) -> None:
     policy = await two.spawn(Sender, config(seed=1))
     await publish(policy, readers)
     pid = int((await readers.pid())[0])
     os.kill(pid, signal.SIGKILL)
     await until(lambda: not running([pid]))
     await respawn(readers)
+    await readers.go(way)
     weights = await publish(policy, readers)
     assert await prints(readers) == [weights.fingerprint()] * 2
+    assert await routes(readers) == [f"broadcast {way}"] * 2
 
 
+@pytest.mark.usefixtures("way")
 async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, readers: Reader) -> None:
     policy = await two.spawn(Sender, config(seed=3))
     await publish(policy, readers)
@@ -244,10 +264,14 @@ async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, reade
     await respawn(readers)
 
 
-async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whole(engine: ProcessEngine) -> None:
+@pytest.mark.parametrize("way", ["by gloo", "through shared memory"])
+async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whole(
+    engine: ProcessEngine, way: str
+) -> None:
     mesh, other = await Mesh.reserve(engine, 2, NO_CORE), await Mesh.reserve(engine, 1, NO_CORE)
     policy = await mesh.spawn(Sender, config(seed=2))
     reader = await other.spawn(Reader, SamplerConfig(model=MODEL, seed=5))
+    await reader.go(way)
     await publish(policy, reader)
     await policy.die(1)
     with pytest.raises(RankFailed, match=r"weights of version 0 .* 2 ranks of the policy") as told:
