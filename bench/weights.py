@@ -10,9 +10,10 @@ sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `pu
 delta   What `weight_sync = "delta"` sends for steps of grpo/quickstart, from the model of sft/quickstart, at the
         quickstart's learning rate and at one for large models, in float32 and in bfloat16.
 
-collective  As many bytes from two ranks of FSDP to two samplers of torch, each rank broadcasting its own shards
-        (`weight_sync = "broadcast"`), against gloo's own broadcast of the bytes from one process to two, and the memory
-        that a rank needs. Fingerprints are made and compared. The check of equal log-probs is measured separately.
+collective  As many bytes from two ranks of FSDP to two samplers of torch (`weight_sync = "broadcast"`), against gloo's
+        own broadcast of the bytes from one process to two, and the memory that a rank needs: over gloo, each rank
+        broadcasting its own shards, and handed over in shared memory. Fingerprints are made and compared. The check of
+        equal log-probs is measured separately.
 
 About five minutes.
 """
