@@ -6,6 +6,7 @@ from subprocess import PIPE, STDOUT
 
 from meshrl.mesh import PATIENCE
 from meshrl.testing.cluster import Cluster
+from tests.cluster.broadcast_jobs import broadcast
 from tests.cluster.jobs import MIB, answer, begin, do
 from tests.cluster.weights_jobs import ways
 
@@ -25,6 +26,16 @@ def test_each_cable_carries_them_once_each_way_wherever_the_controller_is(three:
         )
         for each in sent, second, on, third:
             assert 32 <= each < 35
+
+
+def test_a_broadcast_comes_to_each_host_once_however_many_samplers_open_it(three: Cluster) -> None:
+    before = [host.traffic() for host in three.hosts]
+    ways, most = do(three, broadcast, ["node1", "node2", "node3"], 3)
+    assert ways == ["broadcast through shared memory"] * 3
+    assert most < 1e-4
+    lacking = 3 * 32 * 2 / 3  # of three versions, each host has a third
+    for host, (_, came) in zip(three.hosts, before, strict=True):
+        assert 2 * lacking <= (host.traffic()[1] - came) / MIB < 2.4 * lacking  # FSDP gathers them once for the probe
 
 
 def started(cluster: Cluster) -> "subprocess.Popen[str]":
