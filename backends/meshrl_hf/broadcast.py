@@ -129,18 +129,21 @@ class Sender:
             log.warning("weights did not reach all readers", readers=len(passing.readers), error=str(error))
             self._flight.drop()
             self._groups.drop(passing.group)
-            self._known[:] = [each for each in self._known if each != passing]
+            self._known[:] = [each for each in self._known if each.group != passing.group]
 
     def _pass(self, key: str, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         """Send this rank's buckets, and pass on those that readers get by this rank."""
         me, device, takers = self.number, passing.device(self._device), passing.takers(self.number)
         sizes = self._sizes(key, passing, [layout for layout, _ in buckets])
         self._flight.begin(max(chain(*sizes.values()), default=0), device, shared=bool(takers))
-        self._groups.keep(passing)
+        self._groups.only(passing.kept)
 
         def group(rank: int) -> Group | None:
-            there = passing.members(rank)
-            return self._groups.get(self._line.meeting, passing, rank, str(me), device) if there else None
+            if not passing.members(rank):
+                return None
+            if rank not in self._groups.keep(passing):
+                self._flight.arrive()  # readers may wait for what is here, and others of the group for those
+            return self._groups.get(self._line.meeting, passing, rank, str(me), device)
 
         with self._admitted(passing.key(key), takers) as handing:
             hop = Hop(me, self._flight, group, handing, takers)
@@ -161,7 +164,8 @@ class Sender:
         if passing.relayed(self.number):
             self._line.store.set(f"{key}/sizes/{self.number}", json.dumps(found[self.number]))
         for rank in passing.takers(self.number).keys() - found.keys():
-            self._line.comes(f"{key}/sizes/{rank}", time.monotonic() + STUCK.total_seconds())
+            if not self._line.comes(f"{key}/sizes/{rank}", time.monotonic() + STUCK.total_seconds()):
+                raise TimeoutError(f"rank {rank} has not said how large its buckets are")
             found[rank] = json.loads(self._line.store.get(f"{key}/sizes/{rank}"))
         return found
 
@@ -270,13 +274,14 @@ class _Passes:
         """Choose routes, and groups that all readers still have. Each sender keeps at least those known here."""
         readers = {each.token.partition("/")[0]: each.where for each in asked}
         members, places = sorted(readers), [readers[token] for token in sorted(readers)]
-        made = Passing(token_hex(8), members, on_gpus(self._policy, places), [])
-        made.routes.extend(routes(self._policy, places, made.on_gpus))
+        gpus = on_gpus(self._policy, places)
+        made = Passing(token_hex(8), members, gpus, routes(self._policy, places, gpus), [])
         for known in self._known:
-            if known[1:] == made[1:] and all(known.group in each.groups for each in asked):
-                return known
-        self._known[:] = [*self._known, made][-KEPT:]
-        return made
+            if known._replace(group=made.group) == made and all(known.group in each.groups for each in asked):
+                made = known
+        if made not in self._known:
+            self._known[:] = [*self._known, made][-KEPT:]
+        return made._replace(kept=[known.group for known in self._known])
 
 
 def planned(boxes: Iterable[Box], dtype: torch.dtype, limit: int) -> "list[tuple[Layout, Sequence[Tensor]]]":

@@ -7,7 +7,7 @@ no meshrl.
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import cached_property
 from math import inf, prod
@@ -106,7 +106,7 @@ class Flight:
 
     def begin(self, most: int, device: torch.device, *, shared: bool = False) -> None:
         """Get ready for buckets of at most `most` bytes. `shared`: other processes open their memory."""
-        most = -(-most // ALIGNED) * ALIGNED
+        most = max(1, -(-most // ALIGNED)) * ALIGNED
         if most > self._most or device != self._device or shared > self._shared:
             self._slots = None
             self._most, self._device, self._shared = most, device, shared
@@ -133,10 +133,14 @@ class Flight:
         if len(self._coming) + len(self._there) == IN_FLIGHT:
             self._end()
 
-    def end(self) -> None:
-        """Wait for all. With NCCL, the device's default stream waits, and later operations there come after them."""
+    def arrive(self) -> None:
+        """Wait until all have arrived."""
         while self._coming:
             self._arrive()
+
+    def end(self) -> None:
+        """Wait until all are done. With NCCL, the device's default stream waits, and what follows there comes later."""
+        self.arrive()
         while self._there:
             self._end()
 
@@ -161,7 +165,7 @@ class Flight:
 
 
 class Passing(NamedTuple):
-    """The ranks that read together, as the policy's first rank announces them in the store."""
+    """The readers of one pass, as the policy's first rank announces them in the store."""
 
     group: str
     """The name of these members' groups. It is new if they have to be made again."""
@@ -171,6 +175,8 @@ class Passing(NamedTuple):
     """Whether buckets are on GPUs."""
     routes: list[Route]
     """Of each reader."""
+    kept: list[str]
+    """The names of all groups that the first rank knows. The others drop the rest."""
 
     def device(self, own: torch.device) -> torch.device:
         """Return the device for the buckets of a process whose tensors are on `own`."""
@@ -210,6 +216,11 @@ class Groups:
     def whole(self) -> list[str]:
         """The names of groups that have not failed, at most as many as are kept."""
         return list(self._made)
+
+    def only(self, names: Collection[str]) -> None:
+        """Drop groups of other names."""
+        for name in self._made.keys() - names:
+            self.drop(name)
 
     def keep(self, passing: Passing) -> dict[int, Group]:
         """Return the groups of a set of readers. The oldest set is dropped if there are too many."""

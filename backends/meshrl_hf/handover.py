@@ -15,7 +15,9 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from typing import Any, Final, Self, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from meshrl_hf.reach import Where
 
 _NOTE: Final = struct.Struct("<3I")
 """The number of the rank whose bucket it is, the bucket's number among that rank's, and its slot."""
+_HELLO: Final = 5.0
+"""Seconds within which a process says who it is. Others wait for that."""
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
 """Process, user and group of a socket's other end, as the system tells them."""
@@ -39,9 +43,25 @@ class Slots:
     """Memory for buckets, uint8[count, nbytes]. Other processes can open it if it is `shared`."""
 
     def __init__(self, count: int, nbytes: int, device: torch.device, *, shared: bool) -> None:
+        """`nbytes`: at least 1."""
         self.file: Final = _File(count * nbytes) if shared and device.type == "cpu" else None
         flat = self.file.bytes if self.file else torch.empty(count * nbytes, dtype=torch.uint8, device=device)
         self.tensor: Final = flat.view(count, nbytes)
+
+    @cached_property
+    def form(self) -> Mapping[str, object]:
+        """How others open them. Made once, because torch adds to a GPU's memory something for each time."""
+        form = {"count": len(self.tensor), "nbytes": self.tensor.shape[1]}
+        if self.file:
+            return form
+        names = inspect.signature(cast("Any", rebuild_cuda_tensor)).parameters
+        made = dict(zip(names, cast("Sequence[Any]", reduce_tensor(self.tensor)[1]), strict=True))
+        handle = {name: _text(made[name]) for name in _STORAGE}
+        return {**form, "gpu": Where.of(self.tensor.device).gpu, "handle": handle}
+
+
+_here: Final[WeakValueDictionary[str, Slots]] = WeakValueDictionary()
+"""The slots of ranks in this process, by the names of their desks."""
 
 
 def desk_of(names: str, rank: int) -> str:
@@ -49,11 +69,16 @@ def desk_of(names: str, rank: int) -> str:
     return f"meshrl-{names}-{rank}"
 
 
+class Unopened(ConnectionError):
+    """Memory that could not be opened."""
+
+
 class Desk:
     """Where readers of its machine come to a policy's rank."""
 
     def __init__(self, name: str) -> None:
         """Open it under a name that is unique on the machine."""
+        self._name = name
         self._listening: Final = socket.socket(socket.AF_UNIX)
         weakref.finalize(self, self._listening.close)
         self._listening.bind(f"\0{name}")
@@ -61,15 +86,17 @@ class Desk:
 
     def admit(self, key: str, tokens: Collection[str], slots: Slots, seconds: float) -> "Handing":
         """Wait for the readers of a pass, and let them open the slots. TimeoutError if one does not come in time."""
+        _here[self._name] = slots
         deadline = time.monotonic() + seconds
         with ExitStack() as opened:
             came: dict[str, socket.socket] = {}
             while len(came) < len(tokens):
                 self._listening.settimeout(max(0.001, deadline - time.monotonic()))
                 connection = opened.enter_context(self._listening.accept()[0])
-                connection.settimeout(seconds)
+                connection.settimeout(_HELLO)
                 token = _token(connection, key)
                 if token in tokens:
+                    connection.settimeout(seconds)
                     came[token] = connection
                     _offer(connection, slots)
                 else:
@@ -105,15 +132,15 @@ class Handing:
         """Wait until the readers have copied the bucket in a slot."""
         for token in tokens:
             while slot in self._open[token]:
-                self._open[token].difference_update(_some(self._readers[token], 64))
+                self._open[token].difference_update(_some(self._readers[token], 64, "a reader"))
 
 
 class Taking:
     """A reader's connection to a policy's rank. Methods raise OSError if that is gone, or is stuck."""
 
     def __init__(self, name: str, key: str, token: str, device: torch.device, seconds: float) -> None:
-        """Open the slots of the rank whose desk has this name."""
-        self._device, self._slot = device, 0
+        """Go to the desk of this name."""
+        self._name, self._device, self._slot = name, device, 0
         self._early: Final[dict[tuple[int, int], int]] = {}
         """The slots of buckets that were given before their turn, by rank and number."""
         with ExitStack() as opened:
@@ -123,7 +150,6 @@ class Taking:
             if not _is_own(self._connection):
                 raise ConnectionError("the policy's rank belongs to another user")
             _say(self._connection, json.dumps([key, token]).encode())
-            self._slots = _opened(self._connection, device)
             opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -132,10 +158,16 @@ class Taking:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
+    def open(self) -> None:
+        """Open the slots. Called before the first bucket."""
+        form = json.loads(_heard(self._connection))
+        own = _here.get(self._name) if "handle" in form else None  # CUDA refuses to open memory of the same process
+        self._slots = own.tensor if own else _opened(self._connection, form, self._device)
+
     def bucket(self, rank: int, number: int, nbytes: int) -> Tensor:
         """Wait for a rank's bucket, uint8[nbytes]."""
         while (rank, number) not in self._early:
-            *came, slot = _NOTE.unpack(_exactly(self._connection, _NOTE.size))
+            *came, slot = _NOTE.unpack(_exactly(self._connection, _NOTE.size, "a rank of the policy"))
             self._early[came[0], came[1]] = slot
         self._slot = self._early.pop((rank, number))
         return self._slots[self._slot, :nbytes]
@@ -160,23 +192,16 @@ class _File:
 
 def _offer(connection: socket.socket, slots: Slots) -> None:
     """Let the other end open the slots."""
-    form = {"count": len(slots.tensor), "nbytes": slots.tensor.shape[1]}
+    _say(connection, json.dumps(slots.form).encode())
     if slots.file:
-        _say(connection, json.dumps(form).encode())
         socket.send_fds(connection, [b"\0"], [slots.file.number])
-        return
-    names = inspect.signature(cast("Any", rebuild_cuda_tensor)).parameters
-    made = dict(zip(names, cast("Sequence[Any]", reduce_tensor(slots.tensor)[1]), strict=True))
-    handle = {name: _text(made[name]) for name in _STORAGE}
-    _say(connection, json.dumps({**form, "gpu": Where.of(slots.tensor.device).gpu, "handle": handle}).encode())
 
 
-def _opened(connection: socket.socket, device: torch.device) -> Tensor:
+def _opened(connection: socket.socket, form: Mapping[str, Any], device: torch.device) -> Tensor:
     """Open the slots of the other end, uint8[count, nbytes]."""
-    form = json.loads(_heard(connection))
     count, nbytes = form["count"], form["nbytes"]
     if "handle" not in form:
-        _, files, _, _ = socket.recv_fds(connection, 1, 1)
+        _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not files:
             raise ConnectionError("no file came")
         return _File(count * nbytes, files[0]).bytes.view(count, nbytes)
@@ -185,6 +210,30 @@ def _opened(connection: socket.socket, device: torch.device) -> Tensor:
         storage_cls=torch.TypedStorage, dtype=torch.uint8, storage_device=Where.of(device).seen.index(form["gpu"]),
         requires_grad=False, **{name: _value(each) for name, each in form["handle"].items()},
     )  # fmt: skip
+    return made
+
+
+def open_slots(
+    stack: ExitStack, names: str, ranks: Iterable[int], key: str, token: str, device: torch.device, seconds: float
+) -> Mapping[int, Taking]:
+    """Open the slots of a policy's ranks, until the stack is closed. Raises Unopened.
+
+    Goes to all desks first, even if one is closed, so that no rank waits long for a reader that has failed.
+    """
+    made: dict[int, Taking] = {}
+    failed: Exception | None = None
+    for rank in sorted(ranks):
+        try:
+            made[rank] = stack.enter_context(Taking(desk_of(names, rank), key, token, device, seconds))
+        except OSError as error:
+            failed = error
+    try:
+        if failed:
+            raise failed
+        for each in made.values():
+            each.open()
+    except (RuntimeError, OSError, ValueError) as error:
+        raise Unopened(f"the memory of the policy's ranks cannot be opened: {error}") from error
     return made
 
 
@@ -228,15 +277,16 @@ def _heard(connection: socket.socket) -> bytes:
     return _exactly(connection, size)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, who: str = "the other process") -> bytes:
     came = b""
     while len(came) < size:
-        came += _some(connection, size - len(came))
+        came += _some(connection, size - len(came), who)
     return came
 
 
-def _some(connection: socket.socket, most: int) -> bytes:
+def _some(connection: socket.socket, most: int, who: str) -> bytes:
+    """Return what has come. ConnectionError if the other end, named `who`, is gone."""
     with suppress(ConnectionResetError):
         if came := connection.recv(most):
             return came
-    raise ConnectionError("the other process has ended its part")
+    raise ConnectionError(f"{who} has ended its part")

@@ -8,11 +8,12 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
 
 Route: TypeAlias = list[int]
 """For each rank of the policy, the rank that hands its buckets to a reader. Empty: the reader joins the groups."""
@@ -37,20 +38,21 @@ class Where(NamedTuple):
         return cls(_machine(), seen[torch.empty(0, device=device).device.index], seen)
 
     def opens(self, other: "Where", on_gpus: bool) -> bool:
-        """True if this process can open buckets of another one: on its GPU, or else in the host's memory."""
+        """True if this process can open the other's buckets: on the other's GPU, or else in the host's memory."""
         return self.machine == other.machine != "" and (not on_gpus or other.gpu in self.seen)
 
 
 def routes(policy: Sequence[Where], readers: Sequence[Where], on_gpus: bool) -> list[Route]:
-    """Return the route of each reader. It opens what it can, and gets the rest by a rank whose memory it opens.
+    """Return the route of each reader. It opens what it can, and gets the rest by the first rank whose memory it opens.
 
-    Of several such ranks, it is the one on the reader's own GPU, or else the first.
+    Readers on the GPU of a rank open no other, because CUDA takes some hundred MiB of each GPU that a process uses.
     """
     found: list[Route] = []
     for reader in readers:
         near = [rank for rank, each in enumerate(policy) if reader.opens(each, on_gpus)]
         own = [rank for rank in near if on_gpus and policy[rank].gpu == reader.gpu]
-        found.append([rank if rank in near else (own or near)[0] for rank in range(len(policy))] if near else [])
+        open_to = own or near
+        found.append([rank if rank in open_to else open_to[0] for rank in range(len(policy))] if near else [])
     return found
 
 
@@ -66,7 +68,8 @@ def on_gpus(policy: Sequence[Where], readers: Sequence[Where]) -> bool:
 
 
 def _machine() -> str:
-    """Return the name of a machine whose processes can exchange memory. Empty if they should not, or cannot."""
+    """Return what processes that can exchange memory have in common. Empty if they should not, or cannot."""
     if os.environ.get("MESHRL_HANDOVER") == "0" or not hasattr(os, "memfd_create") or not _BOOT.exists():
         return ""
-    return f"{socket.gethostname()} {_BOOT.read_text('ascii').strip()}"
+    network = _NETWORK.readlink()  # sockets without names reach no further
+    return f"{socket.gethostname()} {_BOOT.read_text('ascii').strip()} {network} {os.getuid()}"

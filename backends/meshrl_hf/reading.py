@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from meshrl_hf.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, view
 from meshrl_hf.fingerprints import copied, fingerprint
-from meshrl_hf.handover import Taking, desk_of
+from meshrl_hf.handover import Unopened, open_slots
 from meshrl_hf.offer import Layout, Offer, Part
 from meshrl_hf.reach import Route, Where
 
@@ -118,6 +118,8 @@ class Reader:
         self._flight = Flight()
         self._lines: dict[str, Line] = {}
         """By place."""
+        self._closed: set[str] = set()
+        """Places of policies whose memory could not be opened. Their buckets come in groups from then on."""
         self._asked = count()
         self._own = token_hex(8)
 
@@ -131,18 +133,19 @@ class Reader:
         with self._reading, torch.no_grad():
             for attempt in range(_ATTEMPTS):
                 try:
-                    return self._attempt(offer, together, model, nearby=attempt == 0)
+                    return self._attempt(offer, together, model)
                 except (RuntimeError, OSError) as error:
                     failed = str(error).partition("\n")[0]
                     warn(attempt, failed)
                     self._lines.pop(offer.place, None)
         raise Lost(f"{len(offer.sources)} ranks of the policy", failed)
 
-    def _attempt(self, offer: Offer, together: int, model: Model, *, nearby: bool) -> str:
-        """Try once. `nearby`: open the memory of ranks of this machine."""
+    def _attempt(self, offer: Offer, together: int, model: Model) -> str:
         line = self._lines.get(offer.place) or self._lines.setdefault(offer.place, Line(offer.place))
         where = Where.of(model.device)
-        asked = Asked("", together, self._groups.whole, where if nearby else where._replace(machine=""))
+        if offer.place in self._closed:
+            where = where._replace(machine="")
+        asked = Asked("", together, self._groups.whole, where)
         passing = self._ask(line, offer, asked)
         route, device = passing.routes[passing.readers.index(self._me)], passing.device(model.device)
         try:
@@ -165,13 +168,13 @@ class Reader:
     def _take(self, pour: _Pour, passing: Passing, route: Route) -> None:
         """Take all buckets out of the memory of ranks of this machine."""
         names, _, _ = pour.offer.key.partition("/")
-        key, seconds = passing.key(pour.offer.key), STUCK.total_seconds()
+        key = passing.key(pour.offer.key)
         with ExitStack() as opened:
-            desks = {by: desk_of(names, by) for by in sorted({route[source.rank] for source in pour.offer.sources})}
-            ranks = {
-                by: opened.enter_context(Taking(desk, key, self._me, pour.device, seconds))
-                for by, desk in desks.items()
-            }
+            try:
+                ranks = open_slots(opened, names, set(route), key, self._me, pour.device, STUCK.total_seconds())
+            except Unopened:
+                self._closed.add(pour.offer.place)
+                raise
             for source, number in pour.offer.turns():
                 rank = ranks[route[source.rank]]
                 if number < len(source.layouts):
@@ -180,7 +183,7 @@ class Reader:
                     pour.take(source.rank, layout, pour.places(layout), content, in_place=False)
                 else:
                     content = rank.bucket(source.rank, number, source.prints)
-                    pour.tell(source.rank, content.view(torch.int64).clone())
+                    pour.tell(source.rank, content.view(torch.int64).to(pour.device, copy=True))
                 rank.done()
 
     def _receive(self, pour: _Pour, passing: Passing, meeting: Store) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,26 @@ def test_memory_of_buckets_in_flight_is_not_written_until_they_have_arrived(size
     assert order == list(range(len(sizes)))
 
 
+@given(st.lists(st.booleans(), max_size=40))
+def test_memory_of_buckets_that_are_handed_over_is_not_written_until_they_are_done(relayed: list[bool]) -> None:
+    flight, arrived, done = Flight(), list[int](), list[int]()
+    flight.begin(8, torch.device("cpu"), shared=True)
+
+    def end(content: torch.Tensor, number: int) -> None:
+        assert (content == number).all()
+        assert number in arrived or not relayed[number]
+        done.append(number)
+
+    for number, later in enumerate(relayed):
+        content = flight.memory(8).fill_(number)
+        assert content.data_ptr() == flight.slots.tensor[flight.slot].data_ptr()
+        flight.add(None, partial(end, content, number), partial(arrived.append, number) if later else None)
+        assert len(done) > number - IN_FLIGHT
+    flight.end()
+    assert done == list(range(len(relayed)))
+    assert arrived == [number for number, later in enumerate(relayed) if later]
+
+
 def test_nothing_is_planned_for_no_tensors() -> None:
     assert planned([], torch.float32, LIMIT) == []
 
@@ -173,6 +194,14 @@ def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
             assert torch.equal(place, known)
     assert len(groups) == made * len(policy.each) * 2
     assert len(set(groups)) == made * len(policy.each)
+
+
+def test_ranks_without_parts_keep_nobody_waiting(policy: Senders) -> None:
+    for version in range(2):
+        known = torch.randn(2, 5)  # of which only two ranks have a row
+        place = torch.zeros_like(known)
+        policy.offer({"all": known}, version).pour({"all": place}, lambda: None)
+        assert torch.equal(place, known)
 
 
 def test_buckets_leave_an_eighth_of_their_memory_free(policy: Senders) -> None:
@@ -329,11 +358,12 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
     policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(policy, 0)
-    line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], Where("host")))
+    line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], Where.of(torch.device("cpu"))))
     line.store = cast("Store", Dying(line.store))
     with suppress(KeyboardInterrupt):
         line.ask("names/1", said)
-    monkeypatch.setattr(collective, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
+    for module in (broadcast, collective):
+        monkeypatch.setattr(module, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
     ending = threading.Thread(target=policy.end, daemon=True)
     ending.start()
     ending.join(60)

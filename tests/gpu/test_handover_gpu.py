@@ -17,6 +17,7 @@ from meshrl_hf.handover import Taking
 
 device = torch.device(sys.argv[2])
 with Taking(sys.argv[1], "key", "a", device, 60) as taking:
+    taking.open()
     for number in range(12):
         assert (taking.bucket(0, number, 1 << 20) == number).all()
         taking.done()
