@@ -1,6 +1,6 @@
 """A policy's ranks that broadcast weights, each from a thread of this process."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -57,14 +57,15 @@ class Senders(NamedTuple):
 
 
 @contextmanager
-def sending(ranks: int, limit: int) -> Generator[Senders]:
-    """Make ranks with `2 * limit` bytes of memory for buckets."""
+def sending(ranks: int, limit: int, matrices: Collection[str] = frozenset()) -> Generator[Senders]:
+    """Make ranks with `2 * limit` bytes of memory for buckets. `matrices`: sent in FP8."""
     store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broadcast, "are_processes", lambda _: True)
         patch.setattr(broadcast, "meet", lambda _: store)
         patch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
         agreed, cpu = cast("RankGroup", OneMind(ranks)), torch.device("cpu")
-        made = Senders([Sender(agreed, Rank(index, ranks), cpu, torch.float32, limit) for index in range(ranks)])
+        places = [Rank(index, ranks) for index in range(ranks)]
+        made = Senders([Sender(agreed, place, cpu, torch.float32, limit, matrices) for place in places])
     yield made
     made.end()

@@ -9,11 +9,11 @@ asks there (`reading`), the policy's first rank decides who reads together, and 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from math import inf, prod
+from math import inf
 from secrets import token_hex
 from typing import Final
 
@@ -24,8 +24,8 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
+from meshrl_hf.buckets import Bucket, planned
 from meshrl_hf.collective import (
-    ALIGNED,
     CPU,
     IN_FLIGHT,
     KEPT,
@@ -37,12 +37,11 @@ from meshrl_hf.collective import (
     Line,
     Passing,
     bytes_in_place,
-    view,
 )
-from meshrl_hf.fingerprints import copied, fingerprint
+from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.handover import Desk, Handing, desk_of
 from meshrl_hf.meeting import are_processes, meet, place
-from meshrl_hf.offer import Layout, Part, turns
+from meshrl_hf.offer import Layout, turns
 from meshrl_hf.ranks import RankGroup
 from meshrl_hf.reach import Where, on_gpus, routes
 
@@ -54,8 +53,11 @@ eighth of the limit. Twice as much stays free, because buckets may take twice th
 class Sender:
     """The end of one policy rank. Between two changes of the parameters, it sends them to each reader that asks."""
 
-    def __init__(self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-        """All ranks construct theirs together. `limit`: half the bytes of memory for buckets.
+    def __init__(
+        self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int,
+        matrices: Collection[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """All ranks construct theirs together. `limit`: half the bytes of memory for buckets. `matrices`: sent in FP8.
 
         Raises ConfigError if the ranks are not processes.
         """
@@ -73,7 +75,7 @@ class Sender:
         self._desk = Desk(desk_of(self._names, rank.index)) if self._policy[rank.index].machine else None
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._matrices = device, dtype, matrices
         self._limit = 2 * (limit - min(limit // 8, _APART)) // IN_FLIGHT
         self._line = Line(self.place)
         self._other = Line(self.place)
@@ -90,10 +92,10 @@ class Sender:
         self.end()
         self._offers += 1
         key = f"{self._names}/{self._offers}"
-        buckets = planned(boxes, self._dtype, self._limit)
+        buckets = planned(boxes, self._dtype, self._limit, self._matrices)
         self._sending = threading.Thread(target=self._serve, args=(key, buckets), name="meshrl-sender", daemon=True)
         self._sending.start()
-        return key, tuple(layout for layout, _ in buckets)
+        return key, tuple(bucket.layout for bucket in buckets)
 
     def end(self) -> None:
         """End the offer before the parameters change. Waits until nobody reads them."""
@@ -108,7 +110,7 @@ class Sender:
             with suppress(RuntimeError):  # the store is gone, and with it everybody who waits there
                 self._other.ask(f"{self._names}/{self._offers}", "")
 
-    def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
+    def _serve(self, key: str, buckets: Sequence[Bucket]) -> None:
         passes = _Passes(self._line, key, self._known, self._policy) if self.number == 0 else None
         number = 0
         try:
@@ -121,7 +123,7 @@ class Sender:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
                     passes.end(self._other)
 
-    def _send(self, key: str, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
+    def _send(self, key: str, passing: Passing, buckets: Sequence[Bucket]) -> None:
         """Send all buckets, then their fingerprints. Readers see an error too, and ask again."""
         try:
             self._pass(key, passing, buckets)
@@ -131,10 +133,10 @@ class Sender:
             self._groups.drop(passing.group)
             self._known[:] = [each for each in self._known if each.group != passing.group]
 
-    def _pass(self, key: str, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
+    def _pass(self, key: str, passing: Passing, buckets: Sequence[Bucket]) -> None:
         """Send this rank's buckets, and pass on those that readers get by this rank."""
         me, device, takers = self.number, passing.device(self._device), passing.takers(self.number)
-        sizes = self._sizes(key, passing, [layout for layout, _ in buckets])
+        sizes = self._sizes(key, passing, [bucket.layout for bucket in buckets])
         self._flight.begin(max(chain(*sizes.values()), default=0), device, shared=bool(takers))
         self._groups.only(passing.kept)
 
@@ -152,7 +154,7 @@ class Sender:
                 if rank != me:
                     hop.send(rank, number, self._flight.memory(sizes[rank][number]))
                 elif number < len(buckets):
-                    made.append(hop.send_parts(number, *buckets[number], self._dtype, device))
+                    made.append(hop.send_parts(number, buckets[number], device))
                 else:
                     hop.send_prints(number, torch.cat(made))
             self._flight.end()
@@ -203,14 +205,13 @@ class Hop:
         else:
             self._flight.add(work, copied_by_all, arrived=give)
 
-    def send_parts(
-        self, number: int, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def send_parts(self, number: int, bucket: Bucket, device: torch.device) -> Tensor:
         """Send a bucket of this rank's parts, from their own memory if that is possible. Returns their fingerprints."""
-        content = None if self.rank in self._takers else bytes_in_place(tensors, dtype, device)
+        sources = [piece.tensor for piece in bucket.pieces]
+        content = None if self.rank in self._takers else bytes_in_place(bucket.layout, sources, device)
         if content is None:
-            content = self._flight.memory(layout.nbytes)
-            made = torch.stack(fill(content, layout, tensors, dtype))
+            content = self._flight.memory(bucket.layout.nbytes)
+            made = bucket.fill(content)
             self.send(self.rank, number, content)
             return made
         self.send(self.rank, number, content)
@@ -282,53 +283,6 @@ class _Passes:
         if made not in self._known:
             self._known[:] = [*self._known, made][-KEPT:]
         return made._replace(kept=[known.group for known in self._known])
-
-
-def planned(boxes: Iterable[Box], dtype: torch.dtype, limit: int) -> "list[tuple[Layout, Sequence[Tensor]]]":
-    """Plan buckets of at most `limit` bytes, and the tensors of their parts. Larger tensors are split.
-
-    A part of at least half of that is its own bucket: it needs no staging on a side that has it contiguous.
-    """
-    made: list[tuple[Layout, Sequence[Tensor]]] = []
-    parts, tensors, end = list[Part](), list[Tensor](), 0
-    for box in boxes:
-        for offsets, tensor in _pieces(box.tensor.detach(), box.offsets, limit // dtype.itemsize):
-            nbytes = tensor.numel() * dtype.itemsize
-            part = Part(box.name, box.size, offsets, tuple(tensor.shape), 0)
-            if nbytes >= limit // 2:
-                made.append((Layout((part,), nbytes), [tensor]))
-                continue
-            start = -(-end // ALIGNED) * ALIGNED
-            if parts and start + nbytes > limit:
-                made.append((Layout(tuple(parts), end), tensors))
-                parts, tensors, start = [], [], 0
-            parts.append(part._replace(start=start))
-            tensors.append(tensor)
-            end = start + nbytes
-    return [*made, (Layout(tuple(parts), end), tensors)] if parts else made
-
-
-def _pieces(
-    tensor: Tensor, offsets: tuple[int, ...], numel: int, dim: int = 0
-) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """Split a tensor along `dim`, and along later dims only if a row has more than `numel` elements."""
-    if dim == tensor.dim():
-        yield offsets, tensor
-        return
-    row = prod(tensor.shape[dim + 1 :])
-    rows = max(1, numel // max(1, row))
-    for start in range(0, tensor.shape[dim], rows):
-        piece = tensor.narrow(dim, start, min(rows, tensor.shape[dim] - start))
-        place = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-        if row > numel:
-            yield from _pieces(piece, place, numel, dim + 1)
-        else:
-            yield place, piece
-
-
-def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Write the parts, cast to the dtype. Returns their fingerprints."""
-    return [copied(view(buffer, part, dtype), tensor) for part, tensor in zip(layout.parts, tensors, strict=True)]
 
 
 def _told(line: Line, key: str) -> Passing | None:

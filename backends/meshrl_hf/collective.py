@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshrl_hf.handover import Slots
-from meshrl_hf.offer import Part
+from meshrl_hf.offer import Layout, Part
 from meshrl_hf.reach import Route, Where
 
 IN_FLIGHT: Final = 6
@@ -325,10 +325,21 @@ def _connected(where: str) -> Store:
     return made(host, int(port), is_master=False, timeout=STUCK, wait_for_workers=False)
 
 
-def view(buffer: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+def dtype_of(part: Part) -> torch.dtype:
+    """Return the dtype of a part."""
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    return dtype
+
+
+def nbytes_of(part: Part) -> int:
+    """Return the size of a part in bytes."""
+    return prod(part.shape) * dtype_of(part).itemsize
+
+
+def view(buffer: Tensor, part: Part) -> Tensor:
     """Return a view of a part in a bucket."""
-    flat = buffer[part.start : part.start + prod(part.shape) * dtype.itemsize]
-    return flat.view(dtype).reshape(part.shape)
+    flat = buffer[part.start : part.start + nbytes_of(part)]
+    return flat.view(dtype_of(part)).reshape(part.shape)
 
 
 def place_in(whole: Tensor, part: Part) -> Tensor:
@@ -339,10 +350,13 @@ def place_in(whole: Tensor, part: Part) -> Tensor:
     return place
 
 
-def bytes_in_place(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the bytes of a bucket that is one tensor, in its own memory. None if they must be staged."""
-    if len(tensors) != 1:
+def bytes_in_place(layout: Layout, tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Return the bytes of a bucket that is one tensor, in its own memory. None if they must be staged.
+
+    `tensors`: the source or the place of each part.
+    """
+    if len(layout.parts) != 1:
         return None
     (tensor,) = tensors
-    same = (tensor.dtype, tensor.device.type) == (dtype, device.type)
+    same = (tensor.dtype, tensor.device.type) == (dtype_of(layout.parts[0]), device.type)
     return tensor.detach().reshape(-1).view(torch.uint8) if same and tensor.is_contiguous() else None

@@ -11,9 +11,12 @@ from meshrl.errors import DataError, DataLost, ModelError
 from meshrl.mesh import Put, Rows, current_rank
 from meshrl.roles import PolicyConfig
 from meshrl.weights import Bucket, Probe, Weights
+from meshrl_hf import fp8
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import Sender
-from meshrl_hf.collective import place_in
+from meshrl_hf.collective import nbytes_of, place_in
+from meshrl_hf.loading import without_values
+from meshrl_hf.memory import config_of
 from meshrl_hf.offer import Offer, Part, Source
 from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_hf.trainable import Trainable
@@ -61,6 +64,7 @@ class LiveWeights(Weights):
     def buckets(self) -> Sequence[Bucket]:
         """The whole tensors, received on first use. DataLost if they are no longer available."""
         if self._whole is None:
+            self.check_quantized("")
             dtype = getattr(torch, self._offer.dtype)
             made = {name: torch.empty(form.shape, dtype=dtype) for name, form in self._forms.items()}
             self._pour(made)
@@ -71,8 +75,7 @@ class LiveWeights(Weights):
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
-        itemsize: int = getattr(torch, self._offer.dtype).itemsize
-        return self._offer.numel * itemsize
+        return sum(nbytes_of(part) for part in self._offer.parts)
 
     @property
     def ways(self) -> frozenset[str]:
@@ -116,6 +119,7 @@ class LiveWeights(Weights):
         Raises ModelError, and copies nothing, if they belong to another model. Later errors leave some tensors old:
         ModelError if a bucket differs from the sent bytes, DataLost if some never arrive.
         """
+        self.check_quantized("")
         own = {name: Form(array_of(tensor).dtype.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         check_forms(own, self._forms, self.version)
         self._pour(tensors, begin)
@@ -132,6 +136,14 @@ class LiveWeights(Weights):
             raise ModelError(
                 f"weights of version {self.version} did not arrive as they were sent: {damaged}. Publish them again"
             ) from None
+
+    def check_quantized(self, quantized: str) -> None:
+        """Raise ModelError if matrices are sent in FP8, and a reader's are not `quantized` to "fp8"."""
+        if self._offer.in_fp8 and quantized != "fp8":
+            raise ModelError(
+                f"the matrices of version {self.version} come in FP8, for samplers that compute in FP8. Remove "
+                "policy.weight_sync_dtype"
+            )
 
     @property
     def _forms(self) -> Mapping[str, Form]:
@@ -170,7 +182,10 @@ def sender(config: PolicyConfig, trainable: Trainable) -> Sender:
     """Make the sender of a policy's rank. All ranks make theirs together."""
     passes = trainable.passes
     dtype: torch.dtype = getattr(torch, config.dtype)
-    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20)
+    matrices = (
+        fp8.matrices(without_values(config_of(config))) if config.weight_sync_dtype == "fp8" else frozenset[str]()
+    )
+    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20, matrices)
 
 
 def offered(sender: Sender, version: int, probe: Probe | None, shards: Iterable[Box]) -> LiveWeights:

@@ -18,6 +18,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -58,6 +59,17 @@ JUDGE: Final = Kind(
     AutoModelForSequenceClassification.from_pretrained,
     AutoModelForSequenceClassification.from_config,
 )
+
+
+def without_values(shape: PretrainedConfig) -> PreTrainedModel:
+    """Make a causal language model on torch's device `meta`. ModelError for an unknown architecture."""
+    try:
+        with torch.device("meta"):
+            network: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
+    except Exception as error:
+        raise ModelError(f"transformers cannot make a {shape.model_type} of its configuration: {error}") from error
+    network.tie_weights()
+    return network
 
 
 def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:

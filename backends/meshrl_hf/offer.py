@@ -4,8 +4,12 @@ Engines' processes read offers too. They have neither meshrl nor torch yet.
 """
 
 from collections.abc import Iterator, Mapping
-from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+FP8: Final = "float8_e4m3fn"
+"""The name of the FP8 format in torch: 4 bits of exponent, 3 of mantissa, no infinity."""
+SCALE: Final = "_scale"
+"""The end of the name of an FP8 matrix's scales, float32[rows, 1]."""
 
 
 class Part(NamedTuple):
@@ -19,10 +23,12 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     start: int
     """Offset in bytes."""
+    dtype: str
+    """The name of the dtype in torch."""
 
 
 class Layout(NamedTuple):
-    """The content of a bucket: parts of one dtype."""
+    """The content of a bucket."""
 
     parts: tuple[Part, ...]
     nbytes: int
@@ -47,18 +53,29 @@ class Offer(NamedTuple):
     """HOST:PORT where the policy's ranks met."""
     key: str
     dtype: str
-    """The name of the dtype in numpy and torch."""
+    """The name of the policy's dtype in numpy and torch. Matrices may be sent in FP8 instead."""
     sources: tuple[Source, ...]
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the whole tensors."""
-        return {part.name: part.size for part in self._parts()}
+    def parts(self) -> Iterator[Part]:
+        """All parts of all tensors."""
+        return (part for source in self.sources for layout in source.layouts for part in layout.parts)
 
     @property
-    def numel(self) -> int:
-        """Number of elements of all tensors."""
-        return sum(prod(part.shape) for part in self._parts())
+    def sent(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the whole tensors that are sent, with the scales of matrices in FP8."""
+        return {part.name: part.size for part in self.parts}
+
+    @property
+    def in_fp8(self) -> frozenset[str]:
+        """The names of matrices that are sent in FP8."""
+        return frozenset(part.name for part in self.parts if part.dtype == FP8)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the policy's whole tensors."""
+        scales = {name + SCALE for name in self.in_fp8}
+        return {name: shape for name, shape in self.sent.items() if name not in scales}
 
     def turns(self) -> Iterator[tuple[Source, int]]:
         """Yield all buckets in the order in which they are sent, as their source and their number among its layouts.
@@ -68,9 +85,6 @@ class Offer(NamedTuple):
         sources = {source.rank: source for source in self.sources}
         for rank, number in turns({rank: len(source.layouts) for rank, source in sources.items()}):
             yield sources[rank], number
-
-    def _parts(self) -> Iterator[Part]:
-        return (part for source in self.sources for layout in source.layouts for part in layout.parts)
 
 
 def turns(counts: Mapping[int, int]) -> Iterator[tuple[int, int]]:

@@ -69,7 +69,6 @@ class _Pour:
     def __init__(self, offer: Offer, model: Model, device: torch.device) -> None:
         """`device`: of the buckets."""
         self.offer, self.device = offer, device
-        self.dtype: Final[torch.dtype] = getattr(torch, offer.dtype)
         self._model = model
         self._made: dict[int, list[Tensor]] = {source.rank: [] for source in offer.sources}
         """Fingerprints of parts that came, by sender and bucket."""
@@ -85,7 +84,7 @@ class _Pour:
         if in_place:
             made = fingerprint(content)[None]
         else:
-            parts = [view(content, part, self.dtype) for part in layout.parts]
+            parts = [view(content, part) for part in layout.parts]
             made = torch.stack([copied(place, part) for place, part in zip(places, parts, strict=True)])
         self._made[rank].append(made)
         for part in layout.parts:
@@ -196,7 +195,7 @@ class Reader:
             if number < len(source.layouts):
                 layout = source.layouts[number]
                 places = pour.places(layout)
-                there = bytes_in_place(places, pour.dtype, device)
+                there = bytes_in_place(layout, places, device)
                 content = flight.memory(layout.nbytes) if there is None else there
                 take = partial(pour.take, source.rank, layout, places, content, in_place=there is not None)
                 flight.add(group.broadcast(content), take)

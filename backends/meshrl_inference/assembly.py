@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from meshrl_hf.collective import place_in
+from meshrl_hf.collective import dtype_of, place_in
 from meshrl_hf.offer import Offer, Part
 from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_inference.engine import Outcome
@@ -29,7 +29,6 @@ class Assembly:
         self.begun = False
         """True if some of the model's tensors may be new."""
         self._offer, self._naming, self._begin, self._load = offer, naming, begin, load
-        self._dtype: torch.dtype = getattr(torch, offer.dtype)
         self._left: dict[str, int] = {}
         """Number of missing elements, by unit."""
         self._here: dict[str, dict[str, Tensor]] = {}
@@ -39,7 +38,7 @@ class Assembly:
         """Forget all parts, and get ready for others."""
         self._left.clear()
         self._here.clear()
-        for name, shape in self._offer.shapes.items():
+        for name, shape in self._offer.sent.items():
             unit = self._naming.unit(name)
             self._left[unit] = self._left.get(unit, 0) + prod(shape)
         self.begun = True
@@ -49,7 +48,7 @@ class Assembly:
         """Return a view of a part in its tensor, which is made for the first one."""
         here = self._here.setdefault(self._naming.unit(part.name), {})
         if part.name not in here:
-            here[part.name] = torch.empty(part.size, dtype=self._dtype, device=self.device)
+            here[part.name] = torch.empty(part.size, dtype=dtype_of(part), device=self.device)
         return place_in(here[part.name], part)
 
     def arrived(self, part: Part) -> None:

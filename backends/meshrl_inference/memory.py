@@ -4,10 +4,12 @@ from math import prod
 from typing import Final, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ConfigError
 from meshrl.roles import Memory, SamplerConfig, Term, Work, chosen_options
+from meshrl_hf import fp8
+from meshrl_hf.loading import without_values
 from meshrl_hf.memory import cache_per_token, config_of
 from meshrl_inference.options import EngineOptions
 
@@ -29,7 +31,7 @@ def held(config: SamplerConfig, work: Work) -> Memory:
     shape = config_of(config)
     tp = work.axes.get("tp", 1)
     itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize
-    weights = parameters_of(shape) * itemsize // tp
+    weights = _weights(shape, itemsize, options.quantized) // tp
     a_token = cache_per_token(shape.get_text_config(), config.dtype, tp)
     passes = _PASS * _widest(shape.get_text_config(), tp) * itemsize
     cache = _cache(options, work, weights + passes)
@@ -37,7 +39,7 @@ def held(config: SamplerConfig, work: Work) -> Memory:
     during = "generate" if options.sleep and work.gpu else ""
     host = not work.gpu
     terms = [
-        Term("weights", weights, during, f"all parameters in {config.dtype}, over tp = {tp}", host),
+        Term("weights", weights, during, f"all parameters in {_told_of_dtype(options, config)}, over tp = {tp}", host),
         Term("KV cache", cache, during, _told_of_cache(options, work), host),
         Term("passes", passes, during, f"about {_PASS} tokens, the widest of their layers' states", host),
     ]
@@ -56,13 +58,17 @@ def held(config: SamplerConfig, work: Work) -> Memory:
 
 def parameters_of(shape: PretrainedConfig) -> int:
     """Count the parameters of a causal language model, tied ones once. ModelError for an unknown architecture."""
-    try:
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(shape)
-    except Exception as error:
-        raise ModelError(f"transformers cannot make a {shape.model_type} of its configuration: {error}") from error
-    network.tie_weights()
-    return sum(each.numel() for each in network.parameters())
+    return sum(each.numel() for each in without_values(shape).parameters())
+
+
+def _weights(shape: PretrainedConfig, itemsize: int, quantized: str) -> int:
+    """Count the bytes of all parameters, tied ones once. `quantized`: the format of matrices, if it is another."""
+    network = without_values(shape)
+    matrices = fp8.matrices(network) if quantized else frozenset[str]()
+    return sum(
+        each.numel() + len(each) * torch.float32.itemsize if name in matrices else each.numel() * itemsize
+        for name, each in network.named_parameters()
+    )
 
 
 def _cache(options: EngineOptions, work: Work, taken: int) -> int:
@@ -78,6 +84,10 @@ def _cache(options: EngineOptions, work: Work, taken: int) -> int:
             "values: raise it, or divide the model over more ranks along tp"
         )
     return share - taken
+
+
+def _told_of_dtype(options: EngineOptions, config: SamplerConfig) -> str:
+    return f"{config.dtype}, and matrices in {options.quantized}" if options.quantized else config.dtype
 
 
 def _told_of_cache(options: EngineOptions, work: Work) -> str:

@@ -29,7 +29,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     eager: bool
     sleep: bool
     """True to free the GPU's memory while no row is decoded."""
-    own: dict[str, bool]
+    own: dict[str, bool | str | None]
     """Options that only this engine has."""
 
 

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from meshrl_hf import fp8
+
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 
 
@@ -46,6 +48,11 @@ class Naming:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The names of matrices that can be in FP8."""
+        return fp8.matrices(self._network)
 
     def unit(self, name: str) -> str:
         """Return a label that a policy's tensor shares with those that are converted and loaded together: a layer's."""

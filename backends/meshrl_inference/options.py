@@ -33,7 +33,7 @@ class EngineOptions(BackendOptions):
         return "sleep" if self.sleep else ""
 
     @property
-    def own(self) -> dict[str, bool]:
+    def own(self) -> dict[str, bool | str | None]:
         """The options that only this engine has."""
         return self.model_dump(exclude=set(EngineOptions.model_fields))
 

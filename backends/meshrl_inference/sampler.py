@@ -109,7 +109,7 @@ class EngineSampler(Sampler):
 
     def _start(self, folder: Path, gpus: list[str]) -> Orders:
         """Start the engine with the model of a folder."""
-        config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
+        config, rank, options = self._config, current_rank(), self._options
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
@@ -120,9 +120,13 @@ class EngineSampler(Sampler):
         return engine
 
     @property
+    def _options(self) -> EngineOptions:
+        return options_of(self._config, self.options)
+
+    @property
     def _recomputes(self) -> bool:
         """True if running rows read their tokens again with new weights."""
-        return options_of(self._config, self.options).kv_after_update == "recompute"
+        return self._options.kv_after_update == "recompute"
 
     @property
     def engine_pid(self) -> int:
@@ -179,6 +183,8 @@ class EngineSampler(Sampler):
         async with self._loading:
             self._listen()
             joins = self.kind.joins and isinstance(weights, LiveWeights)
+            if isinstance(weights, LiveWeights):
+                weights.check_quantized(self._options.quantized)
             there = weights if joins else await asyncio.to_thread(weights.shared)
             arriving = _Arriving(there, asyncio.get_running_loop().create_future())
             self._engine.send(self._order(there))
@@ -294,7 +300,8 @@ class EngineSampler(Sampler):
             values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
             found["difference"] = apart(probe, values)
             try:
-                check(arriving.weights, found["difference"], self._config.dtype)
+                dtype = self._options.quantized or self._config.dtype
+                check(arriving.weights, found["difference"], dtype)
             except ModelError as error:
                 arriving.fail(error)
                 self._engine.fail(error)

@@ -72,7 +72,7 @@ class SglangEngine:
 
         self._folder = asked.model
         self._tp = asked.tp
-        self._reads_back = asked.own["verify_weights"]
+        self._reads_back = bool(asked.own["verify_weights"])
         self._transfer, self._proof = transfer, proof
         self._engine = scheduler.Processes(**_arguments(asked, gpu))
         self._manager = self._engine.tokenizer_manager

@@ -239,6 +239,9 @@ class PolicyConfig(PassConfig):
     """How weights go to samplers. `auto`: a copy of all weights, by the shortest route that there is between the two
     sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
     rank of `torch`, `fsdp` or `megatron` broadcasts its shards to all samplers at once and keeps no copy."""
+    weight_sync_dtype: Literal["auto", "fp8"] = "auto"
+    """How the matrices of linear layers are broadcast. `auto`: in `dtype`. `fp8`: in 8 bits a number, with a scale for
+    each row, for a sampler that has them in FP8 too. Each rank rounds the rows that it has whole."""
     bucket_mib: int = Field(default=256, gt=0)
     """Memory in MiB. Each sender and receiver of `weight_sync = "broadcast"` needs at most twice as much, for six
     buckets in flight. 4 MiB of that, or an eighth if that is less, stay free for plans and threads."""
@@ -249,6 +252,8 @@ class PolicyConfig(PassConfig):
             raise ValueError(
                 'weight_sync = "broadcast" sends all weights, and cannot be combined with lora: remove one of the two'
             )
+        if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
+            raise ValueError('weight_sync_dtype = "fp8" needs weight_sync = "broadcast": set it, or remove the first')
         return self
 
 

@@ -60,6 +60,11 @@ class BackendOptions(Config):
         return False
 
     @property
+    def quantized(self) -> str:
+        """The format to which a sampler rounds its matrices, such as "fp8". "" if it has them in its `dtype`."""
+        return ""
+
+    @property
     def keeps_weights(self) -> str:
         """The missing key without which a sampler accepts no weights. "" if it accepts them."""
         return ""

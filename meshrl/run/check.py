@@ -116,17 +116,26 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
                 run.meshes[table.mesh].check_takes(table)
             except ConfigError as error:
                 yield f"{dotted(path)}: {error}"
-    policy = _of(config, "policy", PolicyConfig)
-    if policy and policy.weight_sync == "broadcast" and run.engine == "local":
-        yield (
-            'policy.weight_sync: "broadcast" sends weights between processes, but with run.engine = "local" ranks are '
-            'threads: set run.engine = "processes", or remove weight_sync'
-        )
+    yield from _mistakes_of_sync(config, run)
     for name in run.trackers:
         try:
             make_tracker(name)
         except ConfigError as error:
             yield str(error)
+
+
+def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
+    policy, sampler = _of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig)
+    if policy and policy.weight_sync == "broadcast" and run.engine == "local":
+        yield (
+            'policy.weight_sync: "broadcast" sends weights between processes, but with run.engine = "local" ranks are '
+            'threads: set run.engine = "processes", or remove weight_sync'
+        )
+    if policy and policy.weight_sync_dtype == "fp8" and sampler and chosen_options(sampler).quantized != "fp8":
+        yield (
+            f'policy.weight_sync_dtype: "fp8" sends matrices in FP8, but the sampler has them in {sampler.dtype}: set '
+            f"sampler.{sampler.backend}.quantization if this backend has it, or remove weight_sync_dtype"
+        )
 
 
 def _of(config: Config, name: str, kind: type[C]) -> C | None:

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
 from meshrl.errors import ModelError
-from meshrl_hf import broadcast, collective, live_weights
+from meshrl_hf import broadcast, buckets, collective, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import Sender, fill, planned
+from meshrl_hf.buckets import planned
 from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, place_in, view
 from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.live_weights import LiveWeights, _InPlace, offered
@@ -37,6 +37,7 @@ from meshrl_inference.naming import Naming
 from tests.senders import Senders, sending
 
 if TYPE_CHECKING:
+    from meshrl_hf.broadcast import Sender
     from meshrl_hf.trainable import Trainable
 
 LIMIT = 1 << 10
@@ -57,15 +58,16 @@ def test_buckets_have_every_number_once_and_keep_to_their_size(dtype: torch.dtyp
     whole = {box.name: torch.full(box.size, torch.nan, dtype=dtype) for box in boxes()}
     plan = planned(boxes(), dtype, LIMIT)
     flight = Flight()
-    flight.begin(max(layout.nbytes for layout, _ in plan), torch.device("cpu"))
-    for layout, tensors in plan:
+    flight.begin(max(bucket.layout.nbytes for bucket in plan), torch.device("cpu"))
+    for bucket in plan:
+        layout = bucket.layout
         assert layout.nbytes <= LIMIT
         buffer = flight.memory(layout.nbytes)
-        told = fill(buffer, layout, tensors, dtype)
+        told = bucket.fill(buffer)
         assert layout.nbytes == layout.parts[-1].start + prod(layout.parts[-1].shape) * dtype.itemsize
         for part, known in zip(layout.parts, told, strict=True):
             assert part.start % 64 == 0
-            came = view(buffer, part, dtype)
+            came = view(buffer, part)
             place = place_in(whole[part.name], part)
             assert place.isnan().all()
             assert copied(place, came) == known
@@ -239,7 +241,7 @@ def test_parts_that_change_on_their_way_are_named_and_the_next_weights_arrive(
     weights, known = publish(policy, 0)
     place = torch.zeros_like(known)
     with monkeypatch.context() as patch:
-        patch.setattr(broadcast, "copied", lambda *both: copied(*both) + 1)
+        patch.setattr(buckets, "copied", lambda *both: copied(*both) + 1)
         patch.setattr(broadcast, "fingerprint", lambda tensor: fingerprint(tensor) + 1)
         with pytest.raises(ModelError, match=r"version 0 did not arrive as they were sent: \d+ tensors differ \(all"):
             weights.pour({"all": place}, lambda: None)

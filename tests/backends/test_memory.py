@@ -23,6 +23,7 @@ from meshrl import (
     ReferenceConfig,
     SamplerConfig,
     ValueLoss,
+    with_options,
 )
 from meshrl.errors import ConfigError
 from meshrl.roles import Memory, ModelConfig, Work, memory_of
@@ -192,6 +193,12 @@ def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share
     a_token = 2 * 32 * 4 * 128 * 2  # keys and values, layers, heads of this rank, dims, bytes
     (note,) = memory.notes
     assert f"{terms['KV cache'] // (a_token * 2560)} rows of 2560 tokens fit, of 128 at once" in note
+    small = memory_of(with_options(config, VllmConfig(quantization="fp8")), Work({"dp": 4, "tp": 2}, **ASKED))
+    assert small is not None
+    linear = 32 * 2 * (4096 + 1024) * 4096 + 32 * 3 * 14336 * 4096  # q and o, k and v; the feed-forward three
+    rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert small.terms[0].nbytes == 8_030_261_248 - linear // 2 + rows * 4 // 2
+    assert small.terms[0].formula == "all parameters in bfloat16, and matrices in fp8, over tp = 2"
     tight = config.model_copy(update={"vllm": VllmConfig(memory_share=0.05)})
     with pytest.raises(ConfigError, match=r"memory_share = 0.05 .* leaves nothing for keys and values"):
         memory_of(tight, Work({"dp": 4, "tp": 2}, **ASKED))

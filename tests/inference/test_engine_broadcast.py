@@ -30,7 +30,7 @@ from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import broadcast
+from meshrl_hf import broadcast, buckets
 from meshrl_hf.broadcast import Hop
 from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.live_weights import LiveWeights
@@ -133,7 +133,7 @@ async def test_those_that_are_gone_change_nothing(sampler: EngineSampler, source
 async def test_what_was_changed_on_its_way_is_not_drawn_from(
     sampler: EngineSampler, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "copied", lambda *both: copied(*both) + 1)
+    monkeypatch.setattr(buckets, "copied", lambda *both: copied(*both) + 1)
     monkeypatch.setattr(broadcast, "fingerprint", lambda tensor: fingerprint(tensor) + 1)
     with pytest.raises(ModelError, match=r"version 20 .* decodes nothing .*: \d+ tensors differ .* from what was sent"):
         await sampler.load(source.live(0, 20))

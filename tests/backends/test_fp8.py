@@ -1,0 +1,115 @@
+"""Matrices in FP8: how exact they are, and how a policy's ranks send them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from meshrl.errors import ModelError
+from meshrl_hf import fp8
+from meshrl_hf.boxes import Box
+from meshrl_hf.buckets import planned
+from meshrl_hf.collective import place_in, view
+from meshrl_hf.fingerprints import fingerprint
+from meshrl_hf.offer import FP8, SCALE
+from meshrl_inference.assembly import read
+from meshrl_inference.naming import Naming
+from tests.senders import sending
+
+LIMIT = 1 << 10
+SHAPE: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1e-40, 1e-3, 1.0, 1e20]))
+def test_each_number_is_near_and_each_rows_largest_keeps_its_place(
+    rows: int, columns: int, seed: int, size: float
+) -> None:
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
+    numbers, scales = fp8.quantized(matrix)
+    assert (numbers.dtype, scales.shape) == (getattr(torch, FP8), (rows, 1))
+    back = numbers.double() * scales.double()
+    # Half of the last of 3 bits, or of the smallest number.
+    assert ((back - matrix).abs() <= (matrix.double().abs() * 2**-4).maximum(scales.double() * 2**-9)).all()
+    if size >= 1e-3:
+        assert numbers.float().abs().amax(1).tolist() == [448] * rows
+
+
+def test_rows_of_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
+    numbers, scales = fp8.quantized(torch.tensor([[0.0, 0.0], [1.0, torch.nan]]))
+    assert (numbers[0].float() == 0).all()
+    assert (scales[0] > 0).all()
+    assert (numbers[1].float() * scales[1]).isnan().any()
+
+
+def test_they_are_those_of_linear_layers_without_the_head() -> None:
+    network = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, **HEADS, tie_word_embeddings=False))
+    found = fp8.matrices(network)
+    assert "lm_head.weight" in dict(network.named_parameters())
+    assert len(found) == 2 * 7
+    assert all(".layers." in name and name.endswith("proj.weight") for name in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [LIMIT, 1 << 16])
+def test_buckets_have_the_rows_that_the_whole_matrix_would_have(dtype: torch.dtype, limit: int) -> None:
+    torch.manual_seed(0)
+    matrix, wide, plain = torch.randn(70, 30), torch.randn(3, 700), torch.randn(20, 30)
+    boxes = [
+        Box("matrix", (70, 30), (0, 0), matrix[:40]),
+        Box("plain", (20, 30), (0, 0), plain),
+        Box("wide", (3, 700), (0, 0), wide),
+        Box("matrix", (70, 30), (40, 0), matrix[40:]),
+        Box("columns", (4, 30), (0, 10), torch.randn(4, 10)),
+        Box("none", (4, 30), (4, 0), torch.randn(0, 30)),
+    ]
+    came: dict[str, torch.Tensor] = {}
+    plan = planned(boxes, dtype, limit, frozenset({"matrix", "wide", "columns", "none"}))
+    for bucket in plan:
+        assert bucket.layout.nbytes <= limit
+        memory = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8)
+        prints = bucket.fill(memory)
+        for part, told in zip(bucket.layout.parts, prints, strict=True):
+            assert part.start % 64 == 0
+            content = view(memory, part)
+            assert fingerprint(content) == told
+            whole = came.setdefault(part.name, torch.zeros(part.size, dtype=content.dtype))
+            place_in(whole, part).copy_(content)
+    for name, tensor in {"matrix": matrix, "wide": wide}.items():
+        numbers, scales = fp8.quantized(tensor.to(dtype))
+        assert torch.equal(came[name].view(torch.uint8), numbers.view(torch.uint8))
+        assert torch.equal(came[name + SCALE], scales)
+    assert torch.equal(came["plain"], plain.to(dtype))
+    assert came["columns"].dtype == dtype  # a rank with some columns does not know the rows' scales
+    assert len(came) == 6
+
+
+def test_an_engine_gets_them_with_their_layers_and_others_refuse_them(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE, **HEADS)
+    config.save_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_config(config)
+    known, naming = dict(network.named_parameters()), Naming(str(tmp_path))
+    came: dict[str, torch.Tensor] = {}
+    with sending(3, 1 << 14, naming.matrices) as policy:
+        weights = policy.offer(known, 1)
+        size = sum(each.numel() * (1 if name in naming.matrices else 4) for name, each in known.items())
+        scales = sum(len(known[name]) * 4 for name in naming.matrices)
+        assert weights.nbytes == size + scales
+        outcome = read(weights.offer, 1, naming, torch.device("cpu"), came.clear, came.update)
+        assert outcome.way
+        for refused in (lambda: weights.pour(known, lambda: None), lambda: weights.tensors):
+            with pytest.raises(ModelError, match=r"version 1 come in FP8, .* Remove policy.weight_sync_dtype"):
+                refused()
+    assert came.keys() == known.keys() | {name + SCALE for name in naming.matrices}
+    for name, tensor in known.items():
+        if name in naming.matrices:
+            numbers, there = fp8.quantized(tensor.detach())
+            assert torch.equal(came[name].view(torch.uint8), numbers.view(torch.uint8))
+            assert np.array_equal(came[name + SCALE].numpy(), there.numpy())
+        else:
+            assert torch.equal(came[name], tensor)

@@ -1,0 +1,188 @@
+"""Matrices in FP8 in vLLM: what it computes, and weights that come whole or in FP8."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from meshrl import Batch, ModelError, PolicyConfig, SamplerConfig, Sampling, rollout, with_options
+from meshrl.errors import EngineDied
+from meshrl.mesh import Rank, rank_context
+from meshrl_hf import fp8
+from meshrl_hf.text import character_tokenizer
+from meshrl_torch.policy import TorchPolicy
+from meshrl_vllm.options import VllmConfig
+from meshrl_vllm.sampler import VllmSampler
+from tests.senders import sending
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+TIED, BIASED = LlamaConfig(**SHAPE, tie_word_embeddings=True), Qwen2Config(**SHAPE)
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
+TOKENIZER = character_tokenizer("abcdefgh>", 256)
+
+
+def saved(config: PretrainedConfig, seed: int, folder: Path) -> PreTrainedModel:
+    """A network far from its initialisation, and in a folder."""
+    torch.manual_seed(seed)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return made
+
+
+class InFp8(nn.Module):
+    """A linear layer of a matrix in FP8, whose inputs are rounded too: what vLLM computes, by torch in float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        self.matrix = self.rounded(linear.weight)
+
+    @staticmethod
+    def rounded(rows: Tensor) -> Tensor:
+        """To FP8 and back, each row by its scale."""
+        numbers, scales = fp8.quantized(rows.detach())
+        return numbers.float() * scales
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Of float32[..., hidden]."""
+        rounded = self.rounded(states.reshape(-1, states.shape[-1])).reshape(states.shape)
+        return nn.functional.linear(rounded, self.matrix, self.bias)
+
+
+def rounding(network: PreTrainedModel) -> PreTrainedModel:
+    """The network with its matrices in FP8."""
+    for name in fp8.matrices(network):
+        parent, _, last = name.removesuffix(".weight").rpartition(".")
+        owner = network.get_submodule(parent)
+        setattr(owner, last, InFp8(getattr(owner, last)))
+    return network
+
+
+def far(network: PreTrainedModel, batch: Batch) -> float:
+    """The largest distance of a sampler's log-probs from a network's."""
+    most = 0.0
+    for row in range(len(batch)):
+        tokens = torch.from_numpy(np.asarray(batch.tokens[row]).astype(np.int64))
+        drawn = np.asarray(batch.ragged("sampler_logprobs")[row])
+        with torch.no_grad():
+            logprobs = network(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+        known = logprobs.gather(-1, tokens[1:, None])[:, 0].numpy()
+        asked = np.asarray(batch.ragged("loss_mask")[row])[1:].astype(bool)
+        most = max(most, float(np.abs(known - drawn[1:])[asked].max()))
+    return most
+
+
+def made(folder: Path, python: str | None, **keys: Any) -> VllmSampler:
+    own = VllmConfig(python=python, kv_cache_mib=32, quantization="fp8")
+    return VllmSampler(with_options(SamplerConfig(backend="vllm", model=str(folder), slots=16, **keys), own))
+
+
+@pytest.fixture(autouse=True)
+def rank() -> None:
+    rank_context.set(Rank(threads=1))
+
+
+async def drawn(sampler: VllmSampler) -> Batch:
+    return await (await rollout(sampler, PROMPTS, Sampling(max_tokens=20, temperature=0, ignore_eos=True))).load()
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """Whether tokens and log-probs have the same bits."""
+    pairs = [(each.tokens.values, each.ragged("sampler_logprobs").values) for each in (one, other)]
+    return all(np.array_equal(*both) for both in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("config", [TIED, BIASED], ids=lambda config: config.model_type)
+async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_broadcast(
+    config: PretrainedConfig, tmp_path: Path, python: str | None
+) -> None:
+    networks = [saved(config, seed, tmp_path / str(seed)) for seed in range(2)]
+    names = fp8.matrices(networks[0])
+    weights = [await TorchPolicy(PolicyConfig(model=str(tmp_path / str(seed)))).weights() for seed in range(2)]
+    sampler = made(tmp_path / "0", python)
+    first = await drawn(sampler)
+    assert far(networks[0], first) > 1e-2
+    exact = [rounding(network) for network in networks]
+    assert far(exact[0], first) < 1e-3
+    loaded = await sampler.load(weights[1].with_version(1))
+    assert 1e-4 < float(loaded.row("difference").max()) < 0.5
+    second = await drawn(sampler)
+    assert far(exact[1], second) < 1e-3
+    for matrices in (names, frozenset[str]()):
+        with sending(2, 1 << 14, matrices) as senders:
+            for seed, known in ((0, first), (1, second)):
+                tensors = {name: torch.from_numpy(array.copy()) for name, array in weights[seed].tensors.items()}
+                await sampler.load(senders.offer(tensors, 2, weights[seed].probe))
+                assert same(await drawn(sampler), known)
+    sampler.close()
+
+
+async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_path: Path, python: str | None) -> None:
+    network = saved(BIASED, 0, tmp_path)
+    weights = await TorchPolicy(PolicyConfig(model=str(tmp_path))).weights()
+    rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
+    sampler = made(tmp_path, python)
+    known = await drawn(sampler)
+    assert far(rounding(network), known) < 0.1
+    with sending(2, 1 << 14, fp8.matrices(network)) as senders:
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.tensors.items()}
+        await sampler.load(senders.offer(tensors, 1, weights.probe))
+        assert same(await drawn(sampler), known)
+    sampler.close()
+
+
+async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -> None:
+    network = saved(TIED, 0, tmp_path)
+    sampler = made(tmp_path, python, dtype="bfloat16")
+    assert far(rounding(network), await drawn(sampler)) < 0.2
+    weights = await TorchPolicy(PolicyConfig(model=str(tmp_path), dtype="bfloat16")).weights()
+    loaded = await sampler.load(weights.with_version(1))
+    assert float(loaded.row("difference").max()) < 0.5
+    sampler.close()
+
+
+async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path, python: str | None) -> None:
+    network = saved(TIED, 0, tmp_path)
+    config = SamplerConfig(backend="vllm", model=str(tmp_path), slots=16)
+    sampler = VllmSampler(with_options(config, VllmConfig(python=python, kv_cache_mib=32)))
+    before = await drawn(sampler)
+    with sending(2, 1 << 14, fp8.matrices(network)) as senders:
+        offer = senders.offer(dict(network.named_parameters()), 1)
+        with pytest.raises(ModelError, match="version 1 come in FP8"):
+            await sampler.load(offer)
+    assert same(await drawn(sampler), before)
+    sampler.close()
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path, python: str | None) -> None:
+    saved(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2), 0, tmp_path)
+    with pytest.raises((ModelError, EngineDied), match="a mixture of experts cannot be in FP8"):
+        made(tmp_path, python)
