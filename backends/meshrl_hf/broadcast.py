@@ -48,6 +48,8 @@ from meshrl_hf.reach import Where, on_gpus, routes
 _APART: Final = 2 << 20
 """Bytes of the limit that buckets leave to fingerprints, plans, threads and the rounding to large pages. At most an
 eighth of the limit. Twice as much stays free, because buckets may take twice the limit."""
+_APART_IN_FP8: Final = 4 << 20
+"""Further bytes that they leave to numbers in float32 which become FP8."""
 
 
 class Sender:
@@ -76,7 +78,8 @@ class Sender:
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
         self._device, self._dtype, self._matrices = device, dtype, matrices
-        self._limit = 2 * (limit - min(limit // 8, _APART)) // IN_FLIGHT
+        apart = _APART + _APART_IN_FP8 if matrices else _APART
+        self._limit = 2 * (limit - min(limit // 8, apart)) // IN_FLIGHT
         self._line = Line(self.place)
         self._other = Line(self.place)
         """A second one, for requests that must not wait behind others."""

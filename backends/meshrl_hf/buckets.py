@@ -66,11 +66,11 @@ def planned(
     """Plan buckets of at most `limit` bytes. Larger tensors are split.
 
     `matrices`: names of those that are sent in FP8, where a box has whole rows of them. A piece of at least half of the
-    limit is its own bucket: it needs no staging on a side that has it contiguous.
+    limit is its own bucket: unless it is in FP8, it needs no staging on a side that has it contiguous.
     """
     made, pieces, end = list[Bucket](), list[Piece](), 0
     for box in boxes:
-        in_fp8 = box.name in matrices and _has_whole_rows(box)
+        in_fp8 = box.name in matrices and _has_whole_rows(box, limit)
         for piece in _rows_in_fp8(box, dtype, limit) if in_fp8 else _cut(box, dtype, limit):
             if piece.nbytes >= limit // 2:
                 made.append(Bucket.of([piece]))
@@ -91,14 +91,19 @@ def _cut(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Piece]:
         yield Piece([Part(box.name, box.size, offsets, tuple(tensor.shape), 0, name)], tensor, dtype)
 
 
-def _has_whole_rows(box: Box) -> bool:
-    """True if a matrix's box needs no other rank for the scales of its rows."""
-    return box.tensor.dim() == len(box.size) == 2 and box.tensor.shape[1] == box.size[1]
+def _has_whole_rows(box: Box, limit: int) -> bool:
+    """True if a matrix's box needs no other rank for the scales of its rows, and a bucket holds a row."""
+    return box.tensor.shape[1] == box.size[1] and _most_rows(box, limit) > 0
+
+
+def _most_rows(box: Box, limit: int) -> int:
+    """Return how many rows in FP8 a bucket holds, with their scales."""
+    return (limit - ALIGNED) // (box.size[1] + torch.float32.itemsize)
 
 
 def _rows_in_fp8(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Piece]:
-    """Cut whole rows into pieces of about `limit` bytes at most. A piece has at least one row."""
-    most = max(1, (limit - ALIGNED) // (box.size[1] + torch.float32.itemsize))
+    """Cut whole rows into pieces of at most `limit` bytes."""
+    most = _most_rows(box, limit)
     for start in range(0, len(box.tensor), most):
         rows = box.tensor.detach()[start : start + most]
         first, count = box.offsets[0] + start, len(rows)

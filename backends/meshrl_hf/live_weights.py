@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrl import log
-from meshrl.errors import DataError, DataLost, ModelError
+from meshrl.errors import ConfigError, DataError, DataLost, ModelError
 from meshrl.mesh import Put, Rows, current_rank
 from meshrl.roles import PolicyConfig
 from meshrl.weights import Bucket, Probe, Weights
@@ -141,8 +141,8 @@ class LiveWeights(Weights):
         """Raise ModelError if matrices are sent in FP8, and a reader's are not `quantized` to "fp8"."""
         if self._offer.in_fp8 and quantized != "fp8":
             raise ModelError(
-                f"the matrices of version {self.version} come in FP8, for samplers that compute in FP8. Remove "
-                "policy.weight_sync_dtype"
+                f"the matrices of version {self.version} come in FP8, which only samplers that compute in FP8 take: "
+                "no other sampler, and no reference. Remove policy.weight_sync_dtype"
             )
 
     @property
@@ -182,10 +182,17 @@ def sender(config: PolicyConfig, trainable: Trainable) -> Sender:
     """Make the sender of a policy's rank. All ranks make theirs together."""
     passes = trainable.passes
     dtype: torch.dtype = getattr(torch, config.dtype)
-    matrices = (
-        fp8.matrices(without_values(config_of(config))) if config.weight_sync_dtype == "fp8" else frozenset[str]()
-    )
-    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20, matrices)
+    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20, _in_fp8(config))
+
+
+def _in_fp8(config: PolicyConfig) -> frozenset[str]:
+    """Return the names of the matrices that are sent in FP8. ConfigError if the model cannot be in FP8."""
+    if config.weight_sync_dtype != "fp8":
+        return frozenset()
+    network = without_values(config_of(config))
+    if refusal := fp8.refusal(network):
+        raise ConfigError(f"{refusal}. Remove policy.weight_sync_dtype")
+    return fp8.matrices(network)
 
 
 def offered(sender: Sender, version: int, probe: Probe | None, shards: Iterable[Box]) -> LiveWeights:

@@ -54,6 +54,11 @@ class Naming:
         """The names of matrices that can be in FP8."""
         return fp8.matrices(self._network)
 
+    @property
+    def not_for_fp8(self) -> str:
+        """Why the model cannot be in FP8. Empty if it can."""
+        return fp8.refusal(self._network)
+
     def unit(self, name: str) -> str:
         """Return a label that a policy's tensor shares with those that are converted and loaded together: a layer's."""
         found = _LAYER.match(name)

@@ -1,11 +1,9 @@
-"""Tensors that arrived in shared memory, as a policy has them, and those of a folder."""
+"""Tensors that arrived in shared memory, as a policy has them."""
 
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from meshrl_inference.mapped import mapped
 
@@ -20,11 +18,3 @@ def tensors(places: Places) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape, start in parts:
             kind: torch.dtype = getattr(torch, dtype)
             yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
-
-
-def tensors_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of a Hugging Face folder's safetensors files, with its name there."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 -- it is no mapping
-                yield name, opened.get_tensor(name)

@@ -46,8 +46,7 @@ class VllmEngine:
         self._vllm = vllm
         self._slots = asked.slots
         self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), enable_multiprocessing=False)
-        beginning = {"fp8": _in_fp8(asked)}
-        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": beginning})
+        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
         self._engine.set_weight_version("0")
         self._unread: dict[str, list[float]] = {}
@@ -171,19 +170,16 @@ def _arguments(asked: Start) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from meshrl_inference.naming import Naming  # noqa: PLC0415
     from meshrl_vllm import quantized, transfer  # noqa: PLC0415
 
-    if _in_fp8(asked):
-        quantized.check_model(Naming(asked.model))
+    in_fp8 = asked.own["quantization"] == "fp8"
     cpu = current_platform.is_cpu()
     cache = asked.kv_cache_mib or (_CPU_CACHE_MIB if cpu else None)
     return EngineArgs(
         model=asked.model,
         dtype=asked.dtype,
-        # The files are of another form. The weights' own engine reads and converts them.
-        load_format="dummy" if _in_fp8(asked) else "auto",
-        hf_overrides={"quantization_config": quantized.CONFIG} if _in_fp8(asked) else {},
+        load_format=quantized.NAME if in_fp8 else "auto",
+        hf_overrides={"quantization_config": quantized.CONFIG} if in_fp8 else {},
         max_model_len=asked.max_tokens,
         max_num_seqs=asked.slots + PROBES,
         # A row that is read in parts resets its seed's generator, which generators on CPUs cannot do.
@@ -202,10 +198,6 @@ def _arguments(asked: Start) -> Any:
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
     )
-
-
-def _in_fp8(asked: Start) -> bool:
-    return asked.own["quantization"] == "fp8"
 
 
 def _read(output: Any) -> list[float]:

@@ -1,18 +1,26 @@
-"""Matrices in FP8 for vLLM: its configuration for them, and tensors in the form that it then loads.
+"""Matrices in FP8 for vLLM: its configuration for them, and a loader that converts a model's files.
 
-The form is that of the library compressed-tensors, whose kernels vLLM has for CPUs and GPUs.
+The form is that of the library compressed-tensors, for which vLLM has kernels for CPUs and GPUs.
 """
 
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
-from torch.nn import Module
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from meshrl_hf.fp8 import quantized
+from meshrl_hf import fp8
 from meshrl_hf.offer import SCALE
 from meshrl_inference.naming import Naming
 
+NAME: Final = "meshrl-fp8"
+"""vLLM's name of the loader."""
 _NUMBERS: Final = {"num_bits": 8, "type": "float", "symmetric": True}
 CONFIG: Final[dict[str, Any]] = {
     "quant_method": "compressed-tensors",
@@ -30,32 +38,37 @@ CONFIG: Final[dict[str, Any]] = {
 """The value of `quantization_config` in a model's config.json: a scale for each row of a matrix, and for each token."""
 
 
-def in_fp8(tensors: Iterable[tuple[str, Tensor]], matrices: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, with the named matrices in FP8 and their scales after them. Those that are in FP8 stay as is."""
+class Loader(DefaultModelLoader):
+    """Loads a model's files with their matrices in FP8."""
+
+    def __init__(self, load_config: Any) -> None:
+        # Tracked: a tensor that no file has is an error.
+        extra = {"enable_weights_track": True}
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that vLLM loads. ValueError, before the first, if the model cannot be in FP8."""
+        naming = Naming(model_config.model)
+        if naming.not_for_fp8:
+            raise ValueError(f"{naming.not_for_fp8}. Remove sampler.vllm.quantization")
+        device = next(model.parameters()).device
+        yield from in_fp8(super().get_all_weights(model_config, model), naming.matrices, device)
+
+
+def in_fp8(
+    tensors: Iterable[tuple[str, Tensor]], matrices: Collection[str], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, with the named matrices in FP8 and their scales after them. Those that are in FP8 stay as is.
+
+    `device`: where they are rounded.
+    """
     for name, tensor in tensors:
         if name in matrices and tensor.dtype.itemsize > 1:
-            numbers, scales = quantized(tensor)
+            numbers, scales = fp8.quantized(tensor.to(device))
             yield name, numbers
             yield name + SCALE, scales
         else:
             yield name, tensor
 
 
-def check_model(naming: Naming) -> None:
-    """Raise ValueError for a mixture of experts, whose matrices are no linear layers."""
-    if naming.differs:
-        raise ValueError("a mixture of experts cannot be in FP8: remove sampler.vllm.quantization")
-
-
-def names_of_scales(model: Module) -> Collection[str]:
-    """Return the names of the scales of a vLLM model's matrices, before they are loaded. Its caches have others."""
-    return [name for name, _ in model.named_parameters() if name.endswith(f".weight{SCALE}")]
-
-
-def check_scales(scales: Collection[str], loaded: Collection[str]) -> None:
-    """Raise ValueError if some matrices of a vLLM model have got no scales. `loaded`: the names of what was loaded."""
-    if missing := sorted(set(scales) - set(loaded)):
-        raise ValueError(
-            f"{len(missing)} of {len(scales)} matrices are not linear layers in transformers, or have other names "
-            f"there ({', '.join(missing[:3])}): they cannot be in FP8. Remove sampler.vllm.quantization"
-        )
+register_model_loader(NAME)(Loader)

@@ -5,7 +5,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -22,8 +21,8 @@ from meshrl_hf.offer import Offer
 from meshrl_inference.assembly import read
 from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
-from meshrl_inference.tensors import Places, tensors, tensors_in
-from meshrl_vllm.quantized import check_scales, in_fp8, names_of_scales
+from meshrl_inference.tensors import Places, tensors
+from meshrl_vllm import quantized
 from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
@@ -31,11 +30,8 @@ NAME: Final = "meshrl"
 
 
 @dataclass
-class Beginning(WeightTransferInitInfo):
-    """What is agreed on before."""
-
-    fp8: bool = False
-    """Whether the model has its matrices in FP8. It then has no weights yet."""
+class NoInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on before."""
 
 
 @dataclass
@@ -50,27 +46,19 @@ class Update(WeightTransferUpdateInfo):
     """Number of processes that read the broadcast at once."""
 
 
-class Transfer(WeightTransferEngine[Beginning, Update]):
+class Transfer(WeightTransferEngine[NoInfo, Update]):
     """Loads whole weights by their Hugging Face names. Those in shared memory were checked before."""
 
-    init_info_cls = Beginning
+    init_info_cls = NoInfo
     update_info_cls = Update
     outcome = Outcome()
     """How the last broadcast was read."""
 
-    def init_transfer_engine(self, init_info: Beginning) -> None:
-        """Learn how a policy names the tensors. Loads the model's files if its matrices are in FP8.
-
-        ValueError if some of them cannot be.
-        """
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Learn how a policy names the tensors, and which of them are in FP8."""
         self._naming = Naming(self.model_config.model)
-        self._matrices = self._naming.matrices if init_info.fp8 else frozenset[str]()
-        self._begun = False
-        if init_info.fp8:
-            self.begin()
-            scales = names_of_scales(self.model)
-            check_scales(scales, self._load(tensors_in(Path(self.model_config.model))))
-            self.finish_weight_update()
+        in_fp8 = self.vllm_config.load_config.load_format == quantized.NAME
+        self._matrices = self._naming.matrices if in_fp8 else frozenset[str]()
 
     def start_weight_update(self) -> None:
         """Leave the model as it is until the first weights come."""
@@ -93,9 +81,9 @@ class Transfer(WeightTransferEngine[Beginning, Update]):
         self.begin()
         self._load(self._naming.in_files(tensors(update_info.buckets)))
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Load tensors by their names in files. Returns vLLM's names of what was loaded."""
-        return self.model.load_weights(in_fp8(tensors, self._matrices))
+    def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors by their names in files."""
+        self.model.load_weights(quantized.in_fp8(named, self._matrices, self.device))
 
     def finish_weight_update(self) -> None:
         """Put the weights where the kernels read them, if any were loaded."""

@@ -244,7 +244,7 @@ class PolicyConfig(PassConfig):
     each row, for a sampler that has them in FP8 too. Each rank rounds the rows that it has whole."""
     bucket_mib: int = Field(default=256, gt=0)
     """Memory in MiB. Each sender and receiver of `weight_sync = "broadcast"` needs at most twice as much, for six
-    buckets in flight. 4 MiB of that, or an eighth if that is less, stay free for plans and threads."""
+    buckets in flight. 4 MiB of that, or an eighth if that is less, stay free for plans and threads. In FP8, 12 MiB."""
 
     @model_validator(mode="after")
     def _sends_all_or_adapters(self) -> Self:
@@ -253,7 +253,7 @@ class PolicyConfig(PassConfig):
                 'weight_sync = "broadcast" sends all weights, and cannot be combined with lora: remove one of the two'
             )
         if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
-            raise ValueError('weight_sync_dtype = "fp8" needs weight_sync = "broadcast": set it, or remove the first')
+            raise ValueError('weight_sync_dtype = "fp8" is for broadcasts: set weight_sync = "broadcast", or remove it')
         return self
 
 

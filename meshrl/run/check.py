@@ -134,7 +134,7 @@ def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
     if policy and policy.weight_sync_dtype == "fp8" and sampler and chosen_options(sampler).quantized != "fp8":
         yield (
             f'policy.weight_sync_dtype: "fp8" sends matrices in FP8, but the sampler has them in {sampler.dtype}: set '
-            f"sampler.{sampler.backend}.quantization if this backend has it, or remove weight_sync_dtype"
+            'quantization = "fp8" in the table of a backend that has it (docs/weights.md), or remove weight_sync_dtype'
         )
 
 

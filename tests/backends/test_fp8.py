@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
-from meshrl.errors import ModelError
-from meshrl_hf import fp8
+from meshrl import PolicyConfig
+from meshrl.errors import ConfigError, ModelError
+from meshrl_hf import fp8, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.buckets import planned
 from meshrl_hf.collective import place_in, view
@@ -53,6 +54,18 @@ def test_they_are_those_of_linear_layers_without_the_head() -> None:
     assert "lm_head.weight" in dict(network.named_parameters())
     assert len(found) == 2 * 7
     assert all(".layers." in name and name.endswith("proj.weight") for name in found)
+
+
+def test_a_model_that_multiplies_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    for tied in (True, False):
+        network = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=tied))
+        assert fp8.refusal(network) == ""
+    mixture = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, **HEADS, num_local_experts=4))
+    assert "such as model.layers.0.mlp" in fp8.refusal(mixture)
+    GPT2Config(vocab_size=11, n_positions=16, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    config = PolicyConfig(model=str(tmp_path), weight_sync="broadcast", weight_sync_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"FP8: 4 of its tensors .*, such as transformer\.h\.0\..*Remove"):
+        live_weights._in_fp8(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

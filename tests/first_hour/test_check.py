@@ -102,10 +102,10 @@ def test_what_the_model_and_the_engine_have_not(
 
 def test_fp8_is_sent_only_to_samplers_that_compute_in_it(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["policy.weight_sync=broadcast", "policy.weight_sync_dtype=fp8", "run.engine=processes"]
-    assert 'weight_sync_dtype = "fp8" needs weight_sync = "broadcast"' in told(capsys, mine, asked[1])
+    assert 'weight_sync_dtype = "fp8" is for broadcasts' in told(capsys, mine, asked[1])
     assert (
         'policy.weight_sync_dtype: "fp8" sends matrices in FP8, but the sampler has them in float32: set '
-        "sampler.torch.quantization if this backend has it"
+        'quantization = "fp8" in the table of a backend that has it'
     ) in told(capsys, mine, *asked)
     fitting = told(capsys, mine, *asked, "sampler.backend=vllm", "sampler.vllm.quantization=fp8")
     assert "weight_sync_dtype" not in fitting

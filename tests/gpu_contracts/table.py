@@ -169,6 +169,7 @@ _TRANSFER: Final = "vllm/distributed/weight_transfer"
 _TRANSFER_ENGINE: Final = f"{_TRANSFER}/base.py WeightTransferEngine"
 _WORKER: Final = "vllm/v1/worker/gpu_worker.py Worker"
 _MODEL: Final = "vllm/model_executor/models/llama.py LlamaForCausalLM"
+_LOADER: Final = "vllm/model_executor/model_loader/default_loader.py DefaultModelLoader"
 _RELOAD: Final = "vllm/model_executor/model_loader/reload"
 
 VLLM: Final[Mapping[str, str]] = {
@@ -189,6 +190,10 @@ VLLM: Final[Mapping[str, str]] = {
     "vllm.entrypoints.openai.api_server": "vllm/entrypoints/openai/api_server.py",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": (
         "vllm/model_executor/layers/utils.py dispatch_cpu_unquantized_gemm"
+    ),
+    "vllm.model_executor.model_loader.default_loader.DefaultModelLoader": _LOADER,
+    "vllm.model_executor.model_loader.register_model_loader": (
+        "vllm/model_executor/model_loader/__init__.py register_model_loader"
     ),
     "vllm.model_executor.model_loader.reload.finalize_layerwise_reload": (
         f"{_RELOAD}/layerwise.py finalize_layerwise_reload"
@@ -254,6 +259,10 @@ VLLM: Final[Mapping[str, str]] = {
     "meshrl_vllm/engine.py told[].logprob": "vllm/logprobs.py Logprob.logprob",
     "meshrl_vllm/following.py engine.model.load_weights": f"{_MODEL}.load_weights",
     "meshrl_vllm/following.py engine.model_config.model": "vllm/config/model.py ModelConfig.model",
+    "meshrl_vllm/quantized.py Loader.get_all_weights": f"{_LOADER}.get_all_weights",
+    "meshrl_vllm/quantized.py model_config.model": "vllm/config/model.py ModelConfig.model",
+    "meshrl_vllm/quantized.py super().__init__": _LOADER,
+    "meshrl_vllm/quantized.py super().get_all_weights": f"{_LOADER}.get_all_weights",
     "meshrl_vllm/transfer.py Transfer.finish_weight_update": f"{_TRANSFER_ENGINE}.finish_weight_update",
     "meshrl_vllm/transfer.py Transfer.init_transfer_engine": f"{_TRANSFER_ENGINE}.init_transfer_engine",
     "meshrl_vllm/transfer.py Transfer.receive_weights": f"{_TRANSFER_ENGINE}.receive_weights",
@@ -266,6 +275,7 @@ VLLM: Final[Mapping[str, str]] = {
     "meshrl_vllm/transfer.py self.model.load_weights": f"{_MODEL}.load_weights",
     "meshrl_vllm/transfer.py self.model_config.model": "vllm/config/model.py ModelConfig.model",
     "meshrl_vllm/transfer.py self.model_runner.sampler": "vllm/v1/worker/gpu_model_runner.py GPUModelRunner.sampler",
+    "meshrl_vllm/transfer.py self.vllm_config.load_config.load_format": "vllm/config/load.py LoadConfig.load_format",
     "meshrl_vllm/transfer.py self.weight_transfer_engine.outcome": f"{_WORKER}.weight_transfer_engine",
     "meshrl_vllm/whole.py restricting.forward": "vllm/v1/sample/ops/topk_topp_sampler.py TopKTopPSampler.forward",
     "meshrl_vllm/whole.py sampler._sample_random": "vllm/v1/worker/gpu/sample/sampler.py Sampler._sample_random",

@@ -108,6 +108,7 @@ NOT_THEIRS: Final = {
     "meshrl_vllm/engine.py collective_rpc:tell_outcome": "the worker's method that Extension adds",
     "meshrl_vllm/engine.py collective_rpc:tell_whole": "the worker's method that Extension adds",
     "meshrl_vllm/following.py engine.begin": "our Transfer's",
+    "meshrl_vllm/quantized.py model.parameters": "torch's",
     "meshrl_vllm/transfer.py Transfer.begin": "a method that our Transfer adds",
     "meshrl_vllm/transfer.py Transfer._load": "a method that our Transfer adds",
     "meshrl_vllm/transfer.py head.cpu_linear": "set by the function that is called there, and asked for before",

