@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any, Final, Self, cast
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -64,6 +64,19 @@ _here: Final[WeakValueDictionary[str, Slots]] = WeakValueDictionary()
 """The slots of ranks in this process, by the names of their desks."""
 
 
+_sockets: Final[WeakSet[socket.socket]] = WeakSet()
+"""The sockets of this process."""
+
+
+def _close_copies() -> None:
+    """Close the sockets of a process that was forked from one with readers. Else the others would wait for it too."""
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 def desk_of(names: str, rank: int) -> str:
     """Return the name of a rank's desk. `names`: what the policy's ranks use in common, unique on their machines."""
     return f"meshrl-{names}-{rank}"
@@ -81,6 +94,7 @@ class Desk:
         self._name = name
         self._listening: Final = socket.socket(socket.AF_UNIX)
         weakref.finalize(self, self._listening.close)
+        _sockets.add(self._listening)
         self._listening.bind(f"\0{name}")
         self._listening.listen(socket.SOMAXCONN)
 
@@ -93,6 +107,7 @@ class Desk:
             while len(came) < len(tokens):
                 self._listening.settimeout(max(0.001, deadline - time.monotonic()))
                 connection = opened.enter_context(self._listening.accept()[0])
+                _sockets.add(connection)
                 connection.settimeout(_HELLO)
                 token = _token(connection, key)
                 if token in tokens:
@@ -145,6 +160,7 @@ class Taking:
         """The slots of buckets that were given before their turn, by rank and number."""
         with ExitStack() as opened:
             self._connection = opened.enter_context(socket.socket(socket.AF_UNIX))
+            _sockets.add(self._connection)
             self._connection.settimeout(seconds)
             self._connection.connect(f"\0{name}")
             if not _is_own(self._connection):

@@ -1,6 +1,8 @@
 """Whose memory readers of a broadcast open, and how buckets are handed over."""
 
+import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -168,6 +170,23 @@ def test_each_side_sees_that_the_other_is_gone(desk: Desk) -> None:
         reader.bucket(0, 0, 64)
         with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
             reader.bucket(0, 1, 64)
+
+
+def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(desk: Desk) -> None:
+    admitted = admitting(desk, Slots(1, 64, CPU, shared=True), ["a"])
+    with taking(desk, "a") as reader:
+        handing = admitted()
+        child = os.fork()
+        if not child:
+            signal.pause()
+        try:
+            with handing:  # the rank ends its part
+                pass
+            with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
+                reader.bucket(0, 0, 64)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(desk: Desk) -> None:
