@@ -29,7 +29,7 @@ from meshrl.roles import (
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
 from meshrl.run.check_model import check_model, checks_of_model
-from meshrl.run.check_rows import find_row_mistakes
+from meshrl.run.check_rows import find_row_doubts, find_row_mistakes
 from meshrl.run.config import RunConfig
 from meshrl.run.memory import doubts_of_memory
 from meshrl.run.tables import reads_reference, tables_of
@@ -66,6 +66,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     if not mistakes:
         wrong, doubts = _tried_reward(config)
         mistakes += wrong
+        doubts += _doubts_of_rows(config)
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, pausing=config.evaluation.pause_training)
     mistakes += _mistakes_of_run(config, run)
@@ -150,6 +151,11 @@ def find_doubts(config: Config) -> list[str]:
     These are `top_p` or `top_k` with a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
     """
     return [*_doubts_of_sampling(config), *_doubts_of_ahead(config)]
+
+
+def _doubts_of_rows(config: Config) -> list[str]:
+    task, prompts = _of(config, "task", TaskConfig), getattr(config, "prompts", None)
+    return find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
 
 
 def _doubts_of_ahead(config: Config) -> list[str]:

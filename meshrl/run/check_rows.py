@@ -53,6 +53,18 @@ def find_row_mistakes(
     return mistakes
 
 
+def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:
+    """Doubt a file with fewer training prompts than a batch of `prompts` needs. Its rows must be valid."""
+    if not _is_file(task) or unseen(task) is not None:
+        return []
+    there = len(load_quietly(task).train)
+    doubt = (
+        f"prompts = {prompts}: {task.source} has {there} training prompts, so a batch has some of them more than once, "
+        f"as separate groups: give more rows, or set prompts = {there}"
+    )
+    return [doubt] if there < prompts else []
+
+
 def unseen(task: TaskConfig) -> str | None:
     """Say which rows of a task were checked, if not all."""
     most = _most(task)

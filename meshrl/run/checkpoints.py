@@ -217,9 +217,17 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def checkpoint_until(run: Path, step: int) -> Path | None:
-    """Return the folder of a run's newest checkpoint after at most `step` steps. None if there is none."""
-    found = reversed(_whole(run.resolve() / _FOLDER))
-    return next((path for path in found if steps_of(path) <= step), None)
+    """Return the folder of a run's newest undamaged checkpoint after at most `step` steps. None if there is none."""
+    for found in reversed(_whole(run.resolve() / _FOLDER)):
+        if steps_of(found) > step:
+            continue
+        try:
+            _read(found)
+        except DataError as error:
+            log.warning(f"{found} is damaged, and an earlier checkpoint is used", error=str(error))
+        else:
+            return found
+    return None
 
 
 def deal_anew(checkpoint: Path) -> None:

@@ -66,6 +66,16 @@ def test_a_fork_without_changes_ends_as_the_run_it_comes_from(step: int) -> None
     assert meshrl("audit", forked) == 0
 
 
+def test_a_damaged_checkpoint_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    newest = Path("runs/earlier/checkpoints/step-000006")
+    file = next(path for path in newest.rglob("*") if path.suffix == ".safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert meshrl("fork", "earlier", "--step", "7") == 0
+    assert "step-000006 is damaged, and an earlier checkpoint is used" in capsys.readouterr().err
+    assert numbers("earlier-at-7") == numbers("earlier")
+    assert weights("earlier-at-7") == weights("earlier")
+
+
 def test_a_fork_with_a_change_is_alike_up_to_the_step_and_tells_where_it_comes_from() -> None:
     changes = ["policy.optimizer.lr=1e-3", "loss.clip=0.1", f"steps={STEPS + 2}"]
     assert meshrl("fork", "earlier", "--step", "5", "--name", "slower", *changes) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.cli import main
-from meshrl.run import RunConfig, find_doubts, load_job
+from meshrl.run import RunConfig, examine, find_doubts, load_job
 
 MINE = """
 algorithm = "grpo"
@@ -69,6 +69,19 @@ def test_rollouts_ahead_on_the_trainers_mesh_are_doubted(mine: Path) -> None:
     assert doubt.startswith("ahead = 1: policy and sampler share the mesh 'main', so rollout and training take turns")
     assert doubts() == doubts("ahead=1", "sampler.mesh=rollout") == []
     assert doubts("ahead=1", "sampler.backend=http", 'sampler.http.urls=["http://localhost:1"]') == []
+
+
+def test_batches_with_more_prompts_than_there_are_rows_are_doubted(mine: Path) -> None:
+    (mine.parent / "task.jsonl").write_text(
+        "".join(f'{{"question": "{n}", "answer": "1"}}\n' for n in range(20)), "utf-8"
+    )
+
+    def doubts(*overrides: str) -> list[str]:
+        return list(examine(load_job(mine, overrides, RunConfig).config).doubts)
+
+    (doubt,) = doubts("prompts=21")
+    assert "task.jsonl has 20 training prompts, so a batch has some of them more than once" in doubt
+    assert doubts("prompts=20") == doubts("prompts=20", "task.held_out=0") == []
 
 
 @pytest.mark.parametrize(
