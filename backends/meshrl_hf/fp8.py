@@ -12,7 +12,7 @@ from meshrl_hf.offer import FP8
 
 _LARGEST: Final = torch.finfo(getattr(torch, FP8)).max
 _PART: Final = 1 / _LARGEST
-"""A factor and no divisor, by which GPUs multiply too, but round differently than CPUs divide."""
+"""A factor, because GPUs divide by a number by multiplying, and their bits would differ from those of CPUs."""
 _TINY: Final = torch.finfo(torch.float32).tiny
 """The smallest scale, as of a row of zeros."""
 _BLOCK: Final = 1 << 18
