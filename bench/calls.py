@@ -21,6 +21,8 @@ bare sockets  the limit: as many processes as ranks, which send a few bytes back
               add_reader at both ends, the limit if other tasks run too
 bare frames   the frames of an empty call in such loops, encoded and decoded by meshrl, and answered as they arrive:
               the limit with meshrl's messages (bench/peers/frame_pong.py)
+bare rows     the same with the rows of `Shard + Gather`, as plain arrays that are pickled: divided by tokens, and
+              joined in order
 
 Then, also in turns:
 
@@ -84,8 +86,11 @@ BARE: Final = "bare Ray"
 SOCKETS: Final = "bare sockets"
 LOOPED: Final = "bare sockets in loops"
 FRAMES: Final = "bare frames"
+ROWS: Final = "bare rows"
 LOOPS: Final = {"": RankLoop, ", asyncio's own loop": asyncio.new_event_loop}
 """Factories of the caller's loop, by the suffix of the figure's name."""
+PLAIN: Final = np.arange(32, dtype=np.int32), 4 * np.arange(9), np.arange(8)
+"""The rows of `Shard + Gather` as arrays: tokens, offsets, and the rows' numbers."""
 Call = Callable[[], Awaitable[object]]
 
 
@@ -179,8 +184,10 @@ def in_processes(name: str, rounds: int) -> list[Figure]:
             for ranks in RANKS:
                 ours = {key: value for key, value in times.items() if f", {ranks} ranks" in key}
                 bare, sockets = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS))
-                limits = {peer: ours.pop(f"{peer}, {ranks} ranks") for peer in (LOOPED, FRAMES)}
+                limits = {peer: ours.pop(f"{peer}, {ranks} ranks") for peer in (LOOPED, FRAMES, ROWS)}
                 figures += compare(name, ranks, suffix, ours, bare, sockets)
+                if (sharded := f"Shard + Gather, {ranks} ranks") in ours:
+                    figures.append(figure(f"{sharded}, against {ROWS}", ours[sharded], "us", limits[ROWS]))
                 figures += [figure(f"{it}, {ranks} ranks{suffix}", took, "us", sockets) for it, took in limits.items()]
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             engine = make_engine(name)
@@ -231,7 +238,9 @@ async def measure_processes(name: str, rounds: int, *, empty_only: bool) -> dict
             calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in bare_actors(ranks)])
             calls[f"{SOCKETS}, {label}"] = partial(pinged, stack.enter_context(Pongs(ranks)))
             calls[f"{LOOPED}, {label}"] = stack.enter_context(Pongs(ranks, looped=True)).ping_in_loop
-            calls[f"{FRAMES}, {label}"] = stack.enter_context(FramePongs(ranks)).ping
+            frames = stack.enter_context(FramePongs(ranks))
+            calls[f"{FRAMES}, {label}"] = frames.ping
+            calls[f"{ROWS}, {label}"] = partial(frames.echo, PLAIN)
         log = stack.enter_context(event_log())
         if not empty_only:
             calls |= {f"{key}, noted": partial(noted, call, log) for key, call in calls.items() if "nothing" in key}

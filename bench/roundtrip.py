@@ -1,12 +1,12 @@
-"""Rows that pass through the controller, in milliseconds, against verl and against copies of the same bytes.
+"""Rows that pass through the controller, in milliseconds, against verl, bare shared memory, and copies of the bytes.
 
     python bench/roundtrip.py --mib 128 --json F [--rounds N] [--engine processes|ray] [--without verl]
 
 Two ranks make a batch. The controller loads all columns, reads every byte (the last figure is the cost of this alone),
 and replaces one column or all of them by prepared arrays. It shards the batch over the same ranks, which read every
 byte. Rows, checks, processes and turns are as in bench/handoff.py. The reference is two copies of all bytes by one
-thread into warm memory, measured in the same run. verl needs `make peers`; `--without verl` leaves it out. About 3
-minutes.
+thread into warm memory, measured in the same run. The limit is the same way through bare shared memory
+(bench/peers/shared_rows.py). verl needs `make peers`; `--without verl` leaves it out. About 3 minutes.
 """
 
 import contextlib
@@ -28,9 +28,11 @@ from bench.harness import (
     within,
 )
 from bench.peers.payload import COLUMNS
+from bench.peers.shared_rows import SharedRows
 
 VERL_WAYS = ("default", "numpy", "nd", "tensordict")
 REPLACED = {"one column replaced": ("versions",), "all columns replaced": tuple(COLUMNS)}
+BARE = "bare shared memory"
 FASTER = {"one column replaced": 2.5, "all columns replaced": 2.0}
 """Targets of the speed-up over verl's best."""
 MOST = {"one column replaced": 1.5}
@@ -48,11 +50,12 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(project(name, options.engine)) for name in names}
         for mib in map(int, options.mib.split(",")):
-            figures += compare(mib, workers, options.rounds)
+            with SharedRows(mib) as bare:
+                figures += compare(mib, workers, bare, options.rounds)
     report(f"roundtrip on {options.engine}", figures, options.json)
 
 
-def compare(mib: int, workers: Mapping[str, Worker], rounds: int) -> list[Figure]:
+def compare(mib: int, workers: Mapping[str, Worker], bare: SharedRows, rounds: int) -> list[Figure]:
     """Send rows of one size there and back, in turns."""
     mebibytes = prepare(mib, workers)
     ours, ways = workers["meshrl"], VERL_WAYS if "verl" in workers else ()
@@ -60,6 +63,7 @@ def compare(mib: int, workers: Mapping[str, Worker], rounds: int) -> list[Figure
     turns = {"two copies": lambda: copy() + copy(), "reading": lambda: ours.ask(do="reading")["value"]}
     for label, replaced in REPLACED.items():
         turns[label] = partial(seconds, ours, replaced=replaced)
+        turns[f"{label}, {BARE}"] = partial(bare.roundtrip, replaced)
         for way in ways:
             turns[f"{label}, {way}"] = partial(seconds, workers["verl"], replaced=replaced, how=way)
     take_turns(turns, warming(mib))
@@ -76,6 +80,9 @@ def compare(mib: int, workers: Mapping[str, Worker], rounds: int) -> list[Figure
             )
         against = (f"wall, {name}, against two copies", wall * 1e3, "ms", copies * 1e3)
         figures.append(within(*against, target=MOST[label]) if label in MOST else figure(*against))
+        limit = times[f"{label}, {BARE}"]
+        figures.append(figure(f"wall, {name}, against {BARE}", wall * 1e3, "ms", limit * 1e3))
+        figures.append(figure(f"{BARE}, {name}, against two copies", limit * 1e3, "ms", copies * 1e3))
         figures += [
             figure(f"wall, {name}, against verl, {way}", wall * 1e3, "ms", peer * 1e3) for way, peer in peers.items()
         ]
