@@ -186,7 +186,7 @@ IN_ANOTHER_ENVIRONMENT = (
         f"meshrl_inference.{name}"
         for name in ("worker", "engine", "arrival", "assembly", "mapped", "messages", "naming", "tensors")
     ),
-    *(f"meshrl_hf.{name}" for name in ("collective", "fingerprints", "handover", "offer", "reach", "reading")),
+    *(f"meshrl_hf.{name}" for name in ("collective", "fingerprints", "fp8", "handover", "offer", "reach", "reading")),
 )
 """Modules that the process of an engine imports, where there is no meshrl."""
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from meshrl_hf import fp8
+from meshrl_hf.fp8 import matrices, refusal
 
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 
@@ -52,12 +52,12 @@ class Naming:
     @property
     def matrices(self) -> frozenset[str]:
         """The names of matrices that can be in FP8."""
-        return fp8.matrices(self._network)
+        return matrices(self._network)
 
     @property
     def not_for_fp8(self) -> str:
         """Why the model cannot be in FP8. Empty if it can."""
-        return fp8.refusal(self._network)
+        return refusal(self._network)
 
     def unit(self, name: str) -> str:
         """Return a label that a policy's tensor shares with those that are converted and loaded together: a layer's."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from meshrl_hf import fp8
+from meshrl_hf.fp8 import quantized
 from meshrl_hf.offer import SCALE
 from meshrl_inference.naming import Naming
 
@@ -64,7 +64,7 @@ def in_fp8(
     """
     for name, tensor in tensors:
         if name in matrices and tensor.dtype.itemsize > 1:
-            numbers, scales = fp8.quantized(tensor.to(device))
+            numbers, scales = quantized(tensor.to(device))
             yield name, numbers
             yield name + SCALE, scales
         else:

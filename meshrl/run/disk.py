@@ -35,9 +35,14 @@ def of_the_disk(error: BaseException, folder: Path) -> DataError | None:
 
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file atomically: it has the new or the old content, whenever the process ends."""
-    part = file.with_name(f".{file.name}.part")
+    part = part_of(file)
     part.write_bytes(content)
     part.replace(file)
+
+
+def part_of(file: Path) -> Path:
+    """Return where `write_whole` writes a file before it is whole."""
+    return file.with_name(f".{file.name}.part")
 
 
 def _is_in(name: object, folder: Path) -> bool:

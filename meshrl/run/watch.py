@@ -12,7 +12,7 @@ from meshrl import log
 from meshrl.errors import MeshrlError
 from meshrl.events import EventLog, Pending
 from meshrl.mesh import running_calls, slow_calls
-from meshrl.run.disk import write_whole
+from meshrl.run.disk import part_of, write_whole
 
 NOW: Final = "now.json"
 """File in the folder of a running run: a `Now`, rewritten each second and removed at the run's end."""
@@ -74,7 +74,9 @@ class Watch:
         self._thread.join()
         with suppress(OSError, MeshrlError):
             self._check()
-            (self._folder() / NOW).unlink(missing_ok=True)
+            now = self._folder() / NOW
+            for file in (now, part_of(now)):  # the part is left if the folder was moved while it was written
+                file.unlink(missing_ok=True)
 
     def _look(self) -> None:
         while True:
