@@ -290,7 +290,7 @@ def test_check_asks_for_the_packages_of_a_reference_that_is_read(
     (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
     fake = '{ backend = "fake", model = "none" }'
     text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
-    model = f"reward.function = 'exact_match'\nreference.model = {{ {TINY} }}"
+    model = f"prompts = 1\nreward.function = 'exact_match'\nreference.model = {{ {TINY} }}"
     (tmp_path / "mine.toml").write_text(f"{text}{model}", "utf-8")
     assert meshrl("check", "mine.toml") == (0, "mine.toml: no mistakes found\n", "")
     status, _, err = meshrl("check", "mine.toml", "loss.kl=0.1")
