@@ -16,7 +16,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of, places_of
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
 from meshrl.weights import ArrivalLog, Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
@@ -109,7 +109,7 @@ class EngineSampler(Sampler):
 
     def _start(self, folder: Path, gpus: list[str]) -> Orders:
         """Start the engine with the model of a folder."""
-        config, rank, options = self._config, current_rank(), self._options
+        config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
@@ -120,13 +120,9 @@ class EngineSampler(Sampler):
         return engine
 
     @property
-    def _options(self) -> EngineOptions:
-        return options_of(self._config, self.options)
-
-    @property
     def _recomputes(self) -> bool:
         """True if running rows read their tokens again with new weights."""
-        return self._options.kv_after_update == "recompute"
+        return options_of(self._config, self.options).kv_after_update == "recompute"
 
     @property
     def engine_pid(self) -> int:
@@ -184,7 +180,7 @@ class EngineSampler(Sampler):
             self._listen()
             joins = self.kind.joins and isinstance(weights, LiveWeights)
             if isinstance(weights, LiveWeights):
-                weights.check_quantized(self._options.quantized)
+                weights.check_quantized(chosen_options(self._config).quantized)
             there = weights if joins else await asyncio.to_thread(weights.shared)
             arriving = _Arriving(there, asyncio.get_running_loop().create_future())
             self._engine.send(self._order(there))
@@ -300,7 +296,7 @@ class EngineSampler(Sampler):
             values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
             found["difference"] = apart(probe, values)
             try:
-                dtype = self._options.quantized or self._config.dtype
+                dtype = chosen_options(self._config).quantized or self._config.dtype
                 check(arriving.weights, found["difference"], dtype)
             except ModelError as error:
                 arriving.fail(error)
