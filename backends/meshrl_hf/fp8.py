@@ -62,7 +62,7 @@ def write(rows: Tensor, dtype: torch.dtype, scales: Tensor, place: Tensor) -> No
 
 def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix in FP8, and its scales, float32[rows, 1]."""
-    scales = torch.empty(len(matrix), 1, device=matrix.device)
+    scales = torch.empty(len(matrix), 1, dtype=torch.float32, device=matrix.device)  # whatever the default is
     made = torch.empty(matrix.shape, dtype=getattr(torch, FP8), device=matrix.device)
     write(matrix, matrix.dtype, scales, made)
     return made, scales

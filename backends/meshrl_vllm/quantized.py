@@ -49,8 +49,8 @@ class Loader(DefaultModelLoader):
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that vLLM loads. ValueError, before the first, if the model cannot be in FP8."""
         naming = Naming(model_config.model)
-        if naming.not_for_fp8:
-            raise ValueError(f"{naming.not_for_fp8}. Remove sampler.vllm.quantization")
+        if refusal := naming.not_for_fp8:
+            raise ValueError(f"{refusal}. Remove sampler.vllm.quantization")
         device = next(model.parameters()).device
         yield from in_fp8(super().get_all_weights(model_config, model), naming.matrices, device)
 

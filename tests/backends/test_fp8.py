@@ -48,6 +48,16 @@ def test_rows_of_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
     assert (numbers[1].float() * scales[1]).isnan().any()
 
 
+def test_scales_are_float32_whatever_the_default_is() -> None:
+    matrix = torch.randn(3, 5)
+    known = fp8.quantized(matrix)[1]
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads a model
+    try:
+        assert torch.equal(fp8.quantized(matrix)[1], known)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_they_are_those_of_linear_layers_without_the_head() -> None:
     network = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, **HEADS, tie_word_embeddings=False))
     found = fp8.matrices(network)
