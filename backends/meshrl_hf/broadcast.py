@@ -41,7 +41,7 @@ from meshrl_hf.collective import (
 from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.handover import Desk, Handing, desk_of
 from meshrl_hf.meeting import are_processes, meet, place
-from meshrl_hf.offer import Layout, turns
+from meshrl_hf.offer import Layout, Source, turns
 from meshrl_hf.ranks import RankGroup
 from meshrl_hf.reach import Where, on_gpus, routes
 
@@ -159,12 +159,12 @@ class Sender:
                 elif number < len(buckets):
                     made.append(hop.send_parts(number, buckets[number], device))
                 else:
-                    hop.send_prints(number, torch.cat(made))
+                    hop.send_prints(number, torch.stack(made))
             self._flight.end()
 
     def _sizes(self, key: str, passing: Passing, layouts: Sequence[Layout]) -> Mapping[int, Sequence[int]]:
         """Return the bytes of all buckets and fingerprints that this rank sends or passes on, by their sender."""
-        prints = sum(len(layout.parts) for layout in layouts) * torch.int64.itemsize
+        prints = Source(self.number, tuple(layouts)).prints
         found = {self.number: [*(layout.nbytes for layout in layouts), prints]}
         if passing.relayed(self.number):
             self._line.store.set(f"{key}/sizes/{self.number}", json.dumps(found[self.number]))
@@ -209,19 +209,17 @@ class Hop:
             self._flight.add(work, copied_by_all, arrived=give)
 
     def send_parts(self, number: int, bucket: Bucket, device: torch.device) -> Tensor:
-        """Send a bucket of this rank's parts, from their own memory if that is possible. Returns their fingerprints."""
+        """Send a bucket of this rank's parts, from their own memory if that is possible. Returns its fingerprint."""
         sources = [piece.tensor for piece in bucket.pieces]
         content = None if self.rank in self._takers else bytes_in_place(bucket.layout, sources, device)
         if content is None:
             content = self._flight.memory(bucket.layout.nbytes)
-            made = bucket.fill(content)
-            self.send(self.rank, number, content)
-            return made
+            bucket.write(content)
         self.send(self.rank, number, content)
-        return fingerprint(content)[None]
+        return fingerprint(content)
 
     def send_prints(self, number: int, prints: Tensor) -> None:
-        """Send the fingerprints of this rank's parts."""
+        """Send the fingerprints of this rank's buckets."""
         content = prints.view(torch.uint8)
         if self.rank in self._takers:
             content = self._flight.memory(len(content)).copy_(content)

@@ -10,7 +10,6 @@ from torch import Tensor
 from meshrl_hf import fp8
 from meshrl_hf.boxes import Box
 from meshrl_hf.collective import ALIGNED, nbytes_of, view
-from meshrl_hf.fingerprints import copied, fingerprint
 from meshrl_hf.offer import FP8, SCALE, Layout, Part
 
 
@@ -32,14 +31,14 @@ class Piece(NamedTuple):
         """Return the piece at another offset in bytes."""
         return self._replace(parts=[part._replace(start=start + part.start) for part in self.parts])
 
-    def write(self, memory: Tensor) -> list[Tensor]:
-        """Write the parts to a bucket's memory, uint8[nbytes]. Returns their fingerprints."""
+    def write(self, memory: Tensor) -> None:
+        """Write the parts to a bucket's memory, uint8[nbytes]."""
         places = [view(memory, part) for part in self.parts]
         if len(places) == 1:
-            return [copied(places[0], self.tensor)]
-        scales, rows = places
-        fp8.write(self.tensor, self.dtype, scales, rows)
-        return [fingerprint(scales), fingerprint(rows)]
+            places[0].copy_(self.tensor)
+        else:
+            scales, rows = places
+            fp8.write(self.tensor, self.dtype, scales, rows)
 
 
 class Bucket(NamedTuple):
@@ -55,9 +54,10 @@ class Bucket(NamedTuple):
         parts = tuple(part for piece in pieces for part in piece.parts)
         return cls(Layout(parts, last.start + nbytes_of(last)), pieces)
 
-    def fill(self, memory: Tensor) -> Tensor:
-        """Write the parts to memory, uint8[nbytes]. Returns their fingerprints, int64[parts]."""
-        return torch.stack([each for piece in self.pieces for each in piece.write(memory)])
+    def write(self, memory: Tensor) -> None:
+        """Write the parts to memory, uint8[nbytes]."""
+        for piece in self.pieces:
+            piece.write(memory)
 
 
 def planned(

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The parts that one rank of the policy sends. After them, it sends a fingerprint of each, int64."""
+    """The buckets that one rank of the policy sends. After them, it sends a fingerprint of each, int64."""
 
     rank: int
     layouts: tuple[Layout, ...]
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     @property
     def prints(self) -> int:
         """Size of the fingerprints in bytes."""
-        return 8 * sum(len(layout.parts) for layout in self.layouts)
+        return 8 * len(self.layouts)
 
 
 class Offer(NamedTuple):

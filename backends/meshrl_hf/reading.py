@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from meshrl_hf.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, view
-from meshrl_hf.fingerprints import copied, fingerprint
+from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.handover import Unopened, open_slots
 from meshrl_hf.offer import Layout, Offer, Part
 from meshrl_hf.reach import Route, Where
@@ -39,7 +39,8 @@ class Damaged(Exception):
     """Weights that differ from what was sent."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(f"{len(names)} tensors differ ({', '.join(names[:3])})")
+        """`names`: of the tensors in the buckets that differ."""
+        super().__init__(f"damaged buckets hold {len(names)} tensors ({', '.join(names[:3])})")
 
 
 class Model(Protocol):
@@ -71,7 +72,7 @@ class _Pour:
         self.offer, self.device = offer, device
         self._model = model
         self._made: dict[int, list[Tensor]] = {source.rank: [] for source in offer.sources}
-        """Fingerprints of parts that came, by sender and bucket."""
+        """Fingerprints of buckets that came, by sender."""
         self._told: dict[int, Tensor] = {}
         """Fingerprints that the senders have sent, by sender."""
 
@@ -81,30 +82,27 @@ class _Pour:
 
     def take(self, rank: int, layout: Layout, places: Sequence[Tensor], content: Tensor, *, in_place: bool) -> None:
         """Copy the parts of a sender's bucket to their places, unless they are there."""
-        if in_place:
-            made = fingerprint(content)[None]
-        else:
-            parts = [view(content, part) for part in layout.parts]
-            made = torch.stack([copied(place, part) for place, part in zip(places, parts, strict=True)])
-        self._made[rank].append(made)
-        for part in layout.parts:
+        self._made[rank].append(fingerprint(content))
+        for part, place in zip(layout.parts, places, strict=True):
+            if not in_place:
+                place.copy_(view(content, part))
             self._model.arrived(part)
 
     def tell(self, rank: int, prints: Tensor) -> None:
-        """Note what a sender says of its parts, int64[parts]. Read after all have arrived."""
+        """Note what a sender says of its buckets, int64[buckets]. Read after all have arrived."""
         self._told[rank] = prints
 
     def check(self) -> None:
-        """Raise Damaged if parts differ from what was sent."""
+        """Raise Damaged if buckets differ from what was sent."""
         names: list[str] = []
         for source in self.offer.sources:
             if source.layouts:
-                here = torch.cat(self._made[source.rank])
+                here = torch.stack(self._made[source.rank])
                 differ: list[bool] = (here != self._told[source.rank].to(here.device)).tolist()
-                parts = [part for layout in source.layouts for part in layout.parts]
-                names += [part.name for part, differs in zip(parts, differ, strict=True) if differs]
+                layouts = [layout for layout, differs in zip(source.layouts, differ, strict=True) if differs]
+                names += [part.name for layout in layouts for part in layout.parts]
         if names:
-            raise Damaged(names)
+            raise Damaged(list(dict.fromkeys(names)))
 
 
 class Reader:

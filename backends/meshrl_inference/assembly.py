@@ -69,7 +69,7 @@ def read(
     except Lost as lost:
         return Outcome("", assembly.begun, lost.reason, lost.where)
     except Damaged as damaged:
-        return Outcome("", assembly.begun, f"{damaged} from what was sent. Publish them again")
+        return Outcome("", assembly.begun, f"{damaged}. Publish them again")
     return Outcome(way, begun=True)
 
 

@@ -16,7 +16,6 @@ from meshrl_hf import fp8, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.buckets import planned
 from meshrl_hf.collective import place_in, view
-from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.offer import FP8, SCALE
 from meshrl_inference.assembly import read
 from meshrl_inference.naming import Naming
@@ -96,11 +95,10 @@ def test_buckets_have_the_rows_that_the_whole_matrix_would_have(dtype: torch.dty
     for bucket in plan:
         assert bucket.layout.nbytes <= limit
         memory = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8)
-        prints = bucket.fill(memory)
-        for part, told in zip(bucket.layout.parts, prints, strict=True):
+        bucket.write(memory)
+        for part in bucket.layout.parts:
             assert part.start % 64 == 0
             content = view(memory, part)
-            assert fingerprint(content) == told
             whole = came.setdefault(part.name, torch.zeros(part.size, dtype=content.dtype))
             place_in(whole, part).copy_(content)
     for name, tensor in {"matrix": matrix, "wide": wide}.items():
