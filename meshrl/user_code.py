@@ -12,14 +12,10 @@ from types import ModuleType
 from typing import Final
 
 from meshrl import log
-from meshrl.config import PathIn
 from meshrl.errors import ConfigError, described, did_you_mean
 
 RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a user's function that cost only its own row. `unless_cancelled` handles the last one."""
-
-CODE: Final = PathIn(r"(?:\w+:)?(.+\.py):.*")
-"""Marks a configuration key for `load_name`, perhaps after a word and a colon."""
 
 
 _copies: dict[Path, Path] = {}

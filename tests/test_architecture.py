@@ -5,7 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -276,15 +276,20 @@ def test_the_core_names_no_backend(module: str) -> None:
     assert [word for word in words(CORE[module]) if WORDS.search(word.replace("`vllm serve ", ""))] == []
 
 
+def loaded(libraries: Collection[str], by: str) -> list[str]:
+    """Which of these libraries are imported after some code."""
+    code = f"import sys; {by}; print(*(set(sys.modules) & {set(libraries)}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_the_options_of_backends_load_no_library_of_theirs() -> None:
-    code = (
-        f"import sys; from meshrl import PolicyConfig; PolicyConfig.open_tables(); print(*(set(sys.modules) & {HEAVY}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert loaded(HEAVY, by="from meshrl import PolicyConfig; PolicyConfig.open_tables()") == []
 
 
 def test_importing_meshrl_loads_no_library_of_a_backend() -> None:
-    code = f"import sys, meshrl; print(*(set(sys.modules) & {HEAVY}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert loaded(HEAVY, by="import meshrl") == []
+
+
+def test_a_process_that_forks_ranks_loads_no_library_of_configurations_or_of_logs() -> None:
+    """They would take about as long to import as all else that ranks without a model need."""
+    assert loaded({"pydantic", "ray", "structlog"}, by="import meshrl.engines.processes.template") == []

@@ -8,10 +8,10 @@ from typing import Annotated, Self
 from pydantic import Field, JsonValue, model_validator
 
 from meshrl.agents.container import Runtime, check_runtime
-from meshrl.config import Config
+from meshrl.config import CODE, Config
 from meshrl.errors import ConfigError
 from meshrl.tasks import verifiers
-from meshrl.user_code import CODE, load_name
+from meshrl.user_code import load_name
 
 
 class AgentConfig(Config):

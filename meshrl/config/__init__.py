@@ -1,15 +1,17 @@
 """Configuration: frozen pydantic models that are read from TOML. Every mistake in a file is reported at once.
 
 `load_toml` reads a file and applies the overrides of a command line. `validate` makes a `Config` of the table, or
-raises one error with all mistakes, in the terms of the file. `PathIn` marks keys that may hold a path.
+raises one error with all mistakes, in the terms of the file. `PathIn` marks keys that may hold a path, and
+`CODE` keys that may name a function in a file.
 """
 
 from meshrl.config.base import Config, Keys, Table, dotted
-from meshrl.config.paths import PathIn
+from meshrl.config.paths import CODE, PathIn
 from meshrl.config.toml_file import DEEPEST, load_toml, put_over, too_deep
 from meshrl.config.validation import as_list, mistakes_in, validate
 
 __all__ = [
+    "CODE",
     "DEEPEST",
     "Config",
     "Keys",

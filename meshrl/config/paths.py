@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, TypeGuard, Union, cast, get_args, get_origin
+from typing import Annotated, Final, TypeGuard, Union, cast, get_args, get_origin
 
 from meshrl.config.base import Config, Keys, Table, dotted, shown
 
@@ -19,6 +19,10 @@ class PathIn:
     """Pattern of a text with a path, which is the first group. Other texts are left unchanged."""
     name: str | None = None
     """Pattern of a path that may be another kind of name too. It is taken as a name if no file exists there."""
+
+
+CODE: Final = PathIn(r"(?:\w+:)?(.+\.py):.*")
+"""Marks a configuration key for `load_name`, perhaps after a word and a colon."""
 
 
 def is_given(path: Keys, given: Collection[str]) -> bool:

@@ -22,13 +22,14 @@ from typing import Annotated, Protocol, TypeAlias, cast
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
+from meshrl.config import CODE
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
 from meshrl.roles import RoleConfig
 from meshrl.tasks import Row, verifiers
-from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
 """The result of a step: the observation, the reward of this turn, and whether the episode is over."""

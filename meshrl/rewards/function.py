@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from meshrl.config import CODE
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
@@ -33,7 +34,7 @@ from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
-from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 T = TypeVar("T")
 

@@ -6,11 +6,10 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from meshrl.config import Config, PathIn
+from meshrl.config import CODE, Config, PathIn
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
 from meshrl.roles import RoleConfig, SamplerConfig, Shape
-from meshrl.user_code import CODE
 
 
 class MeshConfig(Config):
