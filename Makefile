@@ -13,8 +13,8 @@ TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadsc
 CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)
 FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks watch \
 	test_architecture.py test_public_api.py)
-# Tests of the same bits, under each of these sets of a processor's instructions.
-CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx512)
+# Tests of the same bits, under each of these sets of a processor's instructions. `make test` uses the largest.
+CAPABILITIES := default $(shell grep -qs avx512f /proc/cpuinfo && echo avx2)
 # Modules that are compiled again in each process cost more than the files.
 unexport PYTHONDONTWRITEBYTECODE
 # Its theme's makers advertise their next one in each build.
@@ -50,7 +50,7 @@ test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile 
 test-fast: setup  ## the tests that start no process and no model, for the loop of writing code: about a minute
 	$(TESTS) -m "not process and not slow" $(FAST)
 
-test-bits: setup  ## the tests of equal bits, for each set of instructions that this processor has
+test-bits: setup  ## the tests of equal bits, for each set of this processor's instructions but the largest, which test uses
 	for each in $(CAPABILITIES); do \
 		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m bits tests/algorithms tests/backends tests/environments tests/rollout || exit 1; done
 
