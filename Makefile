@@ -9,6 +9,8 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 # In two processes, of which one has all tests that need a cluster, in the order of tests/conftest.py. Threads that wait
 # for others leave the cores to those that work.
 TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# A file's tests share an engine.
+ENGINES := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile
 # What needs neither a process, a model nor the third-party packages of a backend.
 CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)
 FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks watch \
@@ -69,10 +71,10 @@ test-contracts: setup  ## what only a GPU runs, against the sources of its packa
 	$(BIN)/pytest tests/gpu_contracts
 
 test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in a separate environment
-	$(BIN)/pytest -m vllm tests/inference tests/vllm
+	$(ENGINES) -m vllm tests/inference tests/vllm
 
 test-sglang: setup .venv-sglang/.done  ## the tests of the SGLang backend, on SGLang for CPUs in a separate environment
-	$(BIN)/pytest -m sglang tests/inference
+	$(ENGINES) -m sglang tests/inference
 
 lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/ruff format --check
