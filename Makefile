@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 # In two processes, of which one has all tests that need a cluster, in the order of tests/conftest.py. Threads that wait
 # for others leave the cores to those that work.
 TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
-# A file's tests share an engine.
+# A file's tests share an engine. Both processes may have a cluster.
 ENGINES := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile
 # What needs neither a process, a model nor the third-party packages of a backend.
 CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)

@@ -173,7 +173,7 @@ def broadcast(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> di
 
 
 async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
-    """Time of both, and the memory that ours needs."""
+    """Time of ours, of gloo's broadcast and of the limit, and the memory that ours needs."""
     ranks = make_engine(engine)
     config = PolicyConfig(backend="fsdp", model=model, dtype="bfloat16", weight_sync="broadcast", bucket_mib=BUCKET)
     source = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Source, config)
@@ -201,10 +201,10 @@ async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[
                 began = time.perf_counter()
                 await do()
                 took.append(time.perf_counter() - began)
-        ours, cast, least = (median(took[WARM:]) for took in times)
+        ours, plain, least = (median(took[WARM:]) for took in times)
         name = f"{nbytes >> 20} MiB from 2 ranks to 2 samplers, {way}, against gloo's broadcast"
         figures += [
-            within(name, ours, "s", cast, 1.5 if way == "by gloo" else 1.0),
+            within(name, ours, "s", plain, 1.5 if way == "by gloo" else 1.0),
             *(
                 [figure("  against gloo with casts and fingerprints alone", ours, "s", least)]
                 if way == "by gloo"
@@ -218,4 +218,4 @@ async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[
         await takers.load((await source.weights()).read_by(RANKS))
         proved.append(time.perf_counter() - began)
     await ranks.close()
-    return [*figures, figure("  with the model's computation, on policy and samplers", min(proved), "s", cast)]
+    return [*figures, figure("  with the model's computation, on policy and samplers", min(proved), "s", plain)]

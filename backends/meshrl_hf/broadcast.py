@@ -26,6 +26,7 @@ from meshrl.mesh import PATIENCE, Rank
 from meshrl_hf.boxes import Box
 from meshrl_hf.buckets import Bucket, planned
 from meshrl_hf.collective import (
+    ALIGNED,
     CPU,
     IN_FLIGHT,
     KEPT,
@@ -79,7 +80,7 @@ class Sender:
         """The name of the dtype."""
         self._device, self._dtype, self._matrices = device, dtype, matrices
         apart = _APART + _APART_IN_FP8 if matrices else _APART
-        self._limit = 2 * (limit - min(limit // 8, apart)) // IN_FLIGHT
+        self._limit = 2 * (limit - min(limit // 8, apart)) // IN_FLIGHT // ALIGNED * ALIGNED
         self._line = Line(self.place)
         self._other = Line(self.place)
         """A second one, for requests that must not wait behind others."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshrl_hf import fp8
 from meshrl_hf.boxes import Box
-from meshrl_hf.collective import ALIGNED, nbytes_of, view
+from meshrl_hf.collective import ALIGNED, copy, nbytes_of, view
 from meshrl_hf.offer import FP8, SCALE, Layout, Part
 
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
         """Write the parts to a bucket's memory, uint8[nbytes]."""
         places = [view(memory, part) for part in self.parts]
         if len(places) == 1:
-            places[0].copy_(self.tensor)
+            copy(places[0], self.tensor)
         else:
             scales, rows = places
             fp8.write(self.tensor, self.dtype, scales, rows)

@@ -30,6 +30,8 @@ _LONGEST_WAIT: Final = 30.0
 """Longest time of one wait, in seconds. Then it is asked again, because a reader may die before it rings."""
 ALIGNED: Final = 64
 """Bytes. Each bucket and each part starts at a multiple."""
+_BLOCK: Final = 1 << 20
+"""Most bytes that are copied at once if torch makes temporary copies of them."""
 CPU: Final = torch.device("cpu")
 KEPT: Final = 4
 """Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
@@ -340,6 +342,23 @@ def view(buffer: Tensor, part: Part) -> Tensor:
     """Return a view of a part in a bucket."""
     flat = buffer[part.start : part.start + nbytes_of(part)]
     return flat.view(dtype_of(part)).reshape(part.shape)
+
+
+def copy(place: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor to its place, in that dtype.
+
+    Between devices, torch makes temporary copies unless the bytes are the same and in order. Then blocks are copied.
+    """
+    in_order = place.dtype == tensor.dtype and place.is_contiguous() and tensor.is_contiguous()
+    if in_order or place.device == tensor.device or tensor.nbytes <= _BLOCK:
+        place.copy_(tensor)
+    elif tensor[0].nbytes > _BLOCK:
+        for pair in zip(place, tensor, strict=True):
+            copy(*pair)
+    else:
+        rows = _BLOCK // tensor[0].nbytes
+        for block, source in zip(place.split(rows), tensor.split(rows), strict=True):
+            block.copy_(source)
 
 
 def place_in(whole: Tensor, part: Part) -> Tensor:

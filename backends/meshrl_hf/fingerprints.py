@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 
 _WIDTH: Final = 1021
 """Integers in a row. No power of two, because errors often come at such distances."""
+_ROW: Final = 8 * _WIDTH
+"""Bytes of a row."""
 _ROWS: Final = 256
 """Number of rows that a CPU sums twice while they are in its cache: 2 MiB."""
 _ROWS_ELSEWHERE: Final = 2048
@@ -29,17 +31,14 @@ _FACTORS: Final = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return the fingerprint of a contiguous tensor, int64[], on its device. The host waits for nothing."""
     octets = tensor.reshape(-1).view(torch.uint8)
-    if octets.storage_offset() % 8:
-        octets = octets.clone()
-    end = len(octets) // 8 * 8
-    integers, tail = octets[:end].view(torch.int64), pad(octets[end:], (0, -len(octets) % 8)).view(torch.int64)
-    count = len(integers) // _WIDTH
-    rest = torch.cat([integers[count * _WIDTH :], tail])
+    end = len(octets) // _ROW * _ROW
+    rest = pad(octets[end:], (0, -len(octets) % 8)).view(torch.int64)
     columns = torch.zeros(_WIDTH, dtype=torch.int64, device=tensor.device)
     columns[: len(rest)] += rest
     sums = [columns]
-    at_once = _ROWS if tensor.device.type == "cpu" else _ROWS_ELSEWHERE
-    for rows in integers[: count * _WIDTH].view(count, _WIDTH).split(at_once):
+    for block in octets[:end].split(_ROW * (_ROWS if tensor.device.type == "cpu" else _ROWS_ELSEWHERE)):
+        aligned = block.clone() if block.storage_offset() % 8 else block
+        rows = aligned.view(torch.int64).view(len(block) // _ROW, _WIDTH)
         sums.append(rows.sum(1))  # first, because it reads memory faster; the other then reads a cache
         columns += rows.sum(0)
     numbers = torch.cat([*sums, rest.sum(0, keepdim=True)])

@@ -189,8 +189,9 @@ class Taking:
         return self._slots[self._slot, :nbytes]
 
     def done(self) -> None:
-        """Say that the bucket is copied, as soon as the device has copied it."""
-        _settle(self._device)
+        """Say that the bucket is copied, as soon as the devices have copied it."""
+        for device in {self._device, self._slots.device}:
+            _settle(device)
         self._connection.sendall(bytes([self._slot]))
 
 

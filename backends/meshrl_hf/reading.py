@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from meshrl_hf.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, view
+from meshrl_hf.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, copy, view
 from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.handover import Unopened, open_slots
 from meshrl_hf.offer import Layout, Offer, Part
@@ -40,7 +40,7 @@ class Damaged(Exception):
 
     def __init__(self, names: Sequence[str]) -> None:
         """`names`: of the tensors in the buckets that differ."""
-        super().__init__(f"damaged buckets hold {len(names)} tensors ({', '.join(names[:3])})")
+        super().__init__(f"tensors in damaged buckets: {len(names)} ({', '.join(names[:3])})")
 
 
 class Model(Protocol):
@@ -85,7 +85,7 @@ class _Pour:
         self._made[rank].append(fingerprint(content))
         for part, place in zip(layout.parts, places, strict=True):
             if not in_place:
-                place.copy_(view(content, part))
+                copy(place, view(content, part))
             self._model.arrived(part)
 
     def tell(self, rank: int, prints: Tensor) -> None:

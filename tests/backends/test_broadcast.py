@@ -19,15 +19,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import Store
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
 from meshrl.errors import ModelError
 from meshrl_hf import broadcast, collective, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.buckets import planned
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, place_in, view
-from meshrl_hf.fingerprints import fingerprint
+from meshrl_hf.broadcast import Hop
+from meshrl_hf.buckets import Bucket, planned
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, copy, place_in, view
 from meshrl_hf.live_weights import LiveWeights, _InPlace, offered
 from meshrl_hf.reach import Where
 from meshrl_hf.reading import Reader
@@ -123,6 +124,32 @@ def test_memory_of_buckets_that_are_handed_over_is_not_written_until_they_are_do
     flight.end()
     assert done == list(range(len(relayed)))
     assert arrived == [number for number, later in enumerate(relayed) if later]
+
+
+class Copies(TorchDispatchMode):
+    """Notes the bytes of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), keys: Any = None) -> Any:
+        if op is torch.ops.aten.copy_.default:
+            self.sizes.append(args[1].nbytes)
+        return op(*args, **(keys or {}))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5000, 300), (3, 600, 700), (2, 900_000), (1 << 20, 3)], ids=str)
+def test_copies_that_need_others_between_devices_are_small(shape: tuple[int, ...]) -> None:
+    """A tensor on torch's device "meta" lies on another device, and its copies cost nothing."""
+    tensor = torch.zeros(shape)
+    with Copies() as copies:
+        copy(torch.empty(shape, dtype=torch.bfloat16, device="meta"), tensor)
+    assert sum(copies.sizes) == tensor.nbytes
+    assert max(copies.sizes) <= 1 << 20
+    with Copies() as copies:
+        copy(torch.empty(shape, device="meta"), tensor)
+    assert len(copies.sizes) == 1
 
 
 def test_nothing_is_planned_for_no_tensors() -> None:
@@ -234,20 +261,37 @@ def test_a_large_part_is_staged_only_by_a_side_that_holds_it_in_another_form(
     assert len(made) == staged
 
 
-def test_parts_that_change_on_their_way_are_named_and_the_next_weights_arrive(
+def test_tensors_of_buckets_that_change_are_named_and_the_next_weights_arrive(
     policy: Senders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, known = publish(policy, 0)
-    place = torch.zeros_like(known)
+    known = {name: torch.randn(2 * len(policy.each), LIMIT // 4) for name in ("first", "second", "third")}
+    places = {name: torch.zeros_like(each) for name, each in known.items()}
+    send = Hop.send_parts
+
+    def told_of_others(self: Hop, number: int, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        return send(self, number, bucket, device) + (bucket.layout.parts[0].name == "second")
+
     with monkeypatch.context() as patch:
-        patch.setattr(broadcast, "fingerprint", lambda tensor: fingerprint(tensor) + 1)
-        with pytest.raises(
-            ModelError, match=r"version 0 did not arrive as they were sent: damaged buckets hold 1 tensors \(all"
-        ):
-            weights.pour({"all": place}, lambda: None)
-    weights, known = publish(policy, 1)
-    weights.pour({"all": place}, lambda: None)
-    assert torch.equal(place, known)
+        patch.setattr(Hop, "send_parts", told_of_others)
+        with pytest.raises(ModelError, match=r"version 0 did not .* sent: tensors in damaged buckets: 1 \(second\)"):
+            policy.offer(known, 0).pour(places, lambda: None)
+    policy.offer(known, 1).pour(places, lambda: None)
+    assert all(torch.equal(place, known[name]) for name, place in places.items())
+
+
+@by_gloo
+def test_a_bit_that_flips_on_its_way_is_noticed(policy: Senders, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, send = torch.randn(2 * len(policy.each), LIMIT // 4), Group.broadcast
+
+    def flipped(self: Group, tensor: torch.Tensor) -> dist.Work:
+        if len(tensor) > 100 and threading.current_thread() is not threading.main_thread():  # which reads
+            tensor = tensor.clone()
+            tensor[77] ^= 4
+        return send(self, tensor)
+
+    monkeypatch.setattr(Group, "broadcast", flipped)
+    with pytest.raises(ModelError, match="did not arrive as they were sent"):
+        policy.offer({"all": whole}, 0).pour({"all": torch.zeros_like(whole)}, lambda: None)
 
 
 @by_gloo

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshrl_hf import fingerprints
 from meshrl_hf.fingerprints import fingerprint
 
-SHAPES = [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4)]
+SHAPES = [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4), (4 * 1021,), (4 * 1020 + 1,)]
 
 
 def whole(shape: tuple[int, ...]) -> Tensor:
