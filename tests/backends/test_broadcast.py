@@ -1,4 +1,4 @@
-"""How parts of tensors are laid out in the buckets of a broadcast, and which groups are kept."""
+"""Buckets of a broadcast in flight, who reads them, and which groups are kept."""
 
 import asyncio
 import json
@@ -7,19 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import Store
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from meshrl import PolicyConfig
@@ -27,8 +24,8 @@ from meshrl.errors import ModelError
 from meshrl_hf import broadcast, collective, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import Hop
-from meshrl_hf.buckets import Bucket, planned
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line, copy, place_in, view
+from meshrl_hf.buckets import Bucket
+from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Group, Groups, Line
 from meshrl_hf.live_weights import LiveWeights, _InPlace, offered
 from meshrl_hf.reach import Where
 from meshrl_hf.reading import Reader
@@ -42,41 +39,6 @@ if TYPE_CHECKING:
     from meshrl_hf.trainable import Trainable
 
 LIMIT = 1 << 10
-
-
-def boxes() -> list[Box]:
-    torch.manual_seed(0)
-    shapes = {"wide": (3, 1000), "many": (999, 5), "small": (7,), "number": (), "experts": (2, 3, 700)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return [
-        *(Box(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()),
-        Box("part", (8, 2, 4), (4, 0, 2), torch.randn(4, 2, 2)),
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buckets_have_every_number_once_and_keep_to_their_size(dtype: torch.dtype) -> None:
-    whole = {box.name: torch.full(box.size, torch.nan, dtype=dtype) for box in boxes()}
-    plan = planned(boxes(), dtype, LIMIT)
-    flight = Flight()
-    flight.begin(max(bucket.layout.nbytes for bucket in plan), torch.device("cpu"))
-    for bucket in plan:
-        layout = bucket.layout
-        assert layout.nbytes <= LIMIT
-        buffer = flight.memory(layout.nbytes)
-        bucket.write(buffer)
-        assert layout.nbytes == layout.parts[-1].start + prod(layout.parts[-1].shape) * dtype.itemsize
-        for part in layout.parts:
-            assert part.start % 64 == 0
-            came = view(buffer, part)
-            place = place_in(whole[part.name], part)
-            assert place.isnan().all()
-            place.copy_(came)
-        flight.drop()
-    for box in boxes():
-        there = whole[box.name][tuple(map(slice, box.offsets, np.add(box.offsets, box.tensor.shape).tolist()))]
-        assert torch.equal(there, box.tensor.to(dtype))
-    assert sum(int(each.isnan().sum()) for each in whole.values()) == 64 - 16  # what others have of `part`
 
 
 class Sent(NamedTuple):
@@ -124,36 +86,6 @@ def test_memory_of_buckets_that_are_handed_over_is_not_written_until_they_are_do
     flight.end()
     assert done == list(range(len(relayed)))
     assert arrived == [number for number, later in enumerate(relayed) if later]
-
-
-class Copies(TorchDispatchMode):
-    """Notes the bytes of each copy."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), keys: Any = None) -> Any:
-        if op is torch.ops.aten.copy_.default:
-            self.sizes.append(args[1].nbytes)
-        return op(*args, **(keys or {}))
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (5000, 300), (3, 600, 700), (2, 900_000), (1 << 20, 3)], ids=str)
-def test_copies_that_need_others_between_devices_are_small(shape: tuple[int, ...]) -> None:
-    """A tensor on torch's device "meta" lies on another device, and its copies cost nothing."""
-    tensor = torch.zeros(shape)
-    with Copies() as copies:
-        copy(torch.empty(shape, dtype=torch.bfloat16, device="meta"), tensor)
-    assert sum(copies.sizes) == tensor.nbytes
-    assert max(copies.sizes) <= 1 << 20
-    with Copies() as copies:
-        copy(torch.empty(shape, device="meta"), tensor)
-    assert len(copies.sizes) == 1
-
-
-def test_nothing_is_planned_for_no_tensors() -> None:
-    assert planned([], torch.float32, LIMIT) == []
 
 
 @pytest.mark.parametrize(
