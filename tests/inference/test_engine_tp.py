@@ -183,9 +183,10 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
 async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
     """The last test that can use this engine."""
     engine = psutil.Process(int((await shared.pids())[0]))
-    helpers = ("resource_tracker", "detokenizer")
-    own = [each for each in engine.children() if not any(name in " ".join(each.cmdline()) for name in helpers)]
-    assert len(own) == 2
+    # Not by their titles, which they cannot set in every environment. The engine starts them before its other helpers.
+    children = [each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline())]
+    own = sorted(children, key=lambda each: each.pid)
+    assert len(own) >= 2
     _, others = await begun(shared)
     died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
     own[1].kill()
