@@ -12,8 +12,9 @@ delta   What `weight_sync = "delta"` sends for steps of grpo/quickstart, from th
 
 collective  As many bytes from two ranks of FSDP to two samplers of torch (`weight_sync = "broadcast"`), against gloo's
         own broadcast of the bytes from one process to two, and the memory that a rank needs: over gloo, each rank
-        broadcasting its own shards, and handed over in shared memory. Fingerprints are made and compared. The limit is
-        gloo with the same casts and fingerprints alone. The check of equal log-probs is measured separately.
+        broadcasting its own shards, and handed over in shared memory. Fingerprints are made and compared. A limit is
+        gloo with the same casts and fingerprints alone, or with the casts alone. The check of equal log-probs is
+        measured separately.
 
 About five minutes.
 """

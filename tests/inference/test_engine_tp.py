@@ -183,19 +183,21 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
 async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
     """The last test that can use this engine."""
     engine = psutil.Process(int((await shared.pids())[0]))
-    # Not by their titles, which they cannot set in every environment. The engine starts them before its other helpers.
+    # By order of start, because titles cannot be set everywhere. Ranks start before SGLang's detokenizer.
     children = [each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline())]
-    own = sorted(children, key=lambda each: each.pid)
-    assert len(own) >= 2
+    started = sorted(children, key=lambda each: (each.create_time(), each.pid))
+    assert len(started) >= 2
     _, others = await begun(shared)
-    died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
-    own[1].kill()
+    died = (
+        f"of the 2 that its matrices are split over, process {started[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
+    )
+    started[1].kill()
     with pytest.raises(RankFailed, match=died):
         await every(others)
     with pytest.raises(RankFailed, match=died):
         await rollout(shared, PROMPTS, GREEDY)
-    psutil.wait_procs([engine, *own], timeout=20)
-    assert not any(each.is_running() for each in own)
+    _, alive = psutil.wait_procs([engine, *started], timeout=20)
+    assert not alive
 
 
 async def test_heads_that_tp_does_not_divide_are_an_error_in_words(model: Model, backend: Any) -> None:
