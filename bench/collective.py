@@ -123,9 +123,8 @@ class Caster(Actor):
 class Limit(Actor):
     """Sends its shards in buckets, without plans, calls or stores: half of the ranks are senders, the others read."""
 
-    def __init__(self, nbytes: int, fingerprints: bool) -> None:
+    def __init__(self, nbytes: int) -> None:
         dist.init_process_group("gloo")
-        self._fingerprints = fingerprints
         self._rank, readers = dist.get_rank(), [RANKS + reader for reader in range(RANKS)]
         groups = [dist.new_group([sender, *readers]) for sender in range(RANKS)]
         self._groups = cast("list[dist.ProcessGroup]", groups)
@@ -136,7 +135,7 @@ class Limit(Actor):
 
     @endpoint
     async def send(self) -> Sum[int]:
-        """Round and broadcast the shards. Readers take them in place. All ranks fingerprint them if asked to."""
+        """Round and broadcast the shards. Readers take them in place."""
         await asyncio.to_thread(self._send if self._rank < RANKS else self._read)
         return 1
 
@@ -147,7 +146,7 @@ class Limit(Actor):
                 flying.popleft().wait()
             slot = self._slots[number % IN_FLIGHT, : len(piece)]
             flying.append(broadcast(slot.copy_(piece), self._rank, self._groups[self._rank]))
-            self._read_again(slot)
+            self._prove(slot)
         for work in flying:
             work.wait()
 
@@ -165,11 +164,17 @@ class Limit(Actor):
     def _arrive(self, flying: deque[tuple[dist.Work, torch.Tensor]]) -> None:
         work, piece = flying.popleft()
         work.wait()
-        self._read_again(piece)
+        self._prove(piece)
 
-    def _read_again(self, piece: torch.Tensor) -> None:
-        if self._fingerprints:
-            fingerprint(piece)
+    def _prove(self, piece: torch.Tensor) -> None:
+        """Do nothing with a piece that was sent or has arrived."""
+
+
+class FingerprintedLimit(Limit):
+    """Also fingerprints each piece, on senders and readers."""
+
+    def _prove(self, piece: torch.Tensor) -> None:
+        fingerprint(piece)
 
 
 def broadcast(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
@@ -185,12 +190,8 @@ async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[
     sampling = SamplerConfig(model=model, dtype="bfloat16")
     takers = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Taker, sampling)
     caster = await (await Mesh.reserve(ranks, 1 + RANKS, Resources(cpus=0))).spawn(Caster, nbytes)
-    fingerprinted = await (await Mesh.reserve(ranks, 2 * RANKS, Resources(cpus=0))).spawn(
-        Limit, nbytes, fingerprints=True
-    )
-    cast_alone = await (await Mesh.reserve(ranks, 2 * RANKS, Resources(cpus=0))).spawn(
-        Limit, nbytes, fingerprints=False
-    )
+    limit = await (await Mesh.reserve(ranks, 2 * RANKS, Resources(cpus=0))).spawn(Limit, nbytes)
+    proved_limit = await (await Mesh.reserve(ranks, 2 * RANKS, Resources(cpus=0))).spawn(FingerprintedLimit, nbytes)
     figures: list[Figure] = []
 
     async def send() -> None:
@@ -207,7 +208,7 @@ async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[
         print(f"MiB of each sender and reader, {way}:", each.round().tolist())
         times: tuple[list[float], ...] = ([], [], [], [])
         for _ in range(WARM + rounds):
-            for took, do in zip(times, (send, caster.cast, fingerprinted.send, cast_alone.send), strict=True):
+            for took, do in zip(times, (send, caster.cast, proved_limit.send, limit.send), strict=True):
                 began = time.perf_counter()
                 await do()
                 took.append(time.perf_counter() - began)
