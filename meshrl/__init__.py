@@ -168,6 +168,7 @@ if TYPE_CHECKING:
     from meshrl_vllm.options import VllmConfig as VllmConfig
 else:
     import sys
+    from collections.abc import Callable
     from importlib import import_module
     from types import ModuleType
 
@@ -238,6 +239,10 @@ else:
                 deprecated.add_old_names(value)
             if not isinstance(value, ModuleType) or name not in _DOORS:  # `rollout` is a function first
                 super().__setattr__(name, value)
+
+        def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+            """Travel as an import, so that code which names `meshrl` can be sent to a rank."""
+            return import_module, ("meshrl",)
 
     sys.modules["meshrl"].__class__ = _House
     deprecated.install()

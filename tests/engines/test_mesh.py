@@ -50,6 +50,10 @@ class Worker(Actor):
         return batch.assign(rewards=batch.rewards * np.float32(factor))
 
     @endpoint
+    async def doubled(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return meshrl.Batch.concat([batch, batch])
+
+    @endpoint
     async def reversed(self, batch: Shard[Batch]) -> Gather[Batch]:
         return batch.select(np.arange(len(batch))[::-1])
 
@@ -168,6 +172,12 @@ async def test_what_was_not_split_in_this_call_follows_one_another(engine: Engin
     ):
         assert await joined.load() == part
         assert [level.tolist() for level in joined.origins] == [[3, 0]]
+
+
+async def test_an_actor_of_a_script_may_name_the_module_of_meshrl(engine: Engine) -> None:
+    worker = await spawn(engine, 2)
+    doubled = await (await worker.doubled(make_batch(3))).load()
+    assert sorted(doubled.rewards.tolist()) == [0, 0, 1, 1, 2, 2]
 
 
 async def test_axes_choose_what_is_split_and_joined(engine: Engine) -> None:
