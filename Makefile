@@ -23,10 +23,14 @@ unexport PYTHONDONTWRITEBYTECODE
 MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
 # OpenAI's package for JavaScript, which agents are tested with where there is npm.
 NODE := tests/agents/node/node_modules/.package-lock.json
+# WIDE=yes runs tests that are marked wide too.
+NARROW := $(if $(WIDE),,not wide and )
+# What test-all runs beside the tests that `make test` takes its own from.
+SEPARATE := test-attack test-bits test-lowest test-newest test-vllm test-sglang test-cluster
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-index test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-cluster test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,26 +44,32 @@ quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 mi
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
-test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/packaging/index --ignore tests/vllm
+test: setup $(if $(shell command -v npm),$(NODE))  ## what proves the product on one machine: engines, trainers, algorithms, a kill and a resume; 8 minutes
+	$(TESTS) $(if $(WIDE),,-m "not wide") $(addprefix --ignore tests/,attack cluster inference packaging/index vllm)
+
+test-fast: setup  ## the tests in virtual time, that start no process and compute with no model: under a minute
+	$(TESTS) -m "not process and not slow and not wide" $(FAST)
+
+test-all: setup  ## all there is for machines without a GPU, as root: rare variants too, several hosts, the newest versions; 75 minutes
+	$(MAKE) WIDE=yes test $(SEPARATE)
+
+test-changed: setup  ## make test, and the parts of test-all that changes since a commit have to pass: BASE=origin/main
+	$(BIN)/python tests/changed.py $(BASE)
 
 test-index: setup  ## what pip's index gives today: the wheel on each Python that is here, and packages for each extra
 	$(BIN)/pytest -rs tests/packaging/index
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
-	$(TESTS) tests/attack
-
-test-fast: setup  ## the tests that start no process and no model, for the loop of writing code: about a minute
-	$(TESTS) -m "not process and not slow" $(FAST)
+	$(TESTS) $(if $(WIDE),,-m "not wide") tests/attack
 
 test-bits: setup  ## the tests of equal bits, for each set of this processor's instructions but the largest, which test uses
 	for each in $(CAPABILITIES); do \
-		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m bits tests/algorithms tests/backends tests/environments tests/rollout || exit 1; done
+		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m "$(NARROW)bits" tests/algorithms tests/backends tests/environments tests/rollout || exit 1; done
 
-test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versions of the packages that it needs
-	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
+test-lowest test-newest: test-%: .venv-%/.done  ## the tests of the core, with the lowest (newest) versions of the packages that it needs
+	.venv-$*/bin/pytest -n 2 --dist loadfile -m "$(NARROW)not process and not slow" $(CORE)
 
-test-cluster: setup  ## the tests on several hosts, made of namespaces: as root (docs/hosts.md)
+test-cluster: setup  ## several hosts, made of namespaces: as root (docs/hosts.md)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs -n 2 --dist loadfile tests/cluster
 
 test-gpu: setup  ## the tests that need a GPU
@@ -70,17 +80,20 @@ test-contracts: setup  ## what only a GPU runs, against the sources of its packa
 	git diff --exit-code tests/gpu_contracts/signatures
 	$(BIN)/pytest tests/gpu_contracts
 
-test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in a separate environment
-	$(ENGINES) -m vllm tests/inference tests/vllm
+test-vllm: setup .venv-vllm/.done  ## the vLLM backend, on vLLM for CPUs in a separate environment
+	$(ENGINES) -m "$(NARROW)vllm" tests/inference tests/vllm
 
-test-sglang: setup .venv-sglang/.done  ## the tests of the SGLang backend, on SGLang for CPUs in a separate environment
-	$(ENGINES) -m sglang tests/inference
+test-sglang: setup .venv-sglang/.done  ## the SGLang backend, on SGLang for CPUs in a separate environment
+	$(ENGINES) -m "$(NARROW)sglang" tests/inference
 
-lint: setup  ## formatting, lint, both type checkers
+lint: ruff mypy pyright  ## formatting, lint, both type checkers
+
+ruff: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
-	$(BIN)/pyright
+
+mypy pyright: setup
+	$(BIN)/$@
 
 docs: .venv-docs/.done  ## the site, into site/: no warning, no broken link
 	$(MKDOCS) build --strict --quiet
@@ -91,7 +104,9 @@ docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, built again 
 prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
 	.venv-docs/bin/python docs/prose.py
 
-check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## what CI runs: all but test-index, test-cluster, test-contracts, test-gpu
+check: setup  ## what CI runs, in half an hour: lint, prose, docs, test, and of the parts of test-all what is not marked wide
+	$(MAKE) -j 2 --output-sync lint prose docs $(patsubst %,.venv-%/.done,lowest vllm sglang)
+	$(MAKE) test test-attack test-bits test-lowest test-vllm test-sglang
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
@@ -112,6 +127,11 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv-newest/.done: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 .venv-vllm/.done .venv-sglang/.done: .venv-%/.done: requirements-%.txt
