@@ -16,8 +16,10 @@ import structlog
 from hypothesis import settings
 
 from meshrl import Actor, Mesh, Resources, stop
+from meshrl.engines import make_engine
 from meshrl.errors import MeshrlError
 from meshrl.mesh import Engine, current_rank, rank_context
+from tests.support import warm as warm_process
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser

@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from graphlib import TopologicalSorter
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -63,6 +65,8 @@ def modules(folder: str) -> dict[str, Path]:
 
 
 CORE = {name: path for name, path in modules("meshrl").items() if name != "__init__"}
+BACKENDS = modules("backends")
+ALGORITHMS = modules("algorithms")
 SOURCES = [
     path
     for folder in ("meshrl", "backends", "algorithms", "bench", "examples", "tests")
@@ -70,18 +74,44 @@ SOURCES = [
 ]
 
 
-def imports(path: Path, *, run_time_only: bool = False) -> Iterator[str]:
-    """The dotted names that a file imports, at any depth: of `from a import b` it gives `a.b`."""
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if run_time_only and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+class Source(NamedTuple):
+    """What is in a file. The whole tree of each would fill the memory."""
+
+    lines: int
+    docstring: str
+    imports: list[str]
+    """The dotted names that it imports, at any depth: of `from a import b` it is `a.b`."""
+    loaded: list[str]
+    """Those that it imports when it runs."""
+    functions: list[tuple[str, int, int]]
+    """The name, the first line and the number of lines of each."""
+    texts: set[str]
+    """All but docstrings."""
+    names: set[str]
+    """The identifiers."""
+
+
+@cache
+def read(path: Path) -> Source:
+    text = path.read_text("utf-8")
+    tree = ast.parse(text)
+    nodes = [*ast.walk(tree)]
+    docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    typed = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    unloaded = {inner for guard in typed for statement in guard.body for inner in ast.walk(statement)}
+    found = Source(len(text.splitlines()), ast.get_docstring(tree) or "", [], [], [], set(), set())
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            above = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+            found.imports.extend(f"{above}{alias.name}" for alias in node.names)
+            found.loaded.extend(f"{above}{alias.name}" for alias in node.names if node not in unloaded)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.functions.append((node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            found.texts.add(node.value)
+        if not isinstance(node, ast.Constant | ast.alias):
+            found.names.update(value for _, value in ast.iter_fields(node) if isinstance(value, str))
+    return found
 
 
 def library(name: str) -> str:
@@ -114,68 +144,80 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split(".")[1:])
 
 
+def is_door(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+def listed(wrong: Collection[str]) -> str:
+    return "\n".join(sorted(wrong))
+
+
 def test_the_rooms_are_these_and_nothing_else_lies_in_the_house() -> None:
     assert {library(module) for module in CORE} == {*ROOMS, *BASE}
     assert sorted(path.stem for path in (ROOT / "meshrl").glob("*.py")) == sorted({"__init__", *BASE} - {"config"})
 
 
-def test_the_rooms_are_in_one_order() -> None:
-    TopologicalSorter({room: allowed.split() for room, allowed in ROOMS.items()}).prepare()
+def test_a_module_imports_from_the_rooms_that_its_own_may_use_by_their_doors() -> None:
+    def mistakes(module: str, name: str) -> Iterator[str]:
+        room, other = library(module), core_module(name)
+        allowed = {*BASE, *ROOMS.get(room, "").split()}
+        if name.startswith("."):
+            yield "write imports in full"
+        elif other == "__init__":
+            yield "that is the package's front door"
+        elif other is not None and library(other) != room:
+            if library(other) not in allowed:
+                yield f"{room} may use {sorted(allowed)}"
+            if is_private(name):
+                yield f"it is private to {library(other)}"
+            elif not is_exported(name, door(other)):
+                yield f"meshrl.{door(other)} does not export it"
+
+    wrong = [
+        f"meshrl.{module} imports {name}: {mistake}"
+        for module, path in CORE.items()
+        for name in read(path).imports
+        for mistake in mistakes(module, name)
+    ]
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("module", sorted(CORE))
-def test_a_module_imports_from_the_rooms_that_its_own_may_use_by_their_doors(module: str) -> None:
-    room = library(module)
-    allowed = {*BASE, *ROOMS.get(room, "").split()}
-    for name in imports(CORE[module]):
-        assert not name.startswith("."), f"meshrl.{module} imports {name}: write imports in full"
-        other = core_module(name)
-        if other is None or library(other) == room:
-            continue
-        assert other != "__init__", f"meshrl.{module} imports {name} from the package's front door"
-        assert library(other) in allowed, f"meshrl.{module} imports {name}: {room} may use {sorted(allowed)}"
-        assert not is_private(name), f"meshrl.{module} imports {name}, which is private to {library(other)}"
-        assert is_exported(name, door(other)), (
-            f"meshrl.{module} imports {name}, which meshrl.{door(other)} does not export"
-        )
+def test_no_rooms_and_no_modules_of_a_room_import_each_other_in_a_circle() -> None:
+    graphs: dict[str, dict[str, set[str]]] = {"rooms": {room: {*allowed.split()} for room, allowed in ROOMS.items()}}
+    for module, path in CORE.items():
+        if not is_door(path):
+            others = {core_module(name) or "" for name in read(path).imports} - {module, "", "__init__"}
+            room = "base" if library(module) in BASE else library(module)
+            near = {each for each in others if library(each) in (BASE if room == "base" else (room,))}
+            graphs.setdefault(room, {})[module] = {each for each in near if not is_door(CORE[each])}
+    wrong: list[str] = []
+    for graph in graphs.values():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as circle:
+            wrong.append(" imports from ".join(reversed(circle.args[1])))
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("room", sorted((*ROOMS, "base")))
-def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
-    inside = [module for module in CORE if library(module) in (BASE if room == "base" else (room,))]
-    graph = {
-        module: {
-            other
-            for name in imports(CORE[module])
-            if (other := core_module(name)) in inside and other != module and not is_door(CORE[other])
-        }
-        for module in inside
-        if not is_door(CORE[module])
-    }
-    TopologicalSorter(graph).prepare()
+def test_a_room_says_what_it_is_for_and_what_it_exports() -> None:
+    doors = {room: importlib.import_module(f"meshrl.{room}") for room in (*ROOMS, "config")}
+    silent = [room for room in doors if not read(ROOT / "meshrl" / room / "__init__.py").docstring]
+    missing = [
+        f"meshrl.{room}.{name}" for room, door in doors.items() for name in door.__all__ if not hasattr(door, name)
+    ]
+    assert (silent, missing) == ([], [])
 
 
-def is_door(path: Path) -> bool:
-    return path.name == "__init__.py"
-
-
-@pytest.mark.parametrize("room", sorted({*ROOMS, "config"}))
-def test_a_room_says_what_it_is_for_and_what_it_exports(room: str) -> None:
-    tree = ast.parse((ROOT / "meshrl" / room / "__init__.py").read_text("utf-8"))
-    assert ast.get_docstring(tree)
-    exported = importlib.import_module(f"meshrl.{room}")
-    for name in exported.__all__:
-        assert hasattr(exported, name), f"meshrl.{room}.{name}"
-
-
-@pytest.mark.parametrize("module", sorted(CORE))
-def test_the_core_imports_no_library_of_a_backend(module: str) -> None:
-    own = {"ray"} if module.startswith("engines.ray") else set()
-    own |= {"torch"} if module == "engines.ray.link" else set()  # loaded when weights leave a machine (decision 23)
-    found = {library(name) for name in imports(CORE[module], run_time_only=True)} & HEAVY
-    assert found <= own
-    as_types = {library(name) for name in imports(CORE[module])} & HEAVY
-    assert as_types - found <= own | ({"torch"} if library(module) == "losses" else set())
+def test_the_core_imports_no_library_of_a_backend() -> None:
+    wrong: list[str] = []
+    for module, path in CORE.items():
+        own = {"ray"} if module.startswith("engines.ray") else set[str]()
+        own |= {"torch"} if module == "engines.ray.link" else set()  # loaded when weights leave a machine (decision 23)
+        loaded = {library(name) for name in read(path).loaded} & HEAVY
+        as_types = ({library(name) for name in read(path).imports} & HEAVY) - loaded
+        as_types -= {"torch"} if library(module) == "losses" else set()
+        wrong += [f"meshrl.{module} imports {name}" for name in (loaded | as_types) - own]
+    assert not wrong, listed(wrong)
 
 
 SHARED = {"meshrl_hf": set[str](), "meshrl_inference": {"meshrl_hf"}}
@@ -191,45 +233,58 @@ IN_ANOTHER_ENVIRONMENT = (
 """Modules that the process of an engine imports, where there is no meshrl."""
 
 
-@pytest.mark.parametrize("module", sorted(modules("backends")))
-def test_a_backend_sees_the_core_itself_and_what_is_shared(module: str) -> None:
-    path = modules("backends")[module]
-    seen = {library(module), "meshrl"} | SHARED.get(library(module), set(SHARED))
-    for name in imports(path):
-        assert library(name) in seen or not library(name).startswith("meshrl"), name
-        assert library(core_module(name) or "") not in ("cli", "run"), name
-        assert not is_private(name), f"{path.name}: {name} is private"
-        if (other := core_module(name)) and other != "__init__":
-            assert is_exported(name, door(other)), f"{path.name}: meshrl.{door(other)} does not export {name}"
+def test_a_backend_sees_the_core_itself_and_what_is_shared() -> None:
+    def mistakes(module: str, name: str) -> Iterator[str]:
+        seen = {library(module), "meshrl"} | SHARED.get(library(module), set(SHARED))
+        if library(name) not in seen and library(name).startswith("meshrl"):
+            yield f"it may see {sorted(seen)}"
+        if library(core_module(name) or "") in ("cli", "run"):
+            yield "that runs backends"
+        if is_private(name):
+            yield "it is private"
+        elif (other := core_module(name)) and other != "__init__" and not is_exported(name, door(other)):
+            yield f"meshrl.{door(other)} does not export it"
+        apart = module in IN_ANOTHER_ENVIRONMENT and name.rpartition(".")[0] not in IN_ANOTHER_ENVIRONMENT
+        if apart and library(name).startswith("meshrl"):
+            yield "the process of an engine needs nothing of meshrl"
+
+    assert BACKENDS.keys() >= {*IN_ANOTHER_ENVIRONMENT}
+    wrong = [
+        f"{module} imports {name}: {mistake}"
+        for module, path in BACKENDS.items()
+        for name in read(path).imports
+        for mistake in mistakes(module, name)
+    ]
+    assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("module", IN_ANOTHER_ENVIRONMENT)
-def test_the_process_of_an_engine_needs_nothing_of_meshrl(module: str) -> None:
-    for name in imports(modules("backends")[module]):
-        assert not library(name).startswith("meshrl") or name.rpartition(".")[0] in IN_ANOTHER_ENVIRONMENT, name
-
-
-@pytest.mark.parametrize("module", sorted(modules("algorithms")))
-def test_an_algorithm_is_one_page_on_the_public_names(module: str) -> None:
-    path = modules("algorithms")[module]
+def test_an_algorithm_is_one_page_on_the_public_names_and_nothing_imports_it() -> None:
     allowed = {"meshrl", "numpy", "torch"} | sys.stdlib_module_names
-    assert {library(name) for name in imports(path)} <= allowed
-    assert len(path.read_text("utf-8").splitlines()) <= 100
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in ALGORITHMS.items()
+        for name in read(path).imports
+        if library(name) not in allowed
+    ]
+    wrong += [f"{module} has more than 100 lines" for module, path in ALGORITHMS.items() if read(path).lines > 100]
+    wrong += [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in SOURCES
+        for name in read(path).imports
+        if library(name) in {"algorithms", *ALGORITHMS}
+    ]
+    assert not wrong, listed(wrong)
 
 
-def test_nothing_imports_an_algorithm() -> None:
-    names = {library(name) for path in SOURCES for name in imports(path)}
-    assert not names & {"algorithms", *modules("algorithms")}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_small(path: Path) -> None:
-    source = path.read_text("utf-8")
-    assert len(source.splitlines()) < 400
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines < 60, f"{node.name} in line {node.lineno} has {lines} lines"
+def test_files_and_functions_are_small() -> None:
+    wrong = [f"{path.relative_to(ROOT)}: {read(path).lines} lines" for path in SOURCES if read(path).lines >= 600]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{first}: {name} has {lines} lines"
+        for path in SOURCES
+        for name, first, lines in read(path).functions
+        if lines >= 60
+    ]
+    assert not wrong, listed(wrong)
 
 
 WORDS = re.compile("fsdp|megatron|sglang|vllm", re.IGNORECASE)
@@ -254,26 +309,14 @@ NAMED = {
 """Where a name of a backend may stand."""
 
 
-def words(path: Path) -> Iterator[str]:
-    """Each text of a module but its docstrings, and each identifier."""
-    tree = ast.parse(path.read_text("utf-8"))
-    docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
-            yield node.value
-        elif not isinstance(node, ast.Constant | ast.alias):
-            yield from (value for _, value in ast.iter_fields(node) if isinstance(value, str))
-
-
-@pytest.mark.parametrize("module", sorted(CORE.keys() - {"deprecated"}))
-def test_the_core_names_no_backend(module: str) -> None:
-    quoted = {
-        node.value
-        for node in ast.walk(ast.parse(CORE[module].read_text("utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    assert quoted & backends().keys() <= NAMED.get(module, set())
-    assert [word for word in words(CORE[module]) if WORDS.search(word.replace("`vllm serve ", ""))] == []
+def test_the_core_names_no_backend() -> None:
+    wrong: list[str] = []
+    for module in CORE.keys() - {"deprecated"}:
+        source = read(CORE[module])
+        found = source.texts & backends().keys() - NAMED.get(module, set())
+        found |= {word for word in source.texts | source.names if WORDS.search(word.replace("`vllm serve ", ""))}
+        wrong += [f"meshrl.{module}: {word!r}" for word in found]
+    assert not wrong, listed(wrong)
 
 
 def loaded(libraries: Collection[str], by: str) -> list[str]:
@@ -282,14 +325,8 @@ def loaded(libraries: Collection[str], by: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_the_options_of_backends_load_no_library_of_theirs() -> None:
+@pytest.mark.process
+def test_libraries_are_loaded_where_they_are_needed_alone() -> None:
+    """A process that forks ranks needs none of configurations or logs, which load slowly."""
     assert loaded(HEAVY, by="from meshrl import PolicyConfig; PolicyConfig.open_tables()") == []
-
-
-def test_importing_meshrl_loads_no_library_of_a_backend() -> None:
-    assert loaded(HEAVY, by="import meshrl") == []
-
-
-def test_a_process_that_forks_ranks_loads_no_library_of_configurations_or_of_logs() -> None:
-    """They would take about as long to import as all else that ranks without a model need."""
     assert loaded({"pydantic", "ray", "structlog"}, by="import meshrl.engines.processes.template") == []

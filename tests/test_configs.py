@@ -1,6 +1,7 @@
-"""Every shipped configuration is right, as `meshrl check` would say, without a model being loaded."""
+"""Every shipped configuration is right, as `meshrl check` would say, and is what a run of it records."""
 
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -9,40 +10,39 @@ import pytest
 from meshrl import RunConfig, Task, TaskConfig
 from meshrl.run import about, find_mistakes, load_job, shipped_configs
 from meshrl.run.jobs import shipped_scripts
+from meshrl.run.recorder import Recorder
 from tests.backends.test_recipes import save_models
 from tests.first_hour.chat_model import save_tokenizer
 
 CONFIGS = shipped_configs()
+SEVERAL = "reward={functions = {right = 'numeric_answer', form = 'reasoning_format'}, weights = {form = 0.1}}"
+VARIANTS = (
+    ("grpo/quickstart", SEVERAL),
+    ("grpo/quickstart", "reward={functions = ['exact_match', 'numeric_answer']}"),
+    ("grpo/quickstart", "reward={backend = 'torch', model = 'models/judge'}"),
+    ("grpo/quickstart", "policy.lora={rank = 4, sync = 'adapters'}", "policy.dtype=bfloat16"),
+    ("grpo/quickstart", "policy.backend=fsdp", "policy.fsdp.replicate=2"),
+    ("grpo/quickstart", "evaluation={every = 5, temperature = 0.5}", "run.log=['tensorboard']"),
+    ("ppo/quickstart", "policy.chat=true", "policy.chat_template_kwargs={enable_thinking = false}"),
+    ("grpo/quickstart", "sampler.mesh=other", "run.meshes={other = {ranks = 2, axes = {dp = 2}}}"),
+)
+"""Values of each kind that the shipped configurations leave at their defaults."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One in which each configuration has run: one may start from the model that another saved."""
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where one stands: each configuration has run there, as one may start from the model that another saved."""
     made = tmp_path_factory.mktemp("runs")
-    for path in CONFIGS.values():
-        run = load_job(path, [], RunConfig).run
-        model = made / run.folder / run.name / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text("{}", "utf-8")
-        save_tokenizer(model)
-    save_models(made)
-    return made
-
-
-@pytest.fixture
-def saved_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Where one stands: in that folder."""
-    monkeypatch.chdir(folder)
-
-
-@pytest.mark.usefixtures("saved_models")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_is_right(name: str) -> None:
-    job = load_job(CONFIGS[name], [], RunConfig)
-    assert find_mistakes(job.config, job.run) == []
-    task: object = vars(job.config)["task"]
-    assert isinstance(task, TaskConfig)
-    assert held_out(task.model_dump_json()) == task.held_out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        for path in CONFIGS.values():
+            run = load_job(path, [], RunConfig).run
+            model = made / run.folder / run.name / "model"
+            model.mkdir(parents=True, exist_ok=True)
+            (model / "config.json").write_text("{}", "utf-8")
+            save_tokenizer(model)
+        save_models(made)
+        yield made
 
 
 @cache
@@ -51,7 +51,21 @@ def held_out(task: str) -> int:
     return len(Task.load(TaskConfig.model_validate_json(task)).held_out)
 
 
-@pytest.mark.usefixtures("saved_models")
+def test_each_configuration_is_right_says_what_it_is_and_lies_with_its_algorithm() -> None:
+    wrong: list[str] = []
+    for name, path in CONFIGS.items():
+        job = load_job(path, [], RunConfig)
+        wrong += [f"{name}: {mistake}" for mistake in find_mistakes(job.config, job.run)]
+        task: object = vars(job.config)["task"]
+        assert isinstance(task, TaskConfig)
+        if held_out(task.model_dump_json()) != task.held_out:
+            wrong.append(f"{name}: other prompts are held out than it says")
+        if not about(path) or job.script.path.stem != path.parent.name:
+            wrong.append(f"{name}: does not say what it is, or lies elsewhere than its algorithm")
+    assert not wrong, "\n".join(wrong)
+    assert {path.parent.name for path in CONFIGS.values()} == set(shipped_scripts())
+
+
 def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wrong() -> None:
     def mistakes(*overrides: str) -> list[str]:
         sleeps = ["sampler.backend=vllm", "sampler.vllm.sleep=true", f"sampler.vllm.python='{sys.executable}'"]
@@ -62,12 +76,14 @@ def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wro
     assert mistakes("evaluation.pause_training=true") == []
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_says_what_it_is_and_lies_with_its_algorithm(name: str) -> None:
-    job = load_job(CONFIGS[name], [], RunConfig)
-    assert about(CONFIGS[name])
-    assert job.script.path.stem == CONFIGS[name].parent.name
-
-
-def test_each_algorithm_has_a_configuration() -> None:
-    assert {path.parent.name for path in CONFIGS.values()} == set(shipped_scripts())
+def test_what_a_run_records_of_its_configuration_reads_back_to_it(folder: Path, tmp_path: Path) -> None:
+    wrong: list[str] = []
+    for number, (name, *overrides) in enumerate([*((name,) for name in CONFIGS), *VARIANTS]):
+        job = load_job(CONFIGS[name], overrides, RunConfig)
+        with Recorder(tmp_path / f"{number}", job.resolved):
+            pass
+        again = load_job(tmp_path / f"{number}" / "config.toml", [], RunConfig)
+        run = job.run.model_copy(update={"folder": str(folder / "runs")})
+        if (again.config.model_dump(), again.run, again.resolved) != (job.config.model_dump(), run, job.resolved):
+            wrong.append(f"{name} {overrides}")
+    assert wrong == []

@@ -173,27 +173,3 @@ def test_the_docstrings_of_public_names_are_complete() -> None:
     public = [each for found in {*exported()} for each in members(found)]
     assert len(public) > 1400
     assert (wrong := sorted(mistakes(public))) == [], "\n".join(wrong)
-
-
-def test_each_check_finds_a_mistake(tmp_path: Path) -> None:
-    (path := tmp_path / "bad.py").write_text(BAD, "utf-8")
-    public = [each for found in names(path).values() if isinstance(found, Found) for each in members(found)]
-    assert [mistake.partition("bad.py:")[2] for mistake in mistakes(public)] == [
-        "5: Wrong.patience has patience, whose unit no docstring says",
-        "7: Wrong.open raises ConfigError, which no docstring says",
-        "10: double has values, result, whose shape no docstring says",
-    ]
-
-
-BAD = '''
-from meshrl.errors import ConfigError
-from meshrl.mesh import Array
-class Wrong:
-    patience: float
-    """How long to wait."""
-    def open(self) -> None:
-        """Open it."""
-        raise ConfigError("no")
-def double(values: Array) -> Array:
-    """Double them."""
-'''

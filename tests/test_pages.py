@@ -1,55 +1,50 @@
-"""What the pages tell a reader to type: their commands exist, and their configurations have keys that are known.
+"""What the pages show is there: their code runs, and their commands, keys, links and numbers exist.
 
-Python blocks run as they stand, in test_readme.py. A command may need a GPU or a night; here each is read as the
-command line reads it, and its settings are read as `meshrl check` reads them.
+The Python blocks of a page run as they stand, one after another. A block whose first line is a comment with the name of
+a file, such as `# mine.py` or `# mine.toml`, is there as that file, too. A command may need a GPU or a night: each is
+read as the command line reads it, and its settings are read as `meshrl check` reads them.
 """
 
+import ast
+import asyncio
+import builtins
+import inspect
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import typer.main
 
+import meshrl as rl
 from meshrl.cli import app
 from meshrl.config import Table
 from meshrl.errors import ConfigError
+from meshrl.report.quantities import QUANTITIES, quantity
 from meshrl.run import RunConfig, find_config, load_job, shipped_configs
 from meshrl.run.jobs import make_job
-from tests.test_readme import PAGES, write_files
+from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TEXTS = {page: page.read_text("utf-8") for page in PAGES}
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```(?:python|toml)\n(# (\w+\.(?:py|toml))\n.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^ *```\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 INLINE = re.compile(r"`(meshrl [a-z][^`]*)`")
-TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^ *(?:\$ )?(meshrl [a-z](?:[^\\\n]|\\\n)*)$", re.MULTILINE)
 VARIABLES = {"$FAKES": "policy.backend=fake sampler.backend=fake reward.backend=fake", "$ahead": "2", "$seed": "0"}
 CONFIGS = shipped_configs()
 FOLDERS = "|".join({name.partition("/")[0] + "/" for name in CONFIGS})
-
-
-class Command(NamedTuple):
-    """A command of a page."""
-
-    page: str
-    words: tuple[str, ...]
-
-
-def commands(page: Path) -> Iterator[Command]:
-    """The commands `meshrl ...` in the code of a page, without those that name no command."""
-    text = page.read_text("utf-8")
-    code = [*FENCED.findall(text), *INDENTED.findall(text)]
-    lines = [line for block in code for line in COMMAND.findall(block)] + INLINE.findall(text)
-    for line in lines:
-        whole = re.sub("|".join(map(re.escape, VARIABLES)), lambda name: VARIABLES[name[0]], line.replace("\\\n", " "))
-        words = shlex.split(whole, comments=True)
-        yield Command(page.name, tuple(words[1:]))
-
-
-ALL = sorted({each for page in PAGES for each in commands(page)})
 WRONG: dict[tuple[str, ...], str] = {
     ("run", "grpo/quikstart"): "did you mean",
     ("check", "grpo/quickstart", "learning_rate=1e-6"): "no such key",
@@ -57,49 +52,117 @@ WRONG: dict[tuple[str, ...], str] = {
 """Commands that a page shows for their error."""
 
 
-def told(command: Command) -> str:
-    """What `meshrl check` says of the settings of a shipped configuration. Empty where there is none to check."""
-    _, *words = command.words
-    names = [word for word in words if re.match(FOLDERS, word) and not word.endswith(".toml")]
-    overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
+# --- code --------------------------------------------------------------------------------------------
+
+
+def blocks(page: Path) -> list[CodeType]:
+    """Each Python block, compiled so that it may await at top level and errors show the page's own lines."""
+    text = TEXTS[page]
+    found: list[CodeType] = []
+    for match in PYTHON.finditer(text):
+        above = "\n" * (text[: match.start()].count("\n") + 1)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        found.append(compile(above + match[1], str(page), "exec", flags=flags, dont_inherit=True))
+    return found
+
+
+def write_files(page: Path, folder: Path) -> list[Path]:
+    texts = {folder / match[2]: match[1] for match in FILE.finditer(TEXTS[page])}
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    return list(texts)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType(f"page_{page.stem}")
+    vars(module)["__builtins__"] = builtins
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = write_files(page, tmp_path)
+    with asyncio.Runner() as runner:
+        for code in blocks(page):
+            result = FunctionType(code, vars(module))()
+            if inspect.iscoroutine(result):
+                runner.run(result)
+    for file in files:
+        sys.modules.pop(file.stem, None)  # another page may have one of this name
+
+
+async def test_the_algorithm_of_the_readme_trains_on_fakes() -> None:
+    page: dict[str, Any] = {}
+    for code in blocks(ROOT / "README.md"):
+        exec(code, page)  # noqa: S102 -- it is ours
+    prompts = [rl.Batch.of(prompt=["1+1="] * 4, answer=["2"] * 4, groups=np.arange(4) + 4 * step) for step in range(3)]
+    policy, sampler = FakePolicy(rl.PolicyConfig(model="none")), FakeSampler(rl.SamplerConfig(model="none"))
+    await page["grpo"](policy, sampler, FakeReward(rl.RewardConfig()), iter(prompts), ahead=1)
+    assert policy.version == 3
+
+
+# --- commands and keys -------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> Iterator[tuple[str, ...]]:
+    """The words after `meshrl` of each command in the code of a page, without those that name no command."""
+    text = TEXTS[page]
+    code = [*FENCED.findall(text), *INDENTED.findall(text)]
+    for line in [line for block in code for line in COMMAND.findall(block)] + INLINE.findall(text):
+        whole = re.sub("|".join(map(re.escape, VARIABLES)), lambda name: VARIABLES[name[0]], line.replace("\\\n", " "))
+        yield tuple(shlex.split(whole, comments=True)[1:])
+
+
+def told(command: tuple[str, ...]) -> str:
+    """What the command line says of a command, and `meshrl check` of its settings for a shipped configuration."""
+    words = [*command]
+    known: Any = typer.main.get_command(app)
+    while words and (below := getattr(known, "commands", None)):
+        if words[0] not in below:
+            return f"there is no command {words[0]}"
+        known = below[words.pop(0)]
     try:
-        for name in names:
-            load_job(find_config(name), overrides, RunConfig)
-    except ConfigError as error:
-        return str(error)
+        if words:
+            known.make_parser(known.context_class(known)).parse_args(words)
+        overrides = [word for word in command[1:] if re.match(r"[a-z_.]+=", word)]
+        for name in command[1:]:
+            if re.match(FOLDERS, name) and not name.endswith(".toml"):
+                load_job(find_config(name), overrides, RunConfig)
+    except Exception as error:  # noqa: BLE001 -- whatever is wrong is told
+        return str(error) or repr(error)
     return ""
 
 
-@pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {shlex.join(command.words)}")
-def test_a_command_of_a_page_exists_and_takes_its_options(command: Command) -> None:
-    words: list[str] = [*command.words]
-    known: Any = typer.main.get_command(app)
-    while words and (commands := getattr(known, "commands", None)):
-        assert words[0] in commands, f"there is no command {words[0]}"
-        known = commands[words.pop(0)]
-    if words:
-        known.make_parser(known.context_class(known)).parse_args(words)
-    assert (WRONG.get(command.words) or "") in told(command)
-    assert command.words in WRONG or not told(command)
+def test_the_commands_of_the_pages_exist_and_take_their_options() -> None:
+    pages = {command: page.name for page in PAGES for command in commands(page)}
+    assert pages.keys() >= WRONG.keys()
+    said = {command: told(command) for command in pages}
+    wrong = [
+        f"{pages[command]}: meshrl {shlex.join(command)}: {text}"
+        for command, text in said.items()
+        if (WRONG[command] not in text if command in WRONG else text)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-def test_each_command_that_is_shown_for_its_error_is_there() -> None:
-    assert {command.words for command in ALL} >= WRONG.keys()
-
-
-@pytest.mark.parametrize(
-    ("page", "block"),
-    [pytest.param(page, block, id=page.name) for page in PAGES for block in TOML.findall(page.read_text("utf-8"))],
-)
-def test_the_keys_of_a_configuration_on_a_page_exist(page: Path, block: str, tmp_path: Path) -> None:
-    """A part of one is put over each that is shipped. Files that it names may be missing, so only keys count."""
-    write_files(page, tmp_path)
-    table = tomllib.loads(block)
-    if "project" in table:
-        pytest.skip("it is for a pyproject.toml")
-    bases = [{}] if "algorithm" in table else [tomllib.loads(path.read_text("utf-8")) for path in CONFIGS.values()]
-    found = [mistakes(over(base, table), tmp_path / "mine.toml") for base in bases]
-    assert [each for each in found if "no such key" not in each], min(found, key=len)
+def test_the_keys_of_configurations_on_pages_exist(tmp_path: Path) -> None:
+    """A part of one is put over those that are shipped, until one has its keys. Files that it names may be missing."""
+    wrong: list[str] = []
+    shipped = [tomllib.loads(path.read_text("utf-8")) for path in CONFIGS.values()]
+    tables = [(page, block) for page in PAGES for block in TOML.findall(TEXTS[page])]
+    for number, (page, block) in enumerate(tables):
+        (folder := tmp_path / f"{number}").mkdir()
+        write_files(page, folder)
+        table = tomllib.loads(block)
+        if "project" in table:  # it is for a pyproject.toml
+            continue
+        found: list[str] = []
+        for base in [{}] if "algorithm" in table else shipped:
+            found.append(mistakes(over(base, table), folder / "mine.toml"))
+            if "no such key" not in found[-1]:
+                break
+        else:
+            wrong.append(f"{page.name}: {min(found, key=len)}")
+    assert not wrong, "\n".join(wrong)
 
 
 def over(base: Table, table: Table) -> Table:
@@ -118,3 +181,42 @@ def mistakes(table: Table, file: Path) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+# --- links and numbers -------------------------------------------------------------------------------
+
+
+def test_links_to_files_lead_somewhere() -> None:
+    wrong = [
+        f"{page.name}: {link}"
+        for page in (*ROOT.glob("*.md"), *PAGES[1:])
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_page_is_in_the_list_once_which_is_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^- \[.*?\]\((\w[^)#]*\.md)\)", TEXTS[DOCS / "README.md"], re.MULTILINE)
+    pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(pages), "write each page's line into docs/README.md"
+
+
+def test_the_readme_names_make_targets_that_exist_and_figures_of_the_benchmarks_beside_their_commands() -> None:
+    readme = TEXTS[ROOT / "README.md"]
+    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z0-9]+)", readme, re.MULTILINE)) <= targets
+    table = re.compile(r"^\| .*? \| ([\d.,]+).*? \| .*? ([\d.,]+) \| ([\d.]+) \| `(.*?)` \|$", re.MULTILINE)
+    rows = table.findall(readme)
+    assert len(rows) > 3
+    sections = re.split("^##+ ", TEXTS[DOCS / "benchmarks.md"], flags=re.MULTILINE)
+    for *figures, command in rows:
+        block = re.compile(rf"^    python bench/{re.escape(command)}( --svg \S+)?$", re.MULTILINE)
+        lines = [line for section in sections if block.search(section) for line in section.splitlines()]
+        assert any({*figures} <= {*line.split()} for line in lines), f"no row of `{command}` has {figures}"
+
+
+def test_each_known_number_has_a_meaning_and_is_found_by_its_name() -> None:
+    for name, known in QUANTITIES.items():
+        assert known.meaning.endswith("."), name
+        assert quantity(name) is known, f"{name} is hidden by another that comes first"

@@ -3,7 +3,8 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,22 +37,12 @@ TOO_WIDE = """async pages => {
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.xdist_group("site"),  # which is built once
     pytest.mark.skipif(not MKDOCS.exists(), reason="`make docs` makes the environment that builds the site"),
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    ours = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
-    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", folder], cwd=ROOT, env=os.environ | ours, check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
+@contextmanager
+def serving(folder: Path) -> Generator[str]:
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever)
@@ -61,11 +52,25 @@ def address(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-async def test_each_page_fits_its_window_and_asks_this_site_alone(
-    folder: Path, address: str, browser: "Browser"
-) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The site."""
+    ours = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
+    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", tmp_path], cwd=ROOT, env=os.environ | ours, check=True)
+    return tmp_path
+
+
+async def test_pages_fit_their_windows_ask_this_site_alone_and_are_found(browser: "Browser", folder: Path) -> None:
     pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
     assert len(pages) > 50
+    playwright.expect.set_options(timeout=600_000)  # the test has a limit as a whole
+    with serving(folder) as address:
+        await see_all(address, pages, browser)
+        await search(address, browser)
+        await open_the_drawer_of_a_phone(address, browser)
+
+
+async def see_all(address: str, pages: list[str], browser: "Browser") -> None:
     requests, errors = list[str](), list[str]()
     tab = await browser.new_page(viewport={"width": 1900, "height": 900})
     tab.on("request", lambda request: requests.append(request.url))
@@ -77,23 +82,24 @@ async def test_each_page_fits_its_window_and_asks_this_site_alone(
     assert [url for url in requests if not url.startswith((address, f"blob:{address}", "data:"))] == []
 
 
-async def test_search_finds_a_section(address: str, browser: "Browser") -> None:
+async def search(address: str, browser: "Browser") -> None:
     tab = await browser.new_page()
     await tab.goto(address)
     await tab.get_by_role("textbox", name="Search").fill("staleness bound")
     found = tab.locator(".md-search-result__item").first
-    await playwright.expect(found).to_contain_text("Overlap rollout and training", timeout=60_000)
+    await playwright.expect(found).to_contain_text("Overlap rollout and training")
     await found.get_by_role("link").first.click()
     await tab.wait_for_url("**/overlap.html*")
 
 
-async def test_a_phone_has_the_navigation_with_each_line_of_the_list(address: str, browser: "Browser") -> None:
+async def open_the_drawer_of_a_phone(address: str, browser: "Browser") -> None:
+    """It has the navigation, with each line of the list."""
     listed = set(re.findall(r"^- \[(.*?)\]", (ROOT / "docs/README.md").read_text("utf-8"), re.MULTILINE))
     tab = await browser.new_page(viewport={"width": 420, "height": 900})
     await tab.goto(address)
     drawer = tab.locator(".md-sidebar--primary")
     await playwright.expect(drawer).not_to_be_in_viewport()
     await tab.locator("label.md-header__button[for=__drawer]").click()
-    await playwright.expect(drawer).to_be_in_viewport(timeout=60_000)
+    await playwright.expect(drawer).to_be_in_viewport()
     shown = {text.strip() for text in await drawer.locator("a.md-nav__link").all_text_contents()}
     assert listed - shown == {"README"}  # the page is there as the first run

@@ -1,5 +1,6 @@
 """Mistakes in a configuration, made on the command line in an empty folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from meshrl.cli import app
@@ -36,14 +37,6 @@ def _script(code: str) -> None:
     _check(algorithm="mine.py")
 
 
-def unknown_key() -> None:
-    _check("stepz = 10")
-
-
-def misplaced_key() -> None:
-    _check("lr = 1e-4")
-
-
 def path_from_elsewhere() -> None:
     Path("below").mkdir()
     Path("words.jsonl").write_text(WORDS, "utf-8")
@@ -51,77 +44,9 @@ def path_from_elsewhere() -> None:
     _meshrl("run", "below/mine.toml")
 
 
-def schedule_of_half_a_run() -> None:
-    _check("", "[run]\ndeterministic = true", "run.resume=true")
-
-
-def schedule_without_an_end() -> None:
-    _check(tables='[policy.optimizer]\nschedule = "linear"')
-
-
-def schedule_that_ends_before_the_run() -> None:
-    _check(tables='[policy.optimizer]\nschedule = "linear"\ntotal_steps = 100')
-
-
-def wrong_type() -> None:
-    _check('steps = "400"')
-
-
-def wrong_choice() -> None:
-    _check(tables='[loss]\nanchor = "trainr"')
-
-
-def out_of_range() -> None:
-    _check(tables="[sampling]\ntemperature = -1.0")
-
-
 def missing_key() -> None:
     Path("mine.toml").write_text('algorithm = "grpo"\n' + TABLES.replace("source", "# source"), "utf-8")
     _meshrl("check", "mine.toml")
-
-
-def several_mistakes() -> None:
-    _check("step = 10\nprompts = 0.5", "[sampling]\nn = true")
-
-
-def keys_that_belong_together() -> None:
-    _check(tables='[loss]\nnormalise = "constant"')
-
-
-def correction_without_its_anchor() -> None:
-    _check(tables="[loss.correction]\nhigh = 2.0")
-
-
-def reward_without_its_model() -> None:
-    _check(tables='backend = "torch"')
-
-
-def function_with_a_model() -> None:
-    _check(tables='backend = "function"\nmodel = "models/judge"')
-
-
-def reward_of_two_forms() -> None:
-    _check(tables='function = "exact_match"\nmodel = "models/judge"')
-
-
-def new_model_as_a_reward() -> None:
-    _check(tables='model = { characters = "act>" }')
-
-
-def no_override() -> None:
-    _check("", "", "steps")
-
-
-def wrong_override() -> None:
-    _check("", "", "sampling.top_p=most")
-
-
-def override_below_a_value() -> None:
-    _check("", "", "task.source.name=words.jsonl")
-
-
-def not_toml() -> None:
-    _check("steps = ")
 
 
 def missing_file() -> None:
@@ -129,54 +54,14 @@ def missing_file() -> None:
     _meshrl("check", "mien.toml")
 
 
-def unknown_configuration() -> None:
-    _meshrl("check", "grpo/quikstart")
-
-
 def no_algorithm() -> None:
     Path("mine.toml").write_text(TABLES, "utf-8")
     _meshrl("check", "mine.toml")
 
 
-def unknown_algorithm() -> None:
-    _check(algorithm="grppo")
-
-
-def missing_script() -> None:
-    _check(algorithm="mine.py")
-
-
-def script_without_its_function() -> None:
-    _script("async def main(run, config): ...")
-
-
-def script_without_a_config() -> None:
-    _script("async def mine(run, config): ...")
-
-
-def script_that_raises() -> None:
-    _script("import numpyy")
-
-
 def new_over_own_work() -> None:
     Path("grpo.py").touch()
     _meshrl("new", "grpo", ".")
-
-
-def mesh_of_no_role() -> None:
-    _check(tables="[run.meshes.mian]\nranks = 2")
-
-
-def axes_of_a_role() -> None:
-    _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=2, tp=3}")
-
-
-def axes_without_a_size() -> None:
-    _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=4, tp=0}")
-
-
-def axes_that_do_not_multiply() -> None:
-    _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }")
 
 
 def _distill(teacher: str) -> None:
@@ -186,14 +71,6 @@ def _distill(teacher: str) -> None:
     _meshrl("check", "mine.toml")
 
 
-def teacher_with_other_tokens() -> None:
-    _distill('{ characters = "cat>" }')
-
-
-def teacher_that_is_the_policy() -> None:
-    _distill('{ characters = "act>" }')
-
-
 def eval_without_prompts() -> None:
     run = Path("runs/mine")
     run.mkdir(parents=True)
@@ -201,3 +78,40 @@ def eval_without_prompts() -> None:
     (run / "config.toml").write_text(TABLES, "utf-8")
     (run / "metrics.jsonl").touch()
     _meshrl("eval", "mine")
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    "unknown-key": lambda: _check("stepz = 10"),
+    "misplaced-key": lambda: _check("lr = 1e-4"),
+    "schedule-of-half-a-run": lambda: _check("", "[run]\ndeterministic = true", "run.resume=true"),
+    "schedule-without-an-end": lambda: _check(tables='[policy.optimizer]\nschedule = "linear"'),
+    "schedule-that-ends-before-the-run": lambda: _check(
+        tables='[policy.optimizer]\nschedule = "linear"\ntotal_steps = 100'
+    ),
+    "wrong-type": lambda: _check('steps = "400"'),
+    "wrong-choice": lambda: _check(tables='[loss]\nanchor = "trainr"'),
+    "out-of-range": lambda: _check(tables="[sampling]\ntemperature = -1.0"),
+    "several-mistakes": lambda: _check("step = 10\nprompts = 0.5", "[sampling]\nn = true"),
+    "keys-that-belong-together": lambda: _check(tables='[loss]\nnormalise = "constant"'),
+    "correction-without-its-anchor": lambda: _check(tables="[loss.correction]\nhigh = 2.0"),
+    "reward-without-its-model": lambda: _check(tables='backend = "torch"'),
+    "function-with-a-model": lambda: _check(tables='backend = "function"\nmodel = "models/judge"'),
+    "reward-of-two-forms": lambda: _check(tables='function = "exact_match"\nmodel = "models/judge"'),
+    "new-model-as-a-reward": lambda: _check(tables='model = { characters = "act>" }'),
+    "no-override": lambda: _check("", "", "steps"),
+    "wrong-override": lambda: _check("", "", "sampling.top_p=most"),
+    "override-below-a-value": lambda: _check("", "", "task.source.name=words.jsonl"),
+    "not-toml": lambda: _check("steps = "),
+    "unknown-configuration": lambda: _meshrl("check", "grpo/quikstart"),
+    "unknown-algorithm": lambda: _check(algorithm="grppo"),
+    "missing-script": lambda: _check(algorithm="mine.py"),
+    "script-without-its-function": lambda: _script("async def main(run, config): ..."),
+    "script-without-a-config": lambda: _script("async def mine(run, config): ..."),
+    "script-that-raises": lambda: _script("import numpyy"),
+    "mesh-of-no-role": lambda: _check(tables="[run.meshes.mian]\nranks = 2"),
+    "axes-of-a-role": lambda: _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=2, tp=3}"),
+    "axes-without-a-size": lambda: _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=4, tp=0}"),
+    "axes-that-do-not-multiply": lambda: _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }"),
+    "teacher-with-other-tokens": lambda: _distill('{ characters = "cat>" }'),
+    "teacher-that-is-the-policy": lambda: _distill('{ characters = "act>" }'),
+}

@@ -1,93 +1,34 @@
 """Mistakes in rollouts, in batches, and in the data that a task reads."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from meshrl import (
-    Batch,
-    CrossEntropy,
-    Metrics,
-    PolicyConfig,
-    Ragged,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    Weights,
-    group_advantages,
-    minibatches,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.data import Origin, Source
 from meshrl.testing import FakePolicy, FakeSampler, simulate
 
-BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
+BATCH = rl.Batch.of(
+    tokens=rl.Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"]
+)
 
 
 def nothing_published() -> None:
     async def script() -> None:
-        policy, sampler = FakePolicy(PolicyConfig(model="none")), FakeSampler(SamplerConfig(model="none"))
-        prompts = (Batch.of(prompt=["?"], answer=["!"], groups=np.array([number])) for number in range(9))
-        await publish(policy, sampler)
-        async with rollouts(sampler, prompts, Sampling()) as stream:
+        policy, sampler = FakePolicy(rl.PolicyConfig(model="none")), FakeSampler(rl.SamplerConfig(model="none"))
+        prompts = (rl.Batch.of(prompt=["?"], answer=["!"], groups=np.array([number])) for number in range(9))
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, prompts, rl.Sampling()) as stream:
             async for batch in stream:
-                await policy.update(batch, CrossEntropy())
+                await policy.update(batch, rl.CrossEntropy())
 
     simulate(script)
 
 
-# --- batches -------------------------------------------------------------------------------------
-
-
-def missing_column() -> None:
-    BATCH.row("reward")
-
-
-def wrong_kind_of_column() -> None:
-    BATCH.row("tokens")
-
-
-def columns_that_disagree() -> None:
-    Batch.of(prompt=["a", "b", "c"], rewards=np.zeros(2, np.float32))
-
-
-def column_of_another_size() -> None:
-    BATCH.assign(advantages=np.zeros(3, np.float32))
-
-
-def tokens_that_disagree() -> None:
-    BATCH.assign(loss_mask=Ragged.of([[False, True], [True]], np.bool_))
-
-
-def padded_tokens() -> None:
-    BATCH.assign(tokens=np.zeros((2, 3), np.int32))
-
-
-def text_in_an_array() -> None:
-    BATCH.assign(prompt=np.array(["a", "b"]))
-
-
-def list_of_arrays() -> None:
-    BATCH.assign(hidden=[np.zeros(3), np.zeros(1)])
-
-
-def offsets_that_do_not_fit() -> None:
-    Ragged(np.arange(4), np.array([0, 3]))
-
-
 def log_probs_of_two_models() -> None:
     roles: list[Origin] = ["sampler", "trainer"]
-    Batch.concat([Batch.of(logprobs=Ragged.of([[-1.0]], np.float32, source=Source(role))) for role in roles])
-
-
-def row_out_of_range() -> None:
-    BATCH.select([0, 2])
-
-
-def short_mask() -> None:
-    BATCH.select([True])
+    rl.Batch.concat([rl.Batch.of(logprobs=rl.Ragged.of([[-1.0]], np.float32, source=Source(role))) for role in roles])
 
 
 def writing_into_a_batch() -> None:
@@ -95,77 +36,48 @@ def writing_into_a_batch() -> None:
 
 
 def writing_into_weights() -> None:
-    Weights(0, {"bias": np.zeros(2)}).tensors["bias"][0] = 1
-
-
-def unknown_metric() -> None:
-    Metrics.of(loss=(3.0, 2))["lose"]
+    rl.Weights(0, {"bias": np.zeros(2)}).tensors["bias"][0] = 1
 
 
 def metric_twice() -> None:
-    both = Metrics.of(loss=(3.0, 2)) | Metrics.of(loss=(1.0, 1))
+    both = rl.Metrics.of(loss=(3.0, 2)) | rl.Metrics.of(loss=(1.0, 1))
     assert not both
-
-
-def reward_that_is_not_finite() -> None:
-    group_advantages([1.0, float("nan")], [0, 0])
-
-
-def mini_batches_of_nothing() -> None:
-    list(minibatches(BATCH.assign(loss_mask=Ragged.of([[0, 0, 0], [0]], np.bool_)), epochs=1, count=2, seed=0))
-
-
-# --- tasks ---------------------------------------------------------------------------------------
 
 
 def _load(text: str, file: str = "words.jsonl", **config: str | int) -> None:
     Path(file).write_text(text, "utf-8")
-    Task.load(TaskConfig.model_validate({"source": file, "held_out": 0, **config}))
+    rl.Task.load(rl.TaskConfig.model_validate({"source": file, "held_out": 0, **config}))
 
 
-def unknown_source() -> None:
-    _load("question,answer", "words.csv")
-
-
-def missing_data() -> None:
-    Task.load(TaskConfig(source="words.jsonl"))
-
-
-def bad_json_line() -> None:
-    _load('{"question": "cat", "answer": "tac"}\n{"question": "dog", "answer"}\n')
-
-
-def line_that_is_no_row() -> None:
-    _load('["cat", "tac"]\n')
-
-
-def no_rows() -> None:
-    _load("\n")
-
-
-def not_parquet() -> None:
-    _load("PARQUET", "words.parquet")
-
-
-def template_key_missing() -> None:
-    _load('{"word": "cat", "answer": "tac"}\n', prompt="{wrd}>")
-
-
-def template_of_a_lone_brace() -> None:
-    _load('{"word": "cat", "answer": "tac"}\n', prompt="{word}: {")
-
-
-def too_many_held_out() -> None:
-    _load('{"question": "cat", "answer": "tac"}\n', held_out=512)
-
-
-def options_of_a_file() -> None:
-    Task.load(TaskConfig(source="words.jsonl", options={"size": 10}))
-
-
-def unknown_dataset() -> None:
-    Task.load(TaskConfig(source="reasoning_gym:spell_backwards"))
-
-
-def unknown_dataset_option() -> None:
-    Task.load(TaskConfig(source="reasoning_gym:spell_backward", options={"max_length": 8}))
+MISTAKES: dict[str, Callable[[], object]] = {
+    "missing-column": lambda: BATCH.row("reward"),
+    "wrong-kind-of-column": lambda: BATCH.row("tokens"),
+    "columns-that-disagree": lambda: rl.Batch.of(prompt=["a", "b", "c"], rewards=np.zeros(2, np.float32)),
+    "column-of-another-size": lambda: BATCH.assign(advantages=np.zeros(3, np.float32)),
+    "tokens-that-disagree": lambda: BATCH.assign(loss_mask=rl.Ragged.of([[False, True], [True]], np.bool_)),
+    "padded-tokens": lambda: BATCH.assign(tokens=np.zeros((2, 3), np.int32)),
+    "text-in-an-array": lambda: BATCH.assign(prompt=np.array(["a", "b"])),
+    "list-of-arrays": lambda: BATCH.assign(hidden=[np.zeros(3), np.zeros(1)]),
+    "offsets-that-do-not-fit": lambda: rl.Ragged(np.arange(4), np.array([0, 3])),
+    "row-out-of-range": lambda: BATCH.select([0, 2]),
+    "short-mask": lambda: BATCH.select([True]),
+    "unknown-metric": lambda: rl.Metrics.of(loss=(3.0, 2))["lose"],
+    "reward-that-is-not-finite": lambda: rl.group_advantages([1.0, float("nan")], [0, 0]),
+    "mini-batches-of-nothing": lambda: list(
+        rl.minibatches(BATCH.assign(loss_mask=rl.Ragged.of([[0, 0, 0], [0]], np.bool_)), epochs=1, count=2, seed=0)
+    ),
+    "unknown-source": lambda: _load("question,answer", "words.csv"),
+    "missing-data": lambda: rl.Task.load(rl.TaskConfig(source="words.jsonl")),
+    "bad-json-line": lambda: _load('{"question": "cat", "answer": "tac"}\n{"question": "dog", "answer"}\n'),
+    "line-that-is-no-row": lambda: _load('["cat", "tac"]\n'),
+    "no-rows": lambda: _load("\n"),
+    "not-parquet": lambda: _load("PARQUET", "words.parquet"),
+    "template-key-missing": lambda: _load('{"word": "cat", "answer": "tac"}\n', prompt="{wrd}>"),
+    "template-of-a-lone-brace": lambda: _load('{"word": "cat", "answer": "tac"}\n', prompt="{word}: {"),
+    "too-many-held-out": lambda: _load('{"question": "cat", "answer": "tac"}\n', held_out=512),
+    "options-of-a-file": lambda: rl.Task.load(rl.TaskConfig(source="words.jsonl", options={"size": 10})),
+    "unknown-dataset": lambda: rl.Task.load(rl.TaskConfig(source="reasoning_gym:spell_backwards")),
+    "unknown-dataset-option": lambda: rl.Task.load(
+        rl.TaskConfig(source="reasoning_gym:spell_backward", options={"max_length": 8})
+    ),
+}

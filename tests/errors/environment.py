@@ -1,6 +1,7 @@
 """Mistakes in an environment, and in rewards that are several or run code."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -44,17 +45,9 @@ async def _told(*turns: str, **columns: list[object]) -> str:
     return str(batch.objects("reward_error")[0])
 
 
-def two_kinds_of_rewards() -> None:
-    validate(RewardConfig, {"function": "exact_match", "functions": {"short": "rewards.py:short"}}, "mine.toml")
-
-
 def weight_of_no_reward() -> None:
     table = {"functions": {"correct": "exact_match"}, "weights": {"corect": 2.0}}
     validate(RewardConfig, table, "mine.toml")
-
-
-def reward_without_a_name() -> None:
-    validate(RewardConfig, {"functions": {"error": "exact_match"}}, "mine.toml")
 
 
 async def reward_that_runs_no_tests() -> str:
@@ -62,30 +55,6 @@ async def reward_that_runs_no_tests() -> str:
         Batch.of(prompt=["add"], completion=["def add(a, b): return a + b"], row=[{"test": "assert add(1, 2) == 3"}])
     )
     return str(scored.objects("reward_error")[0])
-
-
-def unknown_environment() -> None:
-    _environment("retri")
-
-
-def environment_not_in_the_file() -> None:
-    _environment("games.py:Gess")
-
-
-def environment_that_is_no_class() -> None:
-    _environment("games.py:play")
-
-
-def environment_without_methods() -> None:
-    _environment("games.py:Oracle")
-
-
-def environment_of_other_options() -> None:
-    _environment("games.py:Guess", most=9)
-
-
-def environment_of_verifiers() -> None:
-    _environment("verifiers:wordle")
 
 
 def verifiers_missing() -> None:
@@ -100,17 +69,21 @@ def verifiers_of_another_version() -> None:
         load_agent(AgentConfig(source="verifiers:wordle"))
 
 
-def template_without_the_observation() -> None:
-    validate(EnvironmentConfig, {"source": "retry", "template": "{text}"}, "mine.toml")
-
-
-async def environment_that_raises() -> str:
-    return await _told(row=[{"word": "cat"}])
-
-
-async def step_without_done() -> str:
-    return await _told("5", row=[{"question": "1 to 9>"}])
-
-
-async def step_after_the_end() -> None:
-    await _told("5", "5", row=[{"question": "1 to 9>"}])
+MISTAKES: dict[str, Callable[[], object]] = {
+    "two-kinds-of-rewards": lambda: validate(
+        RewardConfig, {"function": "exact_match", "functions": {"short": "rewards.py:short"}}, "mine.toml"
+    ),
+    "reward-without-a-name": lambda: validate(RewardConfig, {"functions": {"error": "exact_match"}}, "mine.toml"),
+    "unknown-environment": lambda: _environment("retri"),
+    "environment-not-in-the-file": lambda: _environment("games.py:Gess"),
+    "environment-that-is-no-class": lambda: _environment("games.py:play"),
+    "environment-without-methods": lambda: _environment("games.py:Oracle"),
+    "environment-of-other-options": lambda: _environment("games.py:Guess", most=9),
+    "environment-of-verifiers": lambda: _environment("verifiers:wordle"),
+    "template-without-the-observation": lambda: validate(
+        EnvironmentConfig, {"source": "retry", "template": "{text}"}, "mine.toml"
+    ),
+    "environment-that-raises": lambda: _told(row=[{"word": "cat"}]),
+    "step-without-done": lambda: _told("5", row=[{"question": "1 to 9>"}]),
+    "step-after-the-end": lambda: _told("5", "5", row=[{"question": "1 to 9>"}]),
+}

@@ -1,27 +1,16 @@
 """Mistakes in evaluation beside a run's steps."""
 
-from meshrl import (
-    Batch,
-    EvaluationConfig,
-    Policy,
-    PolicyConfig,
-    Run,
-    RunConfig,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    evaluate_during,
-)
+import meshrl as rl
 
-EVERY = EvaluationConfig(every=50)
-PROMPTS = Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"])
+EVERY = rl.EvaluationConfig(every=50)
+PROMPTS = rl.Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"])
 
 
-async def _run(prompts: Batch) -> None:
-    async with Run(RunConfig()) as run:
-        await run.spawn(Policy, PolicyConfig(backend="fake", model="none"))
-        sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
-        evaluate_during(run, EVERY, sampler, prompts, Sampling())
+async def _run(prompts: rl.Batch) -> None:
+    async with rl.Run(rl.RunConfig()) as run:
+        await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none"))
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
+        rl.evaluate_during(run, EVERY, sampler, prompts, rl.Sampling())
         async for _ in run.steps(100):
             pass
 
@@ -35,6 +24,6 @@ async def evaluation_that_fails() -> None:
 
 
 async def script_that_never_evaluates() -> None:
-    async with Run(RunConfig(), {"evaluation": EVERY}) as run:
+    async with rl.Run(rl.RunConfig(), {"evaluation": EVERY}) as run:
         async for _ in run.steps(100):
             pass

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import patch
@@ -27,18 +28,6 @@ def _divide(model: NewModel, **sizes: int) -> None:
     Decoder.of(config, valued=False).check({**ALONE, **sizes}, MegatronConfig())
 
 
-async def axis_that_megatron_does_not_know() -> None:
-    await _spawn(PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2}), ranks=2)
-
-
-def heads_over_tp() -> None:
-    _divide(TINY, tp=4)
-
-
-def layers_over_pp() -> None:
-    _divide(TINY.model_copy(update={"layers": 3}), pp=2)
-
-
 async def virtual_stages_without_a_pipeline() -> None:
     model = TINY.model_copy(update={"layers": 2})
     await _spawn(with_options(PolicyConfig(backend="megatron", model=model), MegatronConfig(virtual_stages=2)))
@@ -59,25 +48,12 @@ def experts_of_a_model_without() -> None:
     Decoder.of(config, valued=False).check({**ALONE, "dp": 2}, MegatronConfig(experts=2))
 
 
-async def architecture_that_megatron_does_not_know() -> None:
+async def _spawn_saved(**changes: object) -> None:
     async with Run(RunConfig()) as run:
         await (await run.spawn(Policy, PolicyConfig(model=TINY))).save("tiny")
     config = Path("tiny/config.json")
-    changes = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     config.write_text(json.dumps({**json.loads(config.read_bytes()), **changes}), "utf-8")
     await _spawn(PolicyConfig(backend="megatron", model="tiny"))
-
-
-async def model_that_megatron_cannot_compute() -> None:
-    async with Run(RunConfig()) as run:
-        await (await run.spawn(Policy, PolicyConfig(model=TINY))).save("tiny")
-    config = Path("tiny/config.json")
-    config.write_text(json.dumps({**json.loads(config.read_bytes()), "hidden_act": "gelu"}), "utf-8")
-    await _spawn(PolicyConfig(backend="megatron", model="tiny"))
-
-
-async def adapters_on_megatron() -> None:
-    await _spawn(PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig()))
 
 
 def another_megatron_core() -> None:
@@ -86,3 +62,17 @@ def another_megatron_core() -> None:
     assert spec.loader
     with patch.object(metadata, "version", lambda _: "0.17.0"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    "architecture-that-megatron-does-not-know": lambda: _spawn_saved(
+        model_type="mistral", architectures=["MistralForCausalLM"]
+    ),
+    "model-that-megatron-cannot-compute": lambda: _spawn_saved(hidden_act="gelu"),
+    "axis-that-megatron-does-not-know": lambda: _spawn(
+        PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2}), ranks=2
+    ),
+    "heads-over-tp": lambda: _divide(TINY, tp=4),
+    "layers-over-pp": lambda: _divide(TINY.model_copy(update={"layers": 3}), pp=2),
+    "adapters-on-megatron": lambda: _spawn(PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig())),
+}

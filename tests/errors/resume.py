@@ -1,81 +1,54 @@
 """Mistakes in going on from a checkpoint. Each goes on, in another way, with a run that was begun well."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from meshrl import (
-    Batch,
-    Critic,
-    CriticConfig,
-    CrossEntropy,
-    NewModel,
-    Policy,
-    PolicyConfig,
-    Run,
-    RunConfig,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
-FAKE = PolicyConfig(backend="fake", model="none")
-TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
-TASK = Task(train=Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]), held_out=Batch.of(prompt=[]))
+FAKE = rl.PolicyConfig(backend="fake", model="none")
+TINY = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
+TASK = rl.Task(train=rl.Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]), held_out=rl.Batch.of(prompt=[]))
 
 
-async def _run(policy: PolicyConfig = FAKE, *, critic: bool = False, seed: int = 0) -> None:
+async def _run(policy: rl.PolicyConfig = FAKE, *, critic: bool = False, seed: int = 0) -> None:
     """One step on one prompt, with a checkpoint after it."""
-    async with Run(RunConfig(checkpoint_every=1, resume=True, seed=seed)) as run:
+    async with rl.Run(rl.RunConfig(checkpoint_every=1, resume=True, seed=seed)) as run:
         if critic:
-            await run.spawn(Critic, CriticConfig(backend="fake", model="none"))
-        actor = await run.spawn(Policy, policy)
+            await run.spawn(rl.Critic, rl.CriticConfig(backend="fake", model="none"))
+        actor = await run.spawn(rl.Policy, policy)
         rows = TASK.batches(1, run.seed)
         async for _ in run.steps(1):
             batch = next(rows)
-            metrics = await actor.update(await actor.encode(batch.assign(completion=batch["answer"])), CrossEntropy())
+            metrics = await actor.update(
+                await actor.encode(batch.assign(completion=batch["answer"])), rl.CrossEntropy()
+            )
             await run.record(metrics)
 
 
 async def _stream(steps: int, *, publishes: bool) -> None:
-    async with Run(RunConfig(checkpoint_every=1, resume=True)) as run:
-        policy = await run.spawn(Policy, FAKE)
-        sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
+    async with rl.Run(rl.RunConfig(checkpoint_every=1, resume=True)) as run:
+        policy = await run.spawn(rl.Policy, FAKE)
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
         if publishes:
-            await publish(policy, sampler)
-        async with rollouts(sampler, TASK.batches(1, run.seed), Sampling()) as stream:
+            await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, TASK.batches(1, run.seed), rl.Sampling()) as stream:
             async for _ in run.steps(steps):
-                await policy.update(await anext(stream), CrossEntropy())
-                await publish(policy, stream)
+                await policy.update(await anext(stream), rl.CrossEntropy())
+                await rl.publish(policy, stream)
 
 
-async def checkpoint_of_another_model() -> None:
-    await _run(PolicyConfig(model=TINY))
-    await _run(PolicyConfig(model=TINY.model_copy(update={"hidden_size": 16})))
-
-
-async def checkpoint_of_another_backend() -> None:
-    await _run(PolicyConfig(model=TINY))
-    await _run(PolicyConfig(model=TINY, backend="fsdp"))
-
-
-async def checkpoint_of_other_prompts() -> None:
-    await _run()
-    await _run(seed=1)
-
-
-async def actor_that_the_checkpoint_lacks() -> None:
-    await _run()
-    await _run(critic=True)
+async def _again(
+    policy: rl.PolicyConfig = FAKE, then: rl.PolicyConfig = FAKE, *, critic: bool = False, seed: int = 0
+) -> None:
+    await _run(policy)
+    await _run(then, critic=critic, seed=seed)
 
 
 async def actor_that_is_not_spawned_again() -> None:
     await _run()
-    async with Run(RunConfig(resume=True)) as run:
+    async with rl.Run(rl.RunConfig(resume=True)) as run:
         async for _ in run.steps(2):
             pass
 
@@ -86,19 +59,31 @@ async def no_publishing_before_the_first_batch() -> None:
 
 
 async def number_of_a_prompt_twice() -> None:
-    def prompts() -> Iterator[Batch]:
+    def prompts() -> Iterator[rl.Batch]:
         for _ in range(2):
             yield TASK.train.assign(groups=np.arange(2))
 
-    async with Run(RunConfig(checkpoint_every=10)) as run:
-        sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
-        policy = await run.spawn(Policy, FAKE)
-        async with rollouts(sampler, prompts(), Sampling()) as stream:
+    async with rl.Run(rl.RunConfig(checkpoint_every=10)) as run:
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
+        policy = await run.spawn(rl.Policy, FAKE)
+        async with rl.rollouts(sampler, prompts(), rl.Sampling()) as stream:
             async for _ in stream:
-                await publish(policy, stream)
+                await rl.publish(policy, stream)
 
 
 async def checkpoint_that_cannot_be_read() -> None:
     await _run()
     Path("runs/run/checkpoints/step-000001/run.json").write_bytes(b"")
     await _run()
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    "checkpoint-of-another-model": lambda: _again(
+        rl.PolicyConfig(model=TINY), rl.PolicyConfig(model=TINY.model_copy(update={"hidden_size": 16}))
+    ),
+    "checkpoint-of-another-backend": lambda: _again(
+        rl.PolicyConfig(model=TINY), rl.PolicyConfig(model=TINY, backend="fsdp")
+    ),
+    "checkpoint-of-other-prompts": lambda: _again(seed=1),
+    "actor-that-the-checkpoint-lacks": lambda: _again(critic=True),
+}

@@ -1,12 +1,13 @@
 """Mistakes in a reward: found when it is named, or told on the row it was called for."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from meshrl import Batch, NewModel, Policy, PolicyConfig, Reward, RewardConfig, RewardModelConfig, Run, RunConfig
+import meshrl as rl
 from meshrl.rewards.function import FunctionReward
 from meshrl_hf.text import character_tokenizer
 
@@ -27,11 +28,11 @@ def forget(prompt, completion, row):
 
 def _reward(function: str) -> FunctionReward:
     Path("judge.py").write_text(JUDGE, "utf-8")
-    return FunctionReward(RewardConfig(function=function))
+    return FunctionReward(rl.RewardConfig(function=function))
 
 
 async def _told(function: str, **columns: list[str]) -> str:
-    scored = await _reward(function).score(Batch.of(prompt=["cat>"], completion=["tac"], **columns))
+    scored = await _reward(function).score(rl.Batch.of(prompt=["cat>"], completion=["tac"], **columns))
     assert scored.rewards.tolist() == [0.0]
     return str(scored.objects("reward_error")[0])
 
@@ -56,17 +57,17 @@ def _save_judge(labels: int = 1, weight: float = 1.0) -> None:
 
 
 async def _judge(completion: str = "tac") -> str:
-    async with Run(RunConfig()) as run:
-        judge = await run.spawn(Reward, RewardModelConfig(model="judge"))
-        scored = await judge.score(Batch.of(prompt=["cat>"], completion=[completion]))
+    async with rl.Run(rl.RunConfig()) as run:
+        judge = await run.spawn(rl.Reward, rl.RewardModelConfig(model="judge"))
+        scored = await judge.score(rl.Batch.of(prompt=["cat>"], completion=[completion]))
     assert scored.rewards.tolist() == [0.0]
     return str(scored.objects("reward_error")[0])
 
 
 async def judge_that_generates() -> None:
-    async with Run(RunConfig()) as run:
-        model = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
-        await (await run.spawn(Policy, PolicyConfig(model=model))).save("judge")
+    async with rl.Run(rl.RunConfig()) as run:
+        model = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
+        await (await run.spawn(rl.Policy, rl.PolicyConfig(model=model))).save("judge")
     await _judge()
 
 
@@ -104,50 +105,21 @@ async def score_that_is_not_finite() -> str:
     return await _judge()
 
 
-def unknown_reward() -> None:
-    _reward("exactmatch")
-
-
-def reward_file_missing() -> None:
-    _reward("rewards/judge.py:judge")
-
-
-def reward_package_missing() -> None:
-    _reward("acme_judges.words:judge")
-
-
 def reward_file_that_raises() -> None:
     Path("broken.py").write_text("import numpyy\n", "utf-8")
     _reward("broken.py:judge")
 
 
-def reward_not_in_the_file() -> None:
-    _reward("judge.py:juge")
-
-
-def reward_that_is_no_function() -> None:
-    _reward("judge.py:SCALE")
-
-
-def reward_with_other_parameters() -> None:
-    _reward("judge.py:pair")
-
-
-async def reward_that_raises() -> str:
-    return await _told("judge.py:shout")
-
-
-async def reward_that_is_nan() -> str:
-    return await _told("judge.py:divide")
-
-
-async def reward_that_is_none() -> str:
-    return await _told("judge.py:forget")
-
-
-async def no_answer_to_compare() -> str:
-    return await _told("exact_match")
-
-
-async def row_of_no_dataset() -> str:
-    return await _told("reasoning_gym", answer=["tac"])
+MISTAKES: dict[str, Callable[[], object]] = {
+    "unknown-reward": lambda: _reward("exactmatch"),
+    "reward-file-missing": lambda: _reward("rewards/judge.py:judge"),
+    "reward-package-missing": lambda: _reward("acme_judges.words:judge"),
+    "reward-not-in-the-file": lambda: _reward("judge.py:juge"),
+    "reward-that-is-no-function": lambda: _reward("judge.py:SCALE"),
+    "reward-with-other-parameters": lambda: _reward("judge.py:pair"),
+    "reward-that-raises": lambda: _told("judge.py:shout"),
+    "reward-that-is-nan": lambda: _told("judge.py:divide"),
+    "reward-that-is-none": lambda: _told("judge.py:forget"),
+    "no-answer-to-compare": lambda: _told("exact_match"),
+    "row-of-no-dataset": lambda: _told("reasoning_gym", answer=["tac"]),
+}

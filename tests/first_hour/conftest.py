@@ -3,44 +3,19 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import structlog
 
-from meshrl import cli
-
-
-class Answer(NamedTuple):
-    """What a terminal shows of a command."""
-
-    status: int
-    out: str
-    err: str
+from tests.first_hour.terminal import Terminal, type_in
 
 
 @pytest.fixture
-def terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Answer]:
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Type `meshrl ARGUMENTS` in a folder of one's own, `tmp_path`, or where one has gone since."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*arguments: str) -> Answer:
-        capsys.readouterr()
-        try:
-            cli.main(arguments)
-            status = 0
-        except SystemExit as leaving:
-            status = int(leaving.code or 0)
-        finally:
-            structlog.reset_defaults()
-        out, err = capsys.readouterr()
-        return Answer(status, out, err)
-
-    return command
+    return type_in
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-Terminal = Callable[..., tuple[int, str, str]]
-
-pytestmark = pytest.mark.slow
+from tests.first_hour.terminal import Terminal
 
 BASE = """
 algorithm = "sft"
@@ -54,7 +51,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
-def test_adapters_are_merged_judged_and_trained_on_from(run: Path, terminal: Terminal) -> None:
+def test_adapters_are_merged_judged_and_trained_on_from_and_say_what_they_lack(run: Path, terminal: Terminal) -> None:
     assert not (run / "model" / "config.json").exists()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "`is_gradient_checkpointing`", FutureWarning)
@@ -82,13 +79,13 @@ def test_adapters_are_merged_judged_and_trained_on_from(run: Path, terminal: Ter
     assert status == 0, err
     assert (run.parent / "next" / "model" / "config.json").is_file()
 
-
-def test_what_cannot_be_merged_says_why(run: Path, terminal: Terminal, tmp_path: Path) -> None:
     whole = run.parent / "base" / "model"
     status, _, err = terminal("merge", "base")
     assert status == 1
     assert err == f"error: {run.parent / 'base'} has trained no adapters: its whole model is in {whole}\n"
-    whole.rename(tmp_path / "elsewhere")
-    status, _, err = terminal("merge", "mine")
+    (run / "kept").rename(run / "model")
+    moved = run.rename(run.parent / "moved")
+    whole.rename(run.parent / "elsewhere")
+    status, _, err = terminal("merge", "moved", "--out", "again")
     assert status == 1
-    assert f"{run / 'model'} holds adapters, whose model cannot be read: model '{whole}'" in err
+    assert f"{moved / 'model'} holds adapters, whose model cannot be read: model '{whole}'" in err

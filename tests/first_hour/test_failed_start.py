@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshrl import cli
-
-Terminal = Callable[..., tuple[int, str, str]]
+from tests.first_hour.terminal import Terminal
 
 SCRIPT = """
 from meshrl import AlgorithmConfig, Metrics, Policy, PolicyConfig, Run, TaskConfig
@@ -29,7 +27,7 @@ async def mine(run: Run, config: MineConfig) -> None:
         raise MemoryError("the model does not fit")
     if config.fails == "waits":
         print("waiting", flush=True)
-        await __import__("asyncio").sleep(60)
+        await __import__("asyncio").Event().wait()
     await run.spawn(Policy, config.policy)
     async for step in run.steps(config.steps):
         if config.fails == "first" and step == 0:
@@ -47,88 +45,73 @@ run.meshes.mian = { ranks = 2 }
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, terminal: Terminal) -> Path:
+    """A folder in which a run has ended well."""
     (tmp_path / "mine.py").write_text(SCRIPT, "utf-8")
     (tmp_path / "mine.toml").write_text('algorithm = "mine.py"\nrun.name = "mine"\n', "utf-8")
+    assert terminal("run", "mine.toml").status == 0
     return tmp_path
 
 
-def files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Each file, which one it is on the disk, and what is in it."""
+def files(folder: Path) -> dict[str, bytes]:
+    """What is in each file."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): (path.stat().st_ino, path.read_bytes()) for path in found}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def runs(project: Path) -> list[str]:
+    return sorted(path.name for path in (project / "runs").iterdir())
 
 
 def test_run_tells_all_that_check_finds_and_makes_no_folder(terminal: Terminal, project: Path) -> None:
+    before = files(project / "runs")
     (project / "bad.toml").write_text((project / "mine.toml").read_text("utf-8") + MISTAKES, "utf-8")
     status, _, err = terminal("run", "bad.toml")
     assert status == 1
-    assert err == terminal("check", "bad.toml")[2]
+    assert err == terminal("check", "bad.toml").err
     assert [line.strip().partition(" '")[0] for line in err.splitlines()] == [
         "error: 3 mistakes:",
         "bad.toml: task: task source",
         "bad.toml: policy: model",
         "bad.toml: run.meshes.mian: no role has `mesh =",
     ]
-    assert not (project / "runs").exists()
-
-    assert terminal("run", "mine.toml")[0] == 0
-    before = files(project / "runs")
-    assert terminal("run", "bad.toml")[0] == 1
     assert files(project / "runs") == before
 
 
-@pytest.mark.parametrize("fails", ["before", "first"])
-def test_a_run_that_makes_no_step_displaces_nothing(terminal: Terminal, project: Path, fails: str) -> None:
-    assert terminal("run", "mine.toml")[0] == 0
-    runs = project / "runs"
-    before = files(runs / "mine")
-    for _ in range(2):
-        assert terminal("run", "mine.toml", f"fails={fails}")[0] == 1
-        assert files(runs / "mine") == before
-        assert sorted(path.name for path in runs.iterdir()) == [".mine.next", "mine"]
-        assert b'"failed"' in (runs / ".mine.next" / "summary.json").read_bytes()
-
-    assert terminal("run", "mine.toml", "steps=3")[0] == 0
-    assert files(runs / "mine-1") == before
-    assert sorted(path.name for path in runs.iterdir()) == ["mine", "mine-1"]
-    assert len((runs / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 3
-    assert (runs / "mine" / "events.jsonl").read_bytes().count(b'"kind":"step"') == 3
-
-
-def test_a_role_that_cannot_be_spawned_displaces_nothing(terminal: Terminal, project: Path) -> None:
-    assert terminal("run", "mine.toml")[0] == 0
-    before = files(project / "runs" / "mine")
+def test_a_run_that_makes_no_step_displaces_nothing(terminal: Terminal, project: Path) -> None:
+    before = files(project / "runs/mine")
     (project / "model").mkdir()
     (project / "model" / "config.json").write_text("{}", "utf-8")
-    status, _, err = terminal("run", "mine.toml", "policy.backend=torch", "policy.model=model")
-    assert status == 1
+    for fails in (["fails=before"], ["fails=first"], ["policy.backend=torch", "policy.model=model"]):
+        status, _, err = terminal("run", "mine.toml", *fails)
+        assert status == 1
+        assert "no step was made: runs/mine is the earlier run's, and this one's files are in runs/.mine.next" in err
+        assert files(project / "runs/mine") == before
+        assert runs(project) == [".mine.next", "mine"]
+        assert b'"failed"' in (project / "runs/.mine.next/summary.json").read_bytes()
     assert "Policy.__init__ on rank 0" in err
-    assert "no step was made: runs/mine is the earlier run's, and this one's files are in runs/.mine.next" in err
-    assert files(project / "runs" / "mine") == before
+
+    assert terminal("run", "mine.toml", "steps=3").status == 0
+    assert files(project / "runs/mine-1") == before
+    assert runs(project) == ["mine", "mine-1"]
+    assert len((project / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 3
+    assert (project / "runs/mine/events.jsonl").read_bytes().count(b'"kind":"step"') == 3
 
 
-def test_a_run_that_fails_after_its_first_step_has_the_folder(terminal: Terminal, project: Path) -> None:
-    assert terminal("run", "mine.toml")[0] == 0
-    before = files(project / "runs" / "mine")
-    assert terminal("run", "mine.toml", "fails=second")[0] == 1
-    assert files(project / "runs" / "mine-1") == before
-    assert len((project / "runs" / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 2
-
-
-def test_a_run_without_steps_that_ends_well_has_the_folder(terminal: Terminal, project: Path) -> None:
-    assert terminal("run", "mine.toml")[0] == 0
+def test_a_run_that_makes_a_step_or_ends_well_has_the_folder(terminal: Terminal, project: Path) -> None:
+    before = files(project / "runs/mine")
+    assert terminal("run", "mine.toml", "fails=second").status == 1
+    assert files(project / "runs/mine-1") == before
+    assert len((project / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 2
     status, out, _ = terminal("run", "mine.toml", "steps=0")
-    assert status == 0
-    assert "runs/mine \n" in out
-    assert sorted(path.name for path in (project / "runs").iterdir()) == ["mine", "mine-1"]
+    assert (status, "runs/mine \n" in out) == (0, True)
+    assert runs(project) == ["mine", "mine-1", "mine-2"]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_start_that_is_ended_displaces_nothing(terminal: Terminal, project: Path, number: signal.Signals) -> None:
-    assert terminal("run", "mine.toml")[0] == 0
-    before = files(project / "runs" / "mine")
+    before = files(project / "runs/mine")
     code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
     command = [sys.executable, "-c", code, "run", "mine.toml", "fails=waits"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
@@ -138,10 +121,10 @@ def test_a_start_that_is_ended_displaces_nothing(terminal: Terminal, project: Pa
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate()
     assert process.returncode != 0
     if number == signal.SIGINT:
         assert err.endswith("Interrupted. What was recorded so far is in runs/.mine.next\n")
-    assert files(project / "runs" / "mine") == before
-    assert terminal("run", "mine.toml")[0] == 0
-    assert sorted(path.name for path in (project / "runs").iterdir()) == ["mine", "mine-1"]
+    assert files(project / "runs/mine") == before
+    assert terminal("run", "mine.toml").status == 0
+    assert runs(project) == ["mine", "mine-1"]

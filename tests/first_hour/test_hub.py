@@ -1,10 +1,11 @@
 """Models and data by their names on the hub, and a model put there; the hub is a stand-in."""
 
+import asyncio
 import errno
 import json
 import re
 import tomllib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,8 @@ from meshrl.errors import ModelError
 from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.policy import TorchPolicy
-from tests.first_hour.hub_server import Hub, serving
-
-Terminal = Callable[..., tuple[int, str, str]]
+from tests.first_hour.hub_server import Files, Hub, serving
+from tests.first_hour.terminal import Terminal
 
 TABLE = """
 algorithm = "sft"
@@ -43,16 +43,21 @@ def ask(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("tiny")
+    asyncio.run(TorchPolicy(PolicyConfig(model=NEW)).save(str(folder)))
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
 @pytest.fixture
-async def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
-    """A hub with a model and a dataset, and an empty cache."""
-    await TorchPolicy(PolicyConfig(model=NEW)).save(str(tmp_path / "tiny"))
+def hub(model: Files, tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a model and a dataset, an empty cache, and a configuration that names them."""
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
     rows = [{"question": f"{one}+{other}", "answer": str(one + other)} for one in range(9) for other in range(9)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
     with serving() as served:
-        served.repositories["models/org/tiny"] = {
-            each.name: each.read_bytes() for each in (tmp_path / "tiny").iterdir()
-        }
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        served.repositories["models/org/tiny"] = {**model}
         card = b"---\nlicense: mit\n---\n"
         served.repositories["datasets/org/sums"] = {"train.jsonl": lines.encode(), "README.md": card}
         served.repositories["models/org/kept"] = {}
@@ -84,77 +89,59 @@ def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(
     assert all(bool((tensor == models[1][name]).all()) for name, tensor in models[0].items())
 
 
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (
-            "org/none",
-            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see",
-        ),
-        ("org/kept", r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN"),
-        ("org/tiny@v9", "has no such revision of it: give an existing branch, tag or commit"),
-    ],
-)
-def test_a_model_that_is_not_to_be_had(hub: Hub, terminal: Terminal, tmp_path: Path, model: str, says: str) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
-    status, _, err = terminal("check", "mine.toml", f"policy.model={model}", "task.source=meshrl:spell_backward")
-    assert status == 1
-    assert re.search(says, err), err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_without_a_network_the_message_says_so(
+def test_what_is_not_to_be_had_says_why(
     hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    other = "task.source=meshrl:spell_backward"
+    for overrides, says in (
+        (
+            ("policy.model=org/none", other),
+            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see",
+        ),
+        (
+            ("policy.model=org/kept", other),
+            r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN",
+        ),
+        (
+            ("policy.model=org/tiny@v9", other),
+            "has no such revision of it: give an existing branch, tag or commit",
+        ),
+        (("task.source=hf:org/none",), "dataset 'org/none': http://.* has none of this name that you may see"),
+        (("task.options={ split = 'test' }",), r"dataset 'org/sums': (Unknown|Bad) split"),
+        (("task.options={ name = 'hard' }",), "dataset 'org/sums': BuilderConfig 'hard' not found"),
+        (("task.source=hf:sums",), "dataset 'sums' names nothing on the hub: write ORG/NAME"),
+    ):
+        status, _, err = terminal("check", "mine.toml", *overrides)
+        assert status == 1
+        assert re.search(says, err), err
+    assert not (tmp_path / "runs").exists()
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.snapshot_download", full)
+        with pytest.raises(ModelError, match=r"its files cannot be kept in /.*/cache: .*No space left on device"):
+            download("org/tiny")
+
     ask(NOWHERE, monkeypatch)
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
-    status, _, err = terminal("check", "mine.toml", "task.source=meshrl:spell_backward")
+    status, _, err = terminal("check", "mine.toml", "policy.model=org/other", other)
     assert status == 1
     assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in err
 
 
-def test_a_cache_that_is_full_is_no_missing_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
-    with pytest.raises(ModelError, match=r"its files cannot be kept in /.*/cache: .*No space left on device"):
-        download("org/tiny")
-
-
-def test_rows_of_the_hub(hub: Hub, terminal: Terminal, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+def test_a_model_that_is_trained_on_rows_of_the_hub_is_put_there_with_a_card(
+    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = hub.commit("datasets/org/sums")
     status, _, err = terminal("run", "mine.toml")
     assert status == 0, err
-    recorded = tomllib.loads((tmp_path / "runs" / "mine" / "config.toml").read_text("utf-8"))
+    recorded = tomllib.loads((tmp_path / "runs/mine/config.toml").read_text("utf-8"))
     assert recorded["task"]["source"] == f"hf:org/sums@{commit}"
     task = Task.load(TaskConfig(source=f"hf:org/sums@{commit}", options={"split": "train[:50]"}, held_out=0))
     assert task.train.objects("prompt")[:2] == ("0+0", "0+1")
     assert len(task.train) == 50
 
-
-@pytest.mark.parametrize(
-    ("source", "options", "says"),
-    [
-        ("hf:org/none", "{}", "dataset 'org/none': http://.* has none of this name that you may see"),
-        ("hf:org/sums", "{ split = 'test' }", r"dataset 'org/sums': (Unknown|Bad) split"),
-        ("hf:org/sums", "{ name = 'hard' }", "dataset 'org/sums': BuilderConfig 'hard' not found"),
-        ("hf:sums", "{}", "dataset 'sums' names nothing on the hub: write ORG/NAME"),
-    ],
-)
-def test_rows_that_are_not_to_be_had(
-    hub: Hub, terminal: Terminal, tmp_path: Path, source: str, options: str, says: str
-) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
-    status, _, err = terminal("check", "mine.toml", f"task.source={source}", f"task.options={options}")
-    assert status == 1
-    assert re.search(says, err), err
-
-
-def test_a_trained_model_is_put_there_with_a_card(hub: Hub, terminal: Terminal, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
-    assert terminal("run", "mine.toml")[0] == 0
     status, out, err = terminal("push", "mine", "me/better")
     assert (status, out) == (0, f"wrote {hub.url}/me/better\n"), err
     files = hub.repositories["models/me/better"]
@@ -166,16 +153,9 @@ def test_a_trained_model_is_put_there_with_a_card(hub: Hub, terminal: Terminal, 
     assert "| exact_match |" in card
     assert str(tmp_path) not in card
 
-    assert terminal("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1")[0] == 0
+    assert terminal("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1").status == 0
     status, _, err = terminal("push", "mine", "me/better@v1")
     assert (status, err) == (1, "error: 'me/better@v1' is not a name on the hub: write ORG/NAME\n")
-
-
-def test_a_push_without_a_network_says_that_nothing_is_there(
-    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
-    assert terminal("run", "mine.toml", "steps=1")[0] == 0
     ask(NOWHERE, monkeypatch)
     status, _, err = terminal("push", "mine", "me/better")
     assert status == 1

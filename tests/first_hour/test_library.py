@@ -9,13 +9,13 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 
 import meshrl as rl
-from meshrl.cli import main
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import FunctionReward, load_function
 from meshrl.rewards.function import named
@@ -92,51 +92,40 @@ async def test_a_reward_of_trl() -> None:
         load_function(of_trl)
 
 
+def small(folder: Path, **settings: object) -> dict[str, object]:
+    """Settings of a run of a moment."""
+    return {**FAKES, "run.folder": str(folder), "steps": 1, "prompts": 4, "sampling.max_tokens": 4, **settings}
+
+
+def written(trained: rl.Trained) -> dict[str, Any]:
+    return tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
+
+
 async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
-    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 2, "prompts": 4, "sampling.max_tokens": 4}
     several = rl.RewardConfig(functions={"right": judge, "longer": longer}, weights={"longer": 0.1})
-    trained = await rl.train("none", ROWS, several, settings)
+    trained = await rl.train("none", ROWS, several, small(tmp_path, steps=2))
     assert trained.summary["steps"] == 2
     assert trained.folder == tmp_path / "train"
     (file,) = tmp_path.glob("rows-*.jsonl")
     assert len(file.read_bytes().splitlines()) == 40
     assert f'right = "{__name__}:judge"' in (trained.folder / "config.toml").read_text("utf-8")
-    again = await rl.train("none", ROWS, "exact_match", {**settings, "algorithm": "rloo", "run.name": "other"})
-    assert 'algorithm = "rloo"' in (again.folder / "config.toml").read_text("utf-8")
+    again = await rl.train("none", ROWS, "exact_match", small(tmp_path, algorithm="rloo", **{"run.name": "other"}))
+    assert written(again)["algorithm"] == "rloo"
 
-
-async def test_a_new_model_is_a_table_as_in_a_file(tmp_path: Path) -> None:
-    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
-    trained = await rl.train({"characters": "0123456789 +", "layers": 2}, ROWS, judge, settings)
-    written = tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
-    assert (written["policy"]["model"]["characters"], written["policy"]["model"]["layers"]) == ("0123456789 +", 2)
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        ({"characters": "01", "layer": 2}, "policy.model.layer: no such key; did you mean policy.model.layers"),
-        ({"new": {"characters": "01"}}, "settings: policy.model.new: no such key; policy.model has characters"),
-        (None, "a model is a folder, a name or a NewModel, not None"),
-    ],
-)
-async def test_a_model_that_is_none(tmp_path: Path, model: Mapping[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        await rl.train(model, ROWS, judge, {**FAKES, "run.folder": str(tmp_path)})
-    assert not list(tmp_path.iterdir())
+    model = {"characters": "0123456789 +", "layers": 2}  # a new model, as a table in a file
+    trained = await rl.train(model, ROWS, judge, small(tmp_path, **{"run.name": "new"}))
+    assert model.items() <= written(trained)["policy"]["model"].items()
 
 
 async def test_rows_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), "utf-8")
-    settings = {**FAKES, "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
     for rows in ("sums.jsonl", Path("sums.jsonl")):
-        trained = await rl.train("none", rows, judge, {**settings, "run.name": type(rows).__name__})
-        written = (trained.folder / "config.toml").read_text("utf-8")
-        assert f'source = "{tmp_path / "sums.jsonl"}"' in written
+        trained = await rl.train("none", rows, judge, small(Path("runs"), **{"run.name": type(rows).__name__}))
+        assert written(trained)["task"]["source"] == str(tmp_path / "sums.jsonl")
     assert not list(tmp_path.glob("runs/rows-*"))
     with pytest.raises(ConfigError, match=r"settings: task: task source '.*summs.jsonl': there is no file"):
-        await rl.train("none", "summs.jsonl", judge, settings)
+        await rl.train("none", "summs.jsonl", judge, small(tmp_path))
 
 
 async def test_settings_are_dotted_or_in_tables(tmp_path: Path) -> None:
@@ -150,84 +139,70 @@ async def test_settings_are_dotted_or_in_tables(tmp_path: Path) -> None:
         "sampling": {},
         "sampling.max_tokens": 4,
     }
-    trained = await rl.train("none", ROWS, judge, settings)
-    written = tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
-    assert (written["task"]["prompt"], written["task"]["held_out"]) == ("{question} =", 3)
-    assert (written["policy"]["optimizer"]["lr"], written["sampling"]["max_tokens"]) == (1e-3, 4)
+    table = written(await rl.train("none", ROWS, judge, settings))
+    assert (table["task"]["prompt"], table["task"]["held_out"]) == ("{question} =", 3)
+    assert (table["policy"]["optimizer"]["lr"], table["sampling"]["max_tokens"]) == (1e-3, 4)
     assert list(tmp_path.glob("rows-*.jsonl"))
 
 
-def test_an_algorithm_that_judges_nothing_takes_no_reward(tmp_path: Path) -> None:
+async def test_an_algorithm_that_judges_nothing_takes_no_reward(tmp_path: Path) -> None:
     settings = {**FAKES, "algorithm": "sft", "run.folder": str(tmp_path), "steps": 1, "rows": 4}
-    assert asyncio.run(rl.train("none", ROWS, settings=settings)).summary["steps"] == 1
+    assert (await rl.train("none", ROWS, settings=settings)).summary["steps"] == 1
     with pytest.raises(ConfigError, match=r"grpo needs a reward: give a function \(prompt, completion, row\)"):
-        asyncio.run(rl.train("none", ROWS, settings={**settings, "algorithm": "grpo"}))
+        await rl.train("none", ROWS, settings={**settings, "algorithm": "grpo"})
+    with pytest.raises(ConfigError, match=r"sft has no reward: leave .* out"):
+        await rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)})
 
 
 def test_a_script_sees_the_lines_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     structlog.reset_defaults()
-    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
-    asyncio.run(rl.train("none", ROWS, judge, settings))
+    asyncio.run(rl.train("none", ROWS, judge, small(tmp_path)))
     told = capsys.readouterr()
     assert re.search(r"\[info {5}\] step 1/1 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
     assert "step 1/1" not in told.out
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
-        ({"evaluation.every": 1, "evaluation.wait": True}, r"this key is now called evaluation.pause_training"),
-        ({"policy.delta_sync": True}, r"this key is now called policy.weight_sync"),
-        ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
-        ({"steps": "many"}, "steps = 'many': must be a whole number"),
-        ({"reward.function": "exact_match"}, "settings: reward.function is an argument of train"),
-        ({"policy.backend": "torch"}, "settings: policy: model '.*none': there is no folder"),
-        ({"task.source": "mine.jsonl"}, "settings: task.source is an argument of train"),
-        ({"task": {"source": "mine.jsonl"}}, "settings: task.source is an argument of train"),
-        ({"task": {"promt": "{question}"}}, r"settings: task.promt: no such key; did you mean task.prompt\?"),
-        ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
-    ],
-)
-async def test_a_wrong_setting_is_refused_before_anything_is_made(
-    tmp_path: Path, settings: Mapping[str, object], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        await rl.train("none", ROWS, judge, {**FAKES, "run.folder": str(tmp_path), **settings})
-    assert not list(tmp_path.iterdir())
+WRONG: list[tuple[Mapping[str, object], str]] = [
+    ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
+    ({"evaluation.every": 1, "evaluation.wait": True}, r"this key is now called evaluation.pause_training"),
+    ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
+    ({"steps": "many"}, "steps = 'many': must be a whole number"),
+    ({"reward.function": "exact_match"}, "settings: reward.function is an argument of train"),
+    ({"policy.backend": "torch"}, "settings: policy: model '.*none': there is no folder"),
+    ({"task.source": "mine.jsonl"}, "settings: task.source is an argument of train"),
+    ({"task": {"source": "mine.jsonl"}}, "settings: task.source is an argument of train"),
+    ({"task": {"promt": "{question}"}}, r"settings: task.promt: no such key; did you mean task.prompt\?"),
+    ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
+]
 
 
-async def test_rows_that_are_no_json_are_refused(tmp_path: Path) -> None:
-    rows = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
-    with pytest.raises(DataError, match="rows, row 1: cannot be written as JSON: it holds a object"):
-        await rl.train("none", rows, judge, {**FAKES, "run.folder": str(tmp_path)})
+async def test_what_is_wrong_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    train: Any = rl.train
+    fakes = {**FAKES, "run.folder": str(tmp_path)}
+    unwritten = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
+    given: list[tuple[tuple[object, ...], str]] = [
+        *((("none", ROWS, judge, {**fakes, **settings}), told) for settings, told in WRONG),
+        (
+            ({"characters": "01", "layer": 2}, ROWS, judge, fakes),
+            "policy.model.layer: no such key; did you mean policy.model.layers",
+        ),
+        (
+            ({"new": {"characters": "01"}}, ROWS, judge, fakes),
+            "settings: policy.model.new: no such key; policy.model has characters",
+        ),
+        ((None, ROWS, judge, fakes), "a model is a folder, a name or a NewModel, not None"),
+        (("none", ROWS, [judge], fakes), r"several are RewardConfig\(functions="),
+        (("nowhere", ROWS, judge, "x"), "settings are keys with values"),
+        (("nowhere", ROWS, judge, ["steps"]), "settings are keys with values"),
+        (("none", unwritten, judge, fakes), "rows, row 1: cannot be written as JSON: it holds a object"),
+        (("none", [ROWS[0], "1 + 1"], judge, fakes), r"rows, row 1: must be a mapping such as .*, not a text"),
+    ]
+    for arguments, told in given:
+        with pytest.raises((ConfigError, DataError), match=told):
+            await train(*arguments)
+        assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_ten_lines_improve_the_quickstarts_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "sft/quickstart"])
-    assert not ended.value.code
-
-    def backward(prompt: str, completion: str, row: Mapping[str, object]) -> float:
-        return float(completion == str(row["question"])[::-1])
-
-    options = {"min_word_len": 3, "max_word_len": 8, "size": 4000}
-    words = rl.Task.load(rl.TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}", held_out=0))
-    rows = [{"question": word} for word in words.train.objects("prompt")]
-    settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 10, "policy.optimizer.lr": 1e-3}
-    model = "runs/quickstart-sft/model"
-    trained = asyncio.run(rl.train(model, rows, backward, {**settings, "prompts": 64, "steps": 30}))
-    before, after = (trained.summary[f"reward_{when}"] for when in ("before", "after"))
-    assert isinstance(before, float)
-    assert isinstance(after, float)
-    assert after > before + 0.08
-    assert "exact_match_after" not in trained.summary
-    assert (trained.model / "config.json").is_file()
-
-
-@pytest.mark.slow
 def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -243,18 +218,11 @@ def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(after, float)
     assert before < 0.4
     assert after > 0.8
+    assert "exact_match_after" not in trained.summary
+    assert (trained.model / "config.json").is_file()
 
 
-def test_an_algorithm_without_a_reward_refuses_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sft has no reward: leave .* out"):
-        asyncio.run(rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)}))
-
-
-async def test_a_list_is_no_reward() -> None:
-    with pytest.raises(ConfigError, match=r"several are RewardConfig\(functions="):
-        await rl.train("none", ROWS, [judge], FAKES)  # type: ignore[arg-type]
-
-
+@pytest.mark.process
 def test_what_a_script_trained_is_run_again_by_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,16 +241,3 @@ asyncio.run(rl.train("none", {ROWS}, judge, settings))
     subprocess.run([sys.executable, "mine.py"], check=True, capture_output=True)
     written = (tmp_path / "runs/train/config.toml").read_text("utf-8")
     assert f'function = "{tmp_path / "mine.py"}:judge"' in written
-
-
-@pytest.mark.parametrize("settings", ["x", ["steps"]])
-def test_settings_that_are_no_keys_with_values(settings: object) -> None:
-    with pytest.raises(ConfigError, match="settings are keys with values"):
-        asyncio.run(rl.train("nowhere", ROWS, judge, settings))  # type: ignore[arg-type]
-
-
-def test_rows_that_are_no_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"rows, row 1: must be a mapping such as .*, not a text"):
-        asyncio.run(rl.train("nowhere", [ROWS[0], "1 + 1"], judge))  # type: ignore[list-item]
-    assert not (tmp_path / "runs").exists()

@@ -6,82 +6,61 @@ from pathlib import Path
 import pytest
 
 from meshrl import RunConfig
-from meshrl.cli import main
 from meshrl.run import find_mistakes, load_job
 from meshrl.run.jobs import shipped_scripts
 from tests.first_hour.chat_model import save_tokenizer
+from tests.first_hour.terminal import Terminal
 
-FAKES = ["policy.backend=fake", "sampler.backend=fake"]
-
-
-def type_in(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert not ended.value.code
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "steps=1", "prompts=2", "policy.optimizer.total_steps=1")
 
 
-@pytest.mark.parametrize("algorithm", shipped_scripts())
 def test_each_page_is_copied_with_what_it_runs_on(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    type_in("new", algorithm, "mine")
-    job = load_job(Path("mine/config.toml"), [], RunConfig)
-    assert job.run.name == "mine"
-    assert 'held_out = "all"  # keep a tenth of the prompts for judging' in Path("mine/config.toml").read_text("utf-8")
-    mistakes = find_mistakes(job.config)
-    told = capsys.readouterr().out
-    for mistake in mistakes:
-        assert "/model: there is no folder" in mistake.replace("'", "")
-        assert f"first: {mistake}" in told, "the missing step is told"
-    assert ("first: " in told) == bool(mistakes)
-    for name in ("quickstart-sft", "quickstart-agent-sft", "quickstart"):
-        (tmp_path / "runs" / name / "model").mkdir(parents=True)
-        (tmp_path / "runs" / name / "model" / "config.json").write_text("{}", "utf-8")
-        save_tokenizer(tmp_path / "runs" / name / "model")
-    assert find_mistakes(job.config) == []
+    wrong: list[str] = []
+    for algorithm in shipped_scripts():
+        (folder := tmp_path / f"of {algorithm}").mkdir()
+        monkeypatch.chdir(folder)
+        status, told, _ = terminal("new", algorithm, "mine")
+        text = Path("mine/config.toml").read_text("utf-8")
+        job = load_job(Path("mine/config.toml"), [], RunConfig)
+        mistakes = find_mistakes(job.config)
+        missing = all("/model: there is no folder" in mistake.replace("'", "") for mistake in mistakes)
+        is_told = all(f"first: {mistake}" in told for mistake in mistakes) and ("first: " in told) == bool(mistakes)
+        splits = 'held_out = "all"  # keep a tenth of the prompts for judging' in text
+        for name in ("quickstart-sft", "quickstart-agent-sft", "quickstart"):
+            (model := folder / "runs" / name / "model").mkdir(parents=True)
+            (model / "config.json").write_text("{}", "utf-8")
+            save_tokenizer(model)
+        if status or job.run.name != "mine" or not (missing and is_told and splits) or find_mistakes(job.config):
+            wrong.append(f"{algorithm}: {told} {mistakes}")
+    assert not wrong, "\n".join(wrong)
 
 
-def test_the_folder_runs_from_where_it_was_made_and_from_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_folder_runs_from_where_it_was_made_and_from_inside_and_is_not_overwritten(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    type_in("new", "grpo", "mine")
-    assert "`meshrl run sft/quickstart` writes it" in capsys.readouterr().out
-    fake = [*FAKES, "steps=1", "prompts=2", "policy.optimizer.total_steps=1"]
-    type_in("run", "mine/config.toml", *fake)
+    assert "`meshrl run sft/quickstart` writes it" in terminal("new", "grpo", "mine").out
+    before = {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")}
+    found = terminal("new", "rloo", "mine")
+    assert (found.status, "exists already and is not overwritten" in found.err) == (1, True)
+    assert {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")} == before
+    assert "run it with: meshrl run 'my exp/config.toml'" in terminal("new", "grpo", "my exp").out
+
+    assert terminal("run", "mine/config.toml", *FAKES).status == 0
     assert "reward_after" in json.loads((tmp_path / "runs/mine/summary.json").read_bytes())
     monkeypatch.chdir(tmp_path / "mine")
-    type_in("run", "config.toml", *fake)
+    assert terminal("run", "config.toml", *FAKES).status == 0
     assert (tmp_path / "mine/runs/mine/summary.json").is_file()
 
 
-def test_an_agent_is_copied_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_is_copied_with_its_program(terminal: Terminal) -> None:
     """A task's row becomes the prompt as it is: the chat template of the model ends it."""
-    monkeypatch.chdir(tmp_path)
-    type_in("new", "agent", "mine")
+    assert terminal("new", "agent", "mine").status == 0
     program = Path("mine/program.py")
     asked = 'row["prompt"]}]\n'
     tell = "    with open('said', 'a') as file:\n        print(row['prompt'], file=file)\n"
     program.write_text(program.read_text("utf-8").replace(asked, asked + tell), "utf-8")
-    few = ["steps=1", "prompts=2", "task.held_out=2", "policy.optimizer.total_steps=1"]
-    type_in("run", "mine/config.toml", *FAKES, *few)
+    assert terminal("run", "mine/config.toml", *FAKES, "task.held_out=2").status == 0
     words = {json.loads(line)["question"] for line in Path("mine/task.jsonl").read_text("utf-8").splitlines()}
     assert set(Path("said").read_text("utf-8").split()) <= words
-
-
-def test_the_command_may_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    type_in("new", "grpo", "my exp")
-    assert "run it with: meshrl run 'my exp/config.toml'" in capsys.readouterr().out
-
-
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    type_in("new", "grpo", str(tmp_path / "mine"))
-    before = {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")}
-    with pytest.raises(SystemExit):
-        main(["new", "rloo", str(tmp_path / "mine")])
-    assert "exists already and is not overwritten" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")} == before

@@ -1,10 +1,8 @@
 """`run.otlp`: steps, calls and waits as traces at a collector, which may be away, or never answer."""
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -17,14 +15,14 @@ from meshrl import events
 from meshrl.config import validate
 from meshrl.errors import ConfigError
 from meshrl.run import RunConfig
-from meshrl.trackers import TrackedRun, make_tracker
+from meshrl.trackers import TrackedRun, Tracker, make_tracker
+from tests.first_hour.terminal import Terminal
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-pytestmark = pytest.mark.process
-FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake", "run.log=[]")
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake", "run.log=[]", "prompts=4")
 
 
 class Collector(ThreadingHTTPServer):
@@ -74,8 +72,9 @@ class Answer(BaseHTTPRequestHandler):
         """Nothing is told of it."""
 
 
-def serving(collector: Collector) -> Iterator[Collector]:
-    thread = Thread(target=collector.serve_forever)
+@contextmanager
+def serving(collector: Collector) -> Generator[Collector]:
+    thread = Thread(target=collector.serve_forever, args=(0.01,))
     thread.start()
     yield collector
     collector.closed.set()
@@ -86,25 +85,29 @@ def serving(collector: Collector) -> Iterator[Collector]:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    yield from serving(Collector())
+    with serving(Collector()) as made:
+        yield made
 
 
-@pytest.fixture
-def silent() -> Iterator[Collector]:
-    yield from serving(Collector(answers=False))
+def begun(folder: Path, address: str) -> Tracker:
+    """One that has been told of a run."""
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": address}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", folder, table, first_step=0, goes_on=False))
+    return tracker
 
 
-def run(folder: Path, address: str, *arguments: str) -> str:
+def run(terminal: Terminal, address: str, *arguments: str) -> str:
     """What is told on the terminal."""
-    environment = os.environ | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
-    code = "from meshrl.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", "grpo/quickstart", *FAKES, f"run.otlp={address}", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
-    return done.stderr
+    done = terminal("run", "grpo/quickstart", *FAKES, f"run.otlp={address}", "run.name=mine", *arguments)
+    assert done.status == 0, done.err
+    return done.err
 
 
-def test_each_step_is_a_trace_of_its_waits_and_calls_down_to_ranks(tmp_path: Path, collector: Collector) -> None:
-    said = run(tmp_path, collector.address, "steps=3", "run.name=mine", "ahead=1")
+def test_each_step_is_a_trace_of_its_waits_and_calls_down_to_ranks(
+    terminal: Terminal, tmp_path: Path, collector: Collector
+) -> None:
+    said = run(terminal, collector.address, "steps=3", "ahead=1")
     assert "takes no traces" not in said
     assert collector.paths == {"/v1/traces"}
     own = (tmp_path / "runs/mine/run_id").read_text("utf-8").strip()
@@ -137,9 +140,7 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
     tmp_path: Path, collector: Collector
 ) -> None:
     """A stream ends in a later step than what ran for it."""
-    tracker = make_tracker("otlp")
-    table = {"run": {"otlp": collector.address + "/"}}
-    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    tracker = begun(tmp_path, collector.address + "/")
     ran, called = ("Sampler", "generate", 0.5, 1.5), ("Sampler", "generate", 0.25, 2.5)
     tracker.events([events.Span(1, "rollout", 3, *ran), events.Step(0, 0.0, 2.0)], 1000.0)
     tracker.events([events.Call(1, *called, rows=8, error="ValueError"), events.Step(1, 2.0, 3.0)], 1000.0)
@@ -162,9 +163,7 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
 
 
 def test_steps_of_two_loops_are_two_traces(tmp_path: Path, collector: Collector) -> None:
-    tracker = make_tracker("otlp")
-    table = {"run": {"otlp": collector.address}}
-    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    tracker = begun(tmp_path, collector.address)
     tracker.events([events.Step(3, 0.0, 1.0), events.Step(3, 1.0, 2.0, loop=1)], 1000.0)
     tracker.end({"status": "finished"}, None)
     assert {span.name: span.trace_id.hex()[16:] for span in collector.spans} == {
@@ -177,9 +176,7 @@ def test_events_that_are_too_many_for_a_trace_are_told_once(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("meshrl.trackers.otlp._MOST", 2)
-    tracker = make_tracker("otlp")
-    table = {"run": {"otlp": collector.address}}
-    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    tracker = begun(tmp_path, collector.address)
     for step in range(2):
         waits = [events.Wait(f"{each}", "it", "that", float(step), step + 0.5) for each in range(3)]
         tracker.events(waits, 1000.0)
@@ -191,25 +188,25 @@ def test_events_that_are_too_many_for_a_trace_are_told_once(
 
 
 def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothing(
-    tmp_path: Path, silent: Collector
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     gone = Collector()
     gone.server_close()
-    for address in (gone.address, silent.address):
-        said = run(tmp_path, address, "steps=5", "run.name=mine")
-        assert said.count(f"run.otlp: {address} takes no traces") == 1
-        assert said.count("warning") == 1
-        assert msgspec.json.decode((tmp_path / "runs/mine/summary.json").read_bytes())["status"] == "finished"
-        assert len((tmp_path / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 5
-    assert silent.asked == 1
+    with serving(Collector(answers=False)) as silent:
+        for address in (gone.address, silent.address):
+            said = run(terminal, address, "steps=5")
+            assert said.count(f"run.otlp: {address} takes no traces") == 1
+            assert said.count("warning") == 1
+            assert msgspec.json.decode((tmp_path / "runs/mine/summary.json").read_bytes())["status"] == "finished"
+            assert len((tmp_path / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 5
+        assert silent.asked == 1
 
 
 def test_a_collector_that_refuses_is_sent_what_comes_next_and_no_password_is_told(
     tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = make_tracker("otlp")
-    table = {"run": {"otlp": collector.address.replace("//", "//me:secret@")}}
-    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    tracker = begun(tmp_path, collector.address.replace("//", "//me:secret@"))
     for step, status in enumerate((400, 413, 200, 500)):
         collector.status = status
         tracker.events([events.Step(step, float(step), step + 1.0)], 1000.0)

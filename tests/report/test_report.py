@@ -1,29 +1,34 @@
 """The page and the trace of a run, and where its seconds went."""
 
 import re
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
-import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import cli
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
-from meshrl.report.analysis import Idleness, idleness, overlap
-from meshrl.report.content import make_content
-from meshrl.report.intervals import intersect, seconds, seconds_in, subtract, tracks, union
-from meshrl.report.lanes import Bar, merge
-from meshrl.report.page import render
-from meshrl.report.reading import Record, find_run, read_run
-from meshrl.report.trace import make_trace
+from meshrl.report import (
+    Record,
+    find_run,
+    idleness,
+    make_content,
+    make_trace,
+    overlap,
+    read_run,
+    render,
+    seconds_in,
+    subtract,
+    union,
+)
+from meshrl.report.intervals import intersect, seconds
+from tests.first_hour.terminal import type_in
 
 SUMMARY = b'{"status": "finished", "steps": 2, "wall_s": 9.5, "first_reward": 0.25, "last_reward": 0.75}'
 METRICS = b'{"step":0,"seconds":4.0,"reward":0.25,"loss":0.5}\n{"step":1,"seconds":9.0,"reward":0.75,"loss":null}\n'
@@ -90,34 +95,16 @@ def data_of(page: str) -> dict[str, object]:
     return msgspec.json.decode(text, type=dict[str, object])
 
 
-def meshrl(*arguments: str) -> int:
-    try:
-        cli.main(arguments)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    finally:
-        structlog.reset_defaults()
-    return 0
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of the command."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
-
-
 # --- where the seconds went --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rollout", "training"), [(3, 2), (2, 5)])
-def test_a_synchronous_run_overlaps_nothing(rollout: float, training: float) -> None:
-    found = overlap(synchronous(rollout, training, swap=1))
-    assert found.efficiency == pytest.approx(max(rollout, training) / (rollout + training + 1))
-    for step in found.steps:
-        shares = (step.rollout_alone, step.training_alone, step.sync, step.both, step.other)
-        assert shares == pytest.approx((rollout, training, 1, 0, 0))
+def test_a_synchronous_run_overlaps_nothing() -> None:
+    for rollout, training in ((3, 2), (2, 5)):
+        found = overlap(synchronous(rollout, training, swap=1))
+        assert found.efficiency == pytest.approx(max(rollout, training) / (rollout + training + 1))
+        for step in found.steps:
+            shares = (step.rollout_alone, step.training_alone, step.sync, step.both, step.other)
+            assert shares == pytest.approx((rollout, training, 1, 0, 0))
     assert {step.bound for step in found.steps} == {"rollout" if rollout > training else "training"}
 
 
@@ -172,20 +159,18 @@ def test_a_run_without_steps_or_ranks_is_one_step_of_its_calls() -> None:
 
 
 def test_why_each_rank_was_idle() -> None:
-    def told(each: Idleness) -> list[tuple[str, float]]:
-        return [(reason.why, reason.seconds) for reason in each.reasons]
-
     policy, other, sampler = idleness(a_run())
+    told = [[(reason.why, reason.seconds) for reason in each.reasons] for each in (policy, other, sampler)]
     own = "between calls: the script's own work"
-    assert told(policy) == [
+    assert told[0] == [
         ("trainer waits for a batch", 3),
         ("new weights are on their way to a sampler", 0.5),
         (own, 0.5),
     ]
     assert policy.reasons[0].blocked == "1 of 4 groups are ready"
     assert (policy.busy, policy.idle) == (4.5, 4)
-    assert ("other ranks of main still run Policy.update", 0.5) in told(other)
-    assert told(sampler) == [("Policy.update runs on main", 2.5), ("rollout waits for capacity", 1), (own, 0.5)]
+    assert ("other ranks of main still run Policy.update", 0.5) in told[1]
+    assert told[2] == [("Policy.update runs on main", 2.5), ("rollout waits for capacity", 1), (own, 0.5)]
     for each in (policy, other, sampler):
         assert each.idle == pytest.approx(sum(reason.seconds for reason in each.reasons))
         assert each.busy + each.idle == pytest.approx(8.5)
@@ -218,17 +203,6 @@ def test_sets_of_moments(some: list[tuple[int, int]], more: list[tuple[int, int]
     windows = np.array(list(pairwise(sorted(cuts))), np.float64)
     expected = [len(covered(some) & set(range(*window))) for window in pairwise(sorted(cuts))]
     assert seconds_in(one, windows).tolist() == pytest.approx(expected)
-
-
-@given(pairs)
-def test_spans_of_one_row_do_not_overlap(some: list[tuple[int, int]]) -> None:
-    spans = sorted(pair for pair in some if pair[0] < pair[1])
-    rows = tracks([began for began, _ in spans], [ended for _, ended in spans])
-    for row in set(rows):
-        own = [span for span, each in zip(spans, rows, strict=True) if each == row]
-        assert all(before[1] <= after[0] for before, after in pairwise(own))
-    most = max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
-    assert len(set(rows)) == most
 
 
 # --- the page ----------------------------------------------------------------------------------------
@@ -295,8 +269,8 @@ def test_many_ranks_are_cut_and_counted() -> None:
     assert content.notes == ["The timeline and the table of idle time show 64 of 100 ranks."]
 
 
-def test_a_large_run_makes_a_small_page() -> None:
-    events: list[Event] = []
+def test_a_large_run_makes_a_small_page_that_loses_no_span() -> None:
+    events: list[Event] = [span("main", "update", 7.001, 7.9)]
     for step in range(1200):
         events += [span("main", "update", step + part / 20, step + part / 20 + 0.04) for part in range(20)]
         events += [Gauge("groups ready", step, step % 5), Step(step, step, step + 1)]
@@ -305,22 +279,14 @@ def test_a_large_run_makes_a_small_page() -> None:
     record = Record(Path("large"), {}, lines, samples, events)
     content = make_content(record)
     (lane,) = content.lanes
-    assert sum(lane.count) == 24_000
+    assert sum(lane.count) == 24_001
     assert len(lane.began) <= 20_000
+    assert lane.began == sorted(lane.began)
+    assert (7.001, 0.899, 1) in zip(lane.began, lane.lasted, lane.count, strict=True)
     assert len(content.notes) == 4
     assert content.curves[0].y == pytest.approx([0.5] * 1000)
     assert content.gauges[0].y == pytest.approx([2] * len(content.gauges[0].y), abs=1)
     assert len(render(record)) < 3_000_000
-
-
-@given(pairs)
-def test_bars_drawn_together_lose_no_span(some: list[tuple[int, int]]) -> None:
-    bars = [Bar(began, ended, "a", rows=1) for began, ended in sorted(some) if began <= ended]
-    merged = merge(bars, 4.0, union([(20, 25)]))
-    assert sum(bar.count for bar in merged) == sum(bar.rows for bar in merged) == len(bars)
-    kept = [bar for bar in bars if bar.ended - bar.began >= 4 or 20 <= bar.began < 25]
-    assert [bar for bar in merged if bar in kept] == kept
-    assert all(before.began <= after.began for before, after in pairwise(merged))
 
 
 # --- the trace ---------------------------------------------------------------------------------------
@@ -352,46 +318,43 @@ def test_the_trace_has_a_process_a_mesh_and_a_thread_a_rank() -> None:
     ]
 
 
-def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own() -> None:
-    events = [span("rollout", "generate", 0, 3), span("rollout", "generate", 1, 4), span("rollout", "generate", 3, 5)]
-    entries = cast("list[dict[str, object]]", make_trace(events)["traceEvents"])
-    assert [entry["tid"] for entry in entries if entry["ph"] == "X"] == [0, 1, 0]
+@given(pairs)
+def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own(some: list[tuple[int, int]]) -> None:
+    spans = sorted(pair for pair in some if pair[0] < pair[1])
+    trace = make_trace([span("rollout", "generate", began, ended) for began, ended in spans])["traceEvents"]
+    threads: dict[object, list[tuple[float, float]]] = {}
+    for entry in cast("list[dict[str, Any]]", trace):
+        if entry["ph"] == "X":
+            threads.setdefault(entry["tid"], []).append((entry["ts"], entry["ts"] + entry["dur"]))
+    for own in threads.values():
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
+    assert sum(map(len, threads.values())) == len(spans)
+    assert len(threads) == max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
 
 
 # --- the commands ------------------------------------------------------------------------------------
 
 
-def test_report_and_trace_write_into_the_runs_folder(place: Path) -> None:
-    folder = write(place / "runs" / "mine", a_run())
-    assert meshrl("report", "mine") == 0
-    assert data_of((folder / "report.html").read_text("utf-8"))["name"] == "mine"
-    assert meshrl("trace", "runs/mine", "--out", "mine.json") == 0
-    assert b"traceEvents" in (place / "mine.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("report", "mnie"), "mnie: no such run; did you mean mine?"),
-        (("report", "something"), "something: no such run; runs/ has empty, mine"),
-        (("report", "empty"), "runs/empty is not the folder of a run: none of metrics.jsonl"),
-        (("trace", "mine"), "runs/mine: nothing to trace: There is no events.jsonl"),
-        (("report", "mine", "--out", "no/where.html"), "no/where.html: cannot be written: No such file or directory"),
-    ],
-)
-def test_mistakes_are_told(
-    arguments: Sequence[str],
-    said: str,
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_report_and_trace_write_into_the_runs_folder_or_tell_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (write(place / "runs" / "mine", []) / "events.jsonl").unlink()
-    (place / "runs" / "empty").mkdir()
-    assert meshrl(*arguments) == 1
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("place")
-def test_a_place_without_runs() -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there are no runs under"):
         find_run("mine")
+    folder = write(tmp_path / "runs" / "mine", a_run())
+    assert type_in("report", "mine").status == 0
+    assert data_of((folder / "report.html").read_text("utf-8"))["name"] == "mine"
+    assert type_in("trace", "runs/mine", "--out", "mine.json").status == 0
+    assert b"traceEvents" in (tmp_path / "mine.json").read_bytes()
+
+    (folder / "events.jsonl").unlink()
+    (tmp_path / "runs" / "empty").mkdir()
+    for typed, told in {
+        "report mnie": "mnie: no such run; did you mean mine?",
+        "report something": "something: no such run; runs/ has empty, mine",
+        "report empty": "runs/empty is not the folder of a run: none of metrics.jsonl",
+        "trace mine": "runs/mine: nothing to trace: There is no events.jsonl",
+        "report mine --out no/where.html": "no/where.html: cannot be written: No such file or directory",
+    }.items():
+        found = type_in(*typed.split())
+        assert (found.status, told in found.err) == (1, True), found.err

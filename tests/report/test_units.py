@@ -3,35 +3,31 @@
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
 import meshrl.report
 from meshrl.events import Gauge
 from meshrl.report.content import make_content
 from meshrl.report.quantities import Hue, quantity
 from meshrl.report.reading import Record
 
+UNITS = {
+    "reward": ("mean over completions", "scoring"),
+    "reward/format": ("mean over completions", "scoring"),
+    "eval/pass@4": ("share of held-out prompts", "scoring"),
+    "completion_tokens": ("tokens, mean over completions", "rollout"),
+    "entropy": ("nats, mean over tokens", "training"),
+    "reference_kl": ("nats, mean over tokens", "training"),
+    "critic_value_clip_fraction": ("share of tokens", "training"),
+    "critic_rows": ("in an update", "training"),
+    "loss": ("", "training"),
+    "staleness": ("publications behind, mean over rows", "sync"),
+    "step_s": ("seconds", "plain"),
+    "groups ready": ("groups", "rollout"),
+    "my_own": ("", "plain"),
+}
 
-@pytest.mark.parametrize(
-    ("name", "unit", "hue"),
-    [
-        ("reward", "mean over completions", "scoring"),
-        ("reward/format", "mean over completions", "scoring"),
-        ("eval/pass@4", "share of held-out prompts", "scoring"),
-        ("completion_tokens", "tokens, mean over completions", "rollout"),
-        ("entropy", "nats, mean over tokens", "training"),
-        ("reference_kl", "nats, mean over tokens", "training"),
-        ("critic_value_clip_fraction", "share of tokens", "training"),
-        ("critic_rows", "in an update", "training"),
-        ("loss", "", "training"),
-        ("staleness", "publications behind, mean over rows", "sync"),
-        ("step_s", "seconds", "plain"),
-        ("groups ready", "groups", "rollout"),
-        ("my_own", "", "plain"),
-    ],
-)
-def test_units_and_sides(name: str, unit: str, hue: str) -> None:
-    assert quantity(name)[:2] == (unit, hue)
+
+def test_units_and_sides() -> None:
+    assert {name: quantity(name)[:2] for name in UNITS} == UNITS
 
 
 def test_curves_gauges_and_headlines_have_units() -> None:

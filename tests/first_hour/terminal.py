@@ -1,0 +1,40 @@
+"""A terminal in which `meshrl` is typed."""
+
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import NamedTuple, TypeAlias
+
+import structlog
+
+from meshrl import cli
+
+
+class Answer(NamedTuple):
+    """What a terminal shows of a command."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def told(self) -> str:
+        """All of it in one line; of a command that failed, its errors."""
+        return " ".join((self.err if self.status else self.out + self.err).split())
+
+
+Terminal: TypeAlias = Callable[..., Answer]
+
+
+def type_in(*arguments: str) -> Answer:
+    """Type `meshrl ARGUMENTS` where one stands."""
+    out, err = StringIO(), StringIO()
+    status = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main(arguments)
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        finally:
+            structlog.reset_defaults()
+    return Answer(status, out.getvalue(), err.getvalue())
