@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -57,8 +58,20 @@ SHAPES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwe
 SPECIAL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
+class ShownChat(HuggingFaceChat):
+    """It shows special tokens, too."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__(words)
+        self.words = words
+
+    def shown(self, tokens: Any) -> str:
+        """The text of tokens."""
+        return str(self.words.tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
+
+
 @cache
-def chat_of(shape: str) -> HuggingFaceChat:
+def chat_of(shape: str) -> ShownChat:
     """A tokenizer of bytes and some words, as GPT-2's: an emoji is four tokens, and a text has many tokenisations."""
     template, end = SHAPES[shape]
     tokenizer = Tokenizer(models.BPE())
@@ -76,16 +89,22 @@ def chat_of(shape: str) -> HuggingFaceChat:
     )
     whole.chat_template = template
     ends: Any = whole.convert_tokens_to_ids(end)
-    return HuggingFaceChat(Words(whole, None, frozenset({ends}), 4096))
+    return ShownChat(Words(whole, None, frozenset({ends}), 4096))
 
 
 @pytest.fixture(scope="session")
-def chats() -> Callable[[str], HuggingFaceChat]:
+def chats() -> Callable[[str], ShownChat]:
     """`chats("llama")`: a tokenizer with a template of this shape: chatml, llama or qwen."""
     return chat_of
 
 
+@pytest.fixture(scope="session")
+def chat() -> ShownChat:
+    """Of the shape that puts a token before the first message, too."""
+    return chat_of("llama")
+
+
 @pytest.fixture(scope="session", params=SHAPES)
-def chat(request: pytest.FixtureRequest) -> HuggingFaceChat:
+def each_chat(request: pytest.FixtureRequest) -> ShownChat:
     """Of each shape."""
     return chat_of(request.param)

@@ -38,9 +38,15 @@ def python(code: str, **config: Any) -> Agent:
 
 
 @pytest.mark.process
-async def test_a_command_line() -> None:
-    episode = await served(python(COMMAND), "2")
+async def test_a_command_line_asks_no_proxy_for_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    names = "print(os.environ['NO_PROXY'], os.environ['no_proxy'])\n"
+    episode = await served(python(f"import os\n{names}{COMMAND}"), "2")
     assert (episode.reward, episode.error) == (1.0, None)
+    assert "example.org,127.0.0.1 example.org,127.0.0.1" in episode.output
     assert "it said 2" in episode.output
     assert len(episode.rows) == 1
 
@@ -55,20 +61,19 @@ async def test_a_function_judges_a_command_that_knows_nothing_of_rewards(tmp_pat
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("import sys; sys.exit('broken')", "ended with status 1: broken"),
-        ("print('1.0'); print('bye')", "its last line of output is not JSON: 'bye'"),
-        ("", "its last line of output is not JSON: ''"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
-        ("print('a' * (2 << 20)); import time; time.sleep(60)", "more than 1048576"),
-    ],
-)
-async def test_commands_that_fail(code: str, error: str) -> None:
-    episode = await served(python(code, output_mib=1))
-    assert error in str(episode.error)
-    assert episode.reward == 0.0
+async def test_commands_that_fail() -> None:
+    cases: list[tuple[str, dict[str, float], str]] = [
+        ("import sys; sys.exit('broken')", {}, "ended with status 1: broken"),
+        ("print('1.0'); print('bye')", {}, "its last line of output is not JSON: 'bye'"),
+        ("", {}, "its last line of output is not JSON: ''"),
+        ("import os; os.kill(os.getpid(), 9)", {}, "ended with status -9"),
+        ("print('a' * (2 << 20)); import time; time.sleep(600)", {"output_mib": 1}, "more than 1048576"),
+        ("import time; time.sleep(600)", {"timeout": 0.1}, "no result in 0.1 seconds"),
+    ]
+    episodes = await asyncio.gather(*(served(python(code, **config)) for code, config, _ in cases))
+    for episode, (_, _, error) in zip(episodes, cases, strict=True):
+        assert error in str(episode.error)
+        assert episode.reward == 0.0
 
 
 def test_a_command_that_is_not_there() -> None:
@@ -76,65 +81,53 @@ def test_a_command_that_is_not_there() -> None:
         Agent(AgentConfig(command=("no-such-program",)))
 
 
-@pytest.mark.process
-async def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
-    """Both of one that hangs, and what one left that ended."""
-    code = f"""
+CHILD = """
+import time
+held = open({fifo!r}, "w")
+held.write("x")
+held.flush()
+print("x", end="", flush=True)
+time.sleep(600)
+"""
+PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open({str(tmp_path / "child")!r}, "a").write(str(child.pid) + "\\n")
-if HANGS: time.sleep(600)
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
+child.stdout.read(1)
+if {hangs}: time.sleep(600)
 print(1)
 """
-    hangs = await served(python(code.replace("HANGS", "True"), timeout=20))
-    ended = await served(python(code.replace("HANGS", "False")))
-    assert "no result in 20 seconds" in str(hangs.error)
-    assert (ended.reward, ended.error) == (1.0, None)
-    for pid in map(int, (tmp_path / "child").read_text("utf-8").split()):
-        await gone(pid)
-
-
-async def gone(pid: int) -> None:
-    """Wait until there is no such process, or but its remains that nobody has read."""
-    while Path(f"/proc/{pid}").exists() if sys.platform == "linux" else _runs(pid):
-        if (
-            sys.platform == "linux"
-            and Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
-        ):
-            return
-        await asyncio.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.process
-async def test_a_command_asks_no_proxy_for_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    names = "\nprint(os.environ['NO_PROXY'], os.environ['no_proxy'])\nprint(1.0)"
-    episode = await served(python(COMMAND + names), "2")
-    assert (episode.reward, episode.error) == (1.0, None)
-    assert "example.org,127.0.0.1 example.org,127.0.0.1" in episode.output
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_the_processes_of_a_command_end_with_it(tmp_path: Path, hangs: bool) -> None:
+    """What one left that ended, and both of one that hangs."""
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    code = PARENT.format(child=CHILD.format(fifo=str(fifo)), hangs=hangs)
+    playing = asyncio.create_task(served(python(code)))
+    held = await asyncio.to_thread(fifo.open, "rb")
+    assert await asyncio.to_thread(held.read, 1) == b"x"
+    if hangs:
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+    else:
+        assert (await playing).reward == 1.0
+    assert await asyncio.to_thread(held.read) == b""  # the child that held it has ended
+    held.close()
 
 
 @pytest.mark.process
 async def test_what_commands_write_is_kept(tmp_path: Path) -> None:
     code = "import json, sys; n = json.load(sys.stdin)['n']; print('try', n, file=sys.stderr); print(n)"
-    for first in (0, 3):  # the second goes on with the folder
+    for first, count in ((0, 3), (3, 1)):  # the second goes on with the folder
         config = AgentConfig(command=(sys.executable, "-c", code), outputs_kept=2)
         async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
-            for number in range(first, first + 3):
+            for number in range(first, first + count):
                 await Agent(config, tmp_path / "agents").play(gateway, {"n": number}, Sampling())
         kept = sorted((tmp_path / "agents").iterdir())
-        assert [file.read_text("utf-8") for file in kept] == [f"{n}\ntry {n}\n" for n in (first + 1, first + 2)]
+        assert [file.read_text("utf-8") for file in kept] == [f"{n}\ntry {n}\n" for n in range(first + count)][-2:]
 
 
 DOCKER = f"""#!{sys.executable}
@@ -176,11 +169,15 @@ async def test_a_command_in_a_container(docker: Path) -> None:
 
 @pytest.mark.process
 async def test_a_container_ends_with_its_episode(docker: Path) -> None:
-    episode = await served(python("import time; time.sleep(600)", image="node:22", timeout=2))
-    assert "no result in 2 seconds" in str(episode.error)
-    asked = (docker / "asked").read_text("utf-8").splitlines()
-    name = asked[1].split("--name ")[1].split()[0]
-    assert asked[-1] == f"rm --force --volumes {name}"
+    asked = docker / "asked"
+    playing = asyncio.create_task(served(python("import time; time.sleep(600)", image="node:22")))
+    while not (asked.exists() and "--name" in asked.read_text("utf-8")):  # noqa: ASYNC110 -- it tells by a file
+        await asyncio.sleep(0.01)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    _, run, *_, last = asked.read_text("utf-8").splitlines()
+    assert last == f"rm --force --volumes {run.split('--name ')[1].split()[0]}"
 
 
 @pytest.mark.process

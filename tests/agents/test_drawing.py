@@ -1,19 +1,24 @@
-"""Requests of many sessions, and the calls of the sampler that they share: who waits for whom, and what is given up."""
+"""Requests of many sessions, and the calls of a sampler that they share: who waits for whom, and what is given up."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
-from meshrl import Batch, Run, RunConfig, Sampling
+from meshrl import Batch, Gather, Run, RunConfig, Sampling, endpoint, respawn
 from meshrl.agents import Gateway, Session
 from meshrl.mesh import current_rank
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
+from tests.agents.talks import USER, client_of
 
 
 @dataclass
@@ -43,11 +48,6 @@ class Timed(ScriptedSampler):
 Ask = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def client_of(gateway: Gateway, session: Session) -> openai.AsyncOpenAI:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    return openai.AsyncOpenAI(base_url=session.url, api_key=session.token, max_retries=0, http_client=http)
-
-
 def play(program: Callable[[Gateway, Timed, Session, Ask], Any]) -> None:
     """A program that asks for completions, in virtual time."""
 
@@ -55,7 +55,7 @@ def play(program: Callable[[Gateway, Timed, Session, Ask], Any]) -> None:
         sampler = Timed()
         gateway = Gateway(sampler, ScriptedChat())
         session = gateway.open(Sampling(max_tokens=1000))
-        async with client_of(gateway, session) as client:
+        async with client_of(gateway, session.url, session.token) as client:
 
             async def ask(seconds: float, **more: Any) -> Any:
                 return await client.completions.create(model="any", prompt=str(seconds), **more)
@@ -66,18 +66,17 @@ def play(program: Callable[[Gateway, Timed, Session, Ask], Any]) -> None:
     simulate(main)
 
 
-@pytest.mark.parametrize("own_stops", [False, True])
-def test_a_short_answer_waits_for_no_long_ones(own_stops: bool) -> None:
+def test_a_short_answer_waits_for_no_long_ones() -> None:
     async def program(gateway: Gateway, sampler: Timed, session: Session, ask: Ask) -> None:
         long = []
         for number in range(8):
-            stop = {"stop": f"<{number}>"} if own_stops else {}
+            stop = {"stop": f"<{number}>"} if number % 2 else {}
             long.append(asyncio.create_task(ask(3600, **stop)))
             await asyncio.sleep(1)
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.gather(*(ask(1) for _ in range(3)))
-        assert loop.time() - began < 1.1
+        assert loop.time() - began < 1.1  # in virtual time
         assert sampler.calls[-1] == ["1"] * 3
         await asyncio.gather(*long)
 
@@ -106,7 +105,7 @@ def test_what_a_closed_session_waits_for_is_given_up() -> None:
 def test_a_call_goes_on_for_the_sessions_that_are_there() -> None:
     async def program(gateway: Gateway, sampler: Timed, session: Session, ask: Ask) -> None:
         other = gateway.open(session.sampling)
-        async with client_of(gateway, other) as client:
+        async with client_of(gateway, other.url, other.token) as client:
             gone = asyncio.create_task(client.completions.create(model="any", prompt="3600"))
             kept = asyncio.create_task(ask(60))
             await asyncio.sleep(1)
@@ -120,50 +119,35 @@ def test_a_call_goes_on_for_the_sessions_that_are_there() -> None:
 
 
 def test_sessions_share_calls_of_the_sampler() -> None:
-    sizes: list[int] = []
-
-    class Counting(ScriptedSampler):
-        async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
-            sizes.append(len(prompts))
-            await asyncio.sleep(1)
-            async for batch in super().generate(prompts, sampling):
-                yield batch
-
-    async def main() -> None:
-        gateway = Gateway(Counting(lambda prompt: prompt), ScriptedChat())
-
+    async def program(gateway: Gateway, sampler: Timed, session: Session, ask: Ask) -> None:
         async def agent() -> None:
-            session = gateway.open(Sampling(max_tokens=1000))
-            async with client_of(gateway, session) as client:
-                for turn in range(3):
-                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": str(turn)}])
-            assert len(gateway.close(session)) == 3
+            own = gateway.open(session.sampling)
+            async with client_of(gateway, own.url, own.token) as client:
+                for _ in range(3):
+                    await client.completions.create(model="any", prompt="1")
+            assert len(gateway.close(own)) == 3
 
-        await asyncio.gather(*(agent() for _ in range(256)))
+        await asyncio.gather(*(agent() for _ in range(64)))
+        assert sum(map(len, sampler.calls)) == 64 * 3
+        assert len(sampler.calls) < 16
 
-    simulate(main)
-    assert sum(sizes) == 256 * 3
-    assert len(sizes) < 64
+    play(program)
 
 
 def test_an_aborted_answer_goes_on_while_the_call_that_it_was_of_still_ends() -> None:
     class Slow(ScriptedSampler):
         async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
-            rows = prompts.repeat(1)
-            async with self.generate_calls.begin() as call:
-                await asyncio.sleep(1)
-                aborted = not await call.step()
-                for index in range(len(rows)):
-                    yield self._row(rows.select([index]), sampling, aborted)
+            async for batch in super().generate(prompts, sampling):
+                yield batch
                 await asyncio.sleep(0.5)  # as a mesh, whose stream ends after its last batch
 
     async def main() -> None:
         sampler = Slow(lambda prompt: "hi")
         gateway = Gateway(sampler, ScriptedChat())
         session = gateway.open(Sampling(max_tokens=1000))
-        async with client_of(gateway, session) as client:
+        async with client_of(gateway, session.url, session.token) as client:
             asking = [asyncio.create_task(client.completions.create(model="", prompt=each)) for each in ("1", "2", "3")]
-            await asyncio.sleep(0.5)
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             await sampler.abort()
             assert [(await told).choices[0].text for told in asking] == ["hi"] * 3
         await gateway.aclose()
@@ -200,7 +184,7 @@ async def test_rows_that_come_one_at_a_time_go_to_all_ranks(tmp_path: Path) -> N
         sampler = await (await run.mesh(2)).spawn(SaysItsRank)
         gateway = Gateway(sampler, ScriptedChat())
         session = gateway.open(Sampling(max_tokens=1000))
-        async with client_of(gateway, session) as client:
+        async with client_of(gateway, session.url, session.token) as client:
             ask = client.completions.create
             told = await asyncio.gather(*(ask(model="any", prompt="?", stop=stop) for stop in "abcd"))
         await gateway.aclose()
@@ -210,3 +194,43 @@ async def test_rows_that_come_one_at_a_time_go_to_all_ranks(tmp_path: Path) -> N
 class SaysItsRank(ScriptedSampler):
     def __init__(self) -> None:
         super().__init__(lambda prompt: str(current_rank().index))
+
+
+class Lasting(ScriptedSampler):
+    """Says its process, and to "wait" nothing for long."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: str(os.getpid()))
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        async for batch in super().generate(prompts, sampling):
+            if "wait" in self.asked[-1]:
+                await asyncio.sleep(600)
+            yield batch
+
+    @endpoint
+    async def pid(self) -> Gather[NDArray[np.int64]]:
+        return np.array([os.getpid()])
+
+
+@pytest.mark.process
+async def test_a_rank_that_is_killed_is_told_and_one_that_comes_back_goes_on(tmp_path: Path) -> None:
+    async with Run(RunConfig(name="killed", folder=str(tmp_path), engine="processes", log=[])) as run:
+        sampler = await (await run.mesh(1)).spawn(Lasting)
+        gateway = Gateway(sampler, ScriptedChat())
+        session = gateway.open(Sampling(max_tokens=100))
+        async with client_of(gateway, session.url, session.token) as client:
+            ask = client.chat.completions.create
+            first = (await ask(model="policy", messages=[USER])).choices[0].message
+            messages: list[Any] = [USER, first, USER]
+            waits = asyncio.create_task(ask(model="policy", messages=[*messages, {"role": "user", "content": "wait"}]))
+            (pid,) = (await sampler.pid()).tolist()
+            assert first.content == str(pid)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(openai.InternalServerError, match="the sampler failed: RankDied"):
+                await waits
+            await respawn(sampler)
+            again = (await ask(model="policy", messages=messages)).choices[0].message
+        assert again.content == str((await sampler.pid()).tolist()[0]) != first.content
+        rows = gateway.close(session)
+        assert [int(mask.sum()) for mask in rows.loss_mask] == [len(f"{first.content}\0{again.content}\0")]

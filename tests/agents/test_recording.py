@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import openai
 import pytest
@@ -24,6 +23,7 @@ from meshrl.roles import implementation
 from meshrl.testing import ScriptedChat, ScriptedSampler, delayed, simulate
 from meshrl_hf.loading import new_config
 from meshrl_hf.text import character_tokenizer
+from tests.agents.talks import client_of
 
 MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1, heads=2, max_tokens=64)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
@@ -73,55 +73,50 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # two processes that load torch
-def test_what_is_recorded_of_a_model_is_learnt_by_sft(model: Path, tmp_path: Path) -> None:
-    file, said = tmp_path / "rows.jsonl", []
-    for _ in range(2):  # the second goes on with the file
-        with recording(model, "sampling.temperature=0.5", "--out", tmp_path) as (process, client):
-            said += [converse(client, "abc", "de", "f"), converse(client, "h")]
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-            assert (process.returncode, err) == (0, f"2 rows were added to {file}\n")
-    rows = rows_of(tmp_path)
+async def test_what_is_recorded_of_a_model_is_added_and_learnt_by_sft(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n", "utf-8")  # of an earlier recording
+    with recording(model, "sampling.temperature=0.5", "--out", tmp_path) as (process, client):
+        said = [await asyncio.to_thread(converse, client, *words) for words in (("abc", "de", "f"), ("h",))]
+        process.send_signal(signal.SIGINT)
+        _, err = await asyncio.to_thread(process.communicate)
+        assert (process.returncode, err) == (0, f"2 rows were added to {file}\n")
+    before, *rows = rows_of(tmp_path)
+    assert before == {}
     assert [row["messages"] for row in rows] == said
-    assert len({row["id"] for row in rows}) == 4
-    assert [row["prompt"] for row in rows[:2]] == [
-        "".join(f"{each['content']}{end}" for each, end in zip(said[0][:-1], "> > >", strict=True)),
-        "h>",
-    ]
+    assert len({row["id"] for row in rows}) == 2
+    turns = [f"{each['content']}{end}" for each, end in zip(said[0][:-1], "> > >", strict=True)]
+    assert [row["prompt"] for row in rows] == ["".join(turns), "h>"]
 
-    task = Task.load(TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{id}", answer="{completion}", held_out=0))
-
-    async def learn() -> None:
-        policy = implementation(Policy, "torch")(PolicyConfig(model=str(model)))
-        batch = recorded(next(task.batches(4, seed=0)))
-        learnt = np.asarray(batch.loss_mask.values, np.bool_)
-        told = (await policy.logprobs(batch)).ragged("logprobs").values
-        assert told[learnt] == pytest.approx(batch.sampler_logprobs.values[learnt], abs=1e-4)
-        loss = (await policy.update(batch, CrossEntropy())).means()["loss"]
-        assert loss == pytest.approx(-told[learnt].mean(), abs=1e-4)
-
-    asyncio.run(learn())
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    task = Task.load(TaskConfig(source=str(file), prompt="{id}", answer="{completion}", held_out=0))
+    policy = implementation(Policy, "torch")(PolicyConfig(model=str(model)))
+    batch = recorded(next(task.batches(2, seed=0)))
+    learnt = np.asarray(batch.loss_mask.values, np.bool_)
+    told = (await policy.logprobs(batch)).ragged("logprobs").values
+    assert told[learnt] == pytest.approx(batch.sampler_logprobs.values[learnt], abs=1e-4)
+    loss = (await policy.update(batch, CrossEntropy())).means()["loss"]
+    assert loss == pytest.approx(-told[learnt].mean(), abs=1e-4)
 
 
 def said_in_a_script(
     folder: Path,
-    program: Callable[[openai.AsyncOpenAI], Awaitable[None]],
+    program: Callable[[openai.AsyncOpenAI, openai.AsyncOpenAI], Awaitable[None]],
     sampler: type[ScriptedSampler] = ScriptedSampler,
 ) -> list[dict[str, Any]]:
-    """What is recorded of a program, in virtual time, with conversations that are over after 100 seconds."""
+    """What is recorded of a program of two sessions, in virtual time: conversations are over after 100 seconds."""
 
     async def main() -> None:
         gateway = Gateway(sampler(lambda prompt: f"{len(prompt)}"), ScriptedChat())
         told: list[str] = []
         with Recording(folder / "rows.jsonl", ScriptedChat()) as rows:
-            task = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append))
+            task = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append, sessions=2))
             await asyncio.sleep(0)
-            url, key = (line.partition("=")[2] for line in told[0].splitlines())
-            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-            async with openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http, max_retries=0) as client:
-                await program(client)
+            (url, key), (other_url, other_key) = (
+                [line.partition("=")[2] for line in each.splitlines()] for each in told
+            )
+            async with client_of(gateway, url, key) as client, client_of(gateway, other_url, other_key) as other:
+                await program(client, other)
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
@@ -137,7 +132,7 @@ async def ask(client: openai.AsyncOpenAI, *messages: str) -> str:
 
 
 def test_a_conversation_that_rests_is_over(tmp_path: Path) -> None:
-    async def program(client: openai.AsyncOpenAI) -> None:
+    async def program(client: openai.AsyncOpenAI, _: openai.AsyncOpenAI) -> None:
         first = await ask(client, "a")
         for text in ("b", "c"):
             await asyncio.sleep(90)
@@ -154,38 +149,24 @@ def test_a_conversation_that_rests_is_over(tmp_path: Path) -> None:
     assert [row["completion"] for row in rows] == ["44", "44", "44"]
 
 
-async def test_programs_have_sessions_of_their_own(tmp_path: Path) -> None:
-    gateway, told = Gateway(ScriptedSampler(["1", "2"]), ScriptedChat()), list[str]()
-    with Recording(tmp_path / "rows.jsonl", ScriptedChat()) as rows:
-        recording = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append, sessions=2))
-        await asyncio.sleep(0)
-        for each in told:
-            url, key = (line.partition("=")[2] for line in each.splitlines())
-            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-            async with openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http) as client:
-                await ask(client, "a")
-        recording.cancel()
-        await asyncio.wait([recording])
-    assert [row["completion"] for row in rows_of(tmp_path)] == ["1", "2"]
-    assert [f"/s/{row['session']}/" in each for row, each in zip(rows_of(tmp_path), told, strict=True)] == [True, True]
-
-
-def test_texts_and_tools_are_recorded(tmp_path: Path) -> None:
+def test_texts_and_tools_of_two_sessions_are_recorded(tmp_path: Path) -> None:
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
-    async def program(client: openai.AsyncOpenAI) -> None:
+    async def program(client: openai.AsyncOpenAI, other: openai.AsyncOpenAI) -> None:
         await client.completions.create(model="", prompt="1, 2,")
         user: Any = {"role": "user", "content": "hi"}
-        await client.chat.completions.create(model="", messages=[user], tools=[tool])
+        await other.chat.completions.create(model="", messages=[user], tools=[tool])
+        assert client.base_url != other.base_url
 
     text, chat = said_in_a_script(tmp_path, program)
     assert (text["prompt"], text["completion"], text["messages"]) == ("1, 2,", "5", [])
     assert chat["tools"] == [tool]
     assert chat["prompt"] == ScriptedChat().render([Message("user", "hi")], [tool])
+    assert text["session"] != chat["session"]
 
 
 def test_a_conversation_whose_answer_is_waited_for_does_not_rest(tmp_path: Path) -> None:
-    async def program(client: openai.AsyncOpenAI) -> None:
+    async def program(client: openai.AsyncOpenAI, _: openai.AsyncOpenAI) -> None:
         first = await ask(client, "a")
         second = await ask(client, "a", first, "b")
         await ask(client, "a", first, "b", second, "c")
@@ -198,7 +179,7 @@ def test_a_conversation_whose_answer_is_waited_for_does_not_rest(tmp_path: Path)
 def test_a_disk_that_is_full_costs_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def program(client: openai.AsyncOpenAI) -> None:
+    async def program(client: openai.AsyncOpenAI, _: openai.AsyncOpenAI) -> None:
         await ask(client, "a")
         await asyncio.sleep(150)
         with monkeypatch.context() as full:
@@ -240,24 +221,20 @@ def test_one_process_records_in_a_folder(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, message in (
         (("grpo/quikstart",), "did you mean grpo/quickstart?"),
         (("no/such-model",), "no/such-model"),
         (("sft/quickstart", "sampler.slots=none"), "command line: sampler.slots = 'none'"),
         (("folder",), "folder: no such file or shipped configuration"),
-    ],
-)
-def test_what_cannot_be_served(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["record", *arguments])
-    assert ended.value.code == 1
-    assert message in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["record", *arguments])
+        assert ended.value.code == 1
+        assert message in capsys.readouterr().err
 
 
 def test_rows_of_others_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,6 @@ from meshrl import (
     CrossEntropy,
     PolicyConfig,
     Ragged,
-    ResumingSampler,
     Sampling,
     Weights,
     group_advantages,
@@ -195,13 +195,13 @@ def test_a_replay_has_the_episodes_of_the_run_and_plays_none(tmp_path: Path) -> 
 class Typist(ScriptedSampler):
     """Writes eight letters, one a second; a row that is aborted has those that it wrote."""
 
-    loading = False
+    loading, version = False, 0
 
     async def load(self, weights: Weights) -> Batch:
         self.loading = True
         await asyncio.sleep(2)
         places = await super().load(weights)
-        self.loading = False
+        self.loading, self.version = False, weights.version
         return places
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
@@ -217,7 +217,7 @@ class Typist(ScriptedSampler):
                     for index in rows:
                         tokens[index].append(ord("abcdefgh"[sum(mask[index])]))
                         mask[index].append(True)
-                        versions[index].append(self._version)
+                        versions[index].append(self.version)
         yield prompts.assign(
             tokens=Ragged.of(tokens, np.int32),
             loss_mask=Ragged.of(mask, np.bool_),
@@ -276,28 +276,13 @@ def test_an_answer_that_is_aborted_goes_on_with_the_new_weights_and_the_program_
     assert any(len(set(row[turn : turn + 8])) > 1 for row in versions for turn in (0, 8, 16))
 
 
-class Passing(ResumingSampler):
-    """Passes calls on to agents, but refuses the weights of version 1."""
-
-    def __init__(self, agents: Agents) -> None:
-        self._agents = agents
-
-    def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        return self._agents.generate(prompts, sampling)
+class Refusing(Agents):
+    """Refuses the weights of version 1 before the sampler has them."""
 
     async def load(self, weights: Weights) -> Batch:
         if weights.version == 1:
             raise DataError("refused")
-        return await self._agents.load(weights)
-
-    async def replay(self, record: Batch) -> None:
-        await self._agents.replay(record)
-
-    async def abort(self) -> None:
-        await self._agents.abort()
-
-    async def resume(self) -> None:
-        await self._agents.resume()
+        return await super().load(weights)
 
 
 def test_programs_wait_no_longer_where_new_weights_do_not_come(tmp_path: Path) -> None:
@@ -310,11 +295,12 @@ def test_programs_wait_no_longer_where_new_weights_do_not_come(tmp_path: Path) -
 
     async def main(kind: type[Typist], told: str) -> None:
         policy, sampler = FakePolicy(PolicyConfig(model="none")), kind([])
-        passing = Passing(agents_of(Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve")), sampler))
-        await publish(policy, passing)
+        agent = Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve"))
+        agents = Refusing(sampler, agent, Gateway(sampler, ScriptedChat()))
+        await publish(policy, agents)
         fresh = await policy.encode(Batch.of(prompt=["a"], completion=["b"]))
         prompts = [Batch.of(prompt=["a"], groups=np.array([0]))]
-        async with rollouts(passing, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
             await asyncio.sleep(2.5)
             await policy.update(fresh, CrossEntropy())
             with pytest.raises(DataError, match=told):
@@ -325,12 +311,10 @@ def test_programs_wait_no_longer_where_new_weights_do_not_come(tmp_path: Path) -
     simulate(lambda: main(Failing, "no abort"))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_episodes_are_trained_on_under_the_bound(agent: Agent, ahead: int, seed: int) -> None:
-    async def main() -> None:
-        random = Random(seed)
-        sampler = delayed(ScriptedSampler, seed=seed, generate=2.0, load=0.5)(
+def test_episodes_are_trained_on_under_the_bound(agent: Agent) -> None:
+    async def main(ahead: int) -> None:
+        random = Random(ahead)
+        sampler = delayed(ScriptedSampler, seed=ahead, generate=2.0, load=0.5)(
             lambda prompt: "o" * random.randrange(1, 9)
         )
         policy = FakePolicy(PolicyConfig(model="none"))
@@ -350,4 +334,5 @@ def test_episodes_are_trained_on_under_the_bound(agent: Agent, ahead: int, seed:
                 await publish(policy, stream)
         assert sorted(trained) == sorted([*range(24)] * 2)
 
-    simulate(main)
+    for ahead in (0, 1, 3):
+        simulate(partial(main, ahead))

@@ -1,10 +1,10 @@
 """Agents on a real sampler: what is recorded is what the policy computes for the same ids."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import openai
 import pytest
@@ -31,6 +31,7 @@ from meshrl_hf.chat import HuggingFaceChat
 from meshrl_hf.loading import new_config
 from meshrl_hf.text import Words, character_tokenizer
 from meshrl_torch.sampler import TorchSampler
+from tests.agents.talks import client_of
 
 MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1, heads=2, max_tokens=48)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
@@ -42,15 +43,13 @@ def chat() -> HuggingFaceChat:
     return HuggingFaceChat(Words(tokenizer, None, frozenset({1}), MODEL.max_tokens))
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-async def test_log_probs_are_the_policys(temperature: float) -> None:
+async def test_log_probs_are_the_policys_at_the_temperature() -> None:
     policy = implementation(Policy, "torch")(PolicyConfig(model=MODEL))
     gateway = Gateway(implementation(Sampler, "torch")(SamplerConfig(model=MODEL)), chat())
 
     async def agent(words: str) -> Any:
-        session = gateway.open(Sampling(max_tokens=6, seed=len(words), temperature=temperature))
-        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+        session = gateway.open(Sampling(max_tokens=6, seed=len(words), temperature=0.5))
+        async with client_of(gateway, session.url, session.token) as client:
             messages: list[Any] = []
             for word in words.split():
                 messages.append({"role": "user", "content": word})
@@ -73,13 +72,23 @@ async def solve(client, row):
 """
 
 
+class Watched(TorchSampler):
+    """Tells when it begins to draw."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        super().__init__(config)
+        self.draws = asyncio.Event()
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        self.draws.set()
+        async for batch in super().generate(prompts, sampling):
+            yield batch
+
+
 async def test_an_answer_that_is_aborted_is_drawn_by_both_versions(tmp_path: Path) -> None:
     (tmp_path / "asks_once.py").write_text(AGENT, "utf-8")
-    optimizer = OptimizerConfig(lr=0.01)
-    sampler, policies = (
-        TorchSampler(SamplerConfig(model=MODEL)),
-        [implementation(Policy, "torch")(PolicyConfig(model=MODEL, optimizer=optimizer)) for _ in range(2)],
-    )
+    config = PolicyConfig(model=MODEL, optimizer=OptimizerConfig(lr=0.01))
+    sampler, policies = Watched(SamplerConfig(model=MODEL)), [implementation(Policy, "torch")(config) for _ in range(2)]
     agents = Agents(sampler, Agent(AgentConfig(source=f"{tmp_path / 'asks_once.py'}:solve")), Gateway(sampler, chat()))
     sampling = Sampling(n=4, max_tokens=30, ignore_eos=True)
 
@@ -87,9 +96,10 @@ async def test_an_answer_that_is_aborted_is_drawn_by_both_versions(tmp_path: Pat
         return conversations(await rollout(agents, Batch.of(prompt=["abcdef"], row=[{}]), sampling))
 
     await policies[1].update(await played(), CrossEntropy())
+    sampler.draws.clear()
     playing = asyncio.create_task(played())
-    running = sampler.generate_calls._running
-    while not (playing.done() or any(call.steps > 8 for call in running.values())):  # noqa: ASYNC110 -- a step is a turn
+    await sampler.draws.wait()
+    for _ in range(12):  # each step of 30 lets the loop turn
         await asyncio.sleep(0)
     assert not playing.done(), playing.result()
     await agents.abort()
@@ -106,8 +116,7 @@ async def test_an_answer_that_is_aborted_is_drawn_by_both_versions(tmp_path: Pat
 async def test_a_conversation_that_has_no_room_left_says_so() -> None:
     gateway = Gateway(implementation(Sampler, "torch")(SamplerConfig(model=MODEL)), chat())
     session = gateway.open(Sampling(max_tokens=40, ignore_eos=True))
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+    async with client_of(gateway, session.url, session.token) as client:
         told = await client.completions.create(model="policy", prompt="abcdefgh" * 5)
         assert told.choices[0].finish_reason == "length"
         assert told.usage is not None

@@ -5,22 +5,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-import structlog
 
 from meshrl import cli
 from meshrl.config import Config
-from meshrl.errors import MeshrlError, ModelError, RankFailed
+from meshrl.errors import MeshrlError, ModelError
 from meshrl.roles import PolicyConfig, RoleConfig
 from meshrl.run import about, find_mistakes, shipped_configs
 from meshrl.run.check_model import check_model
 from meshrl.run.jobs import load_script, shipped
+from tests.first_hour.terminal import Terminal, type_in
 
 SCRIPT = '''
 """Counts."""
@@ -44,35 +42,27 @@ async def count(run: Run, config: CountConfig) -> None:
     if config.wait:
         with waiting("the script", "nothing", "itself"):
             print("waiting", flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
     run.summary(exact_match_after=0.5)
 '''
 
 TINY = "characters = 'act>', hidden_size = 8, ffn_size = 8, layers = 1, heads = 2, max_tokens = 16"
 
-Meshrl = Callable[..., tuple[int, str, str]]
+FAKES = """algorithm = "grpo"
+task = { source = "data.jsonl", held_out = 0 }
+policy = { backend = "fake", model = "none" }
+sampler = { backend = "fake", model = "none" }
+"""
 
 
 @pytest.fixture
-def meshrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Meshrl:
-    """Run the command in a folder of its own: exit status, what it printed, and what it complained of."""
+def meshrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Run the command in a folder of its own, which has a file of data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            cli.main(arguments)
-            status = 0
-        except SystemExit as leaving:
-            status = int(leaving.code or 0)
-        finally:
-            structlog.reset_defaults()
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return command
+    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
+    return type_in
 
 
 def write(folder: Path, config: str = "", script: str = SCRIPT) -> None:
@@ -80,7 +70,7 @@ def write(folder: Path, config: str = "", script: str = SCRIPT) -> None:
     (folder / "count.toml").write_text(f'# Counts.\nalgorithm = "count.py"\n{config}\n', "utf-8")
 
 
-def test_run_writes_the_runs_folder_and_prints_its_summary(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_run_writes_the_runs_folder_and_prints_its_summary(meshrl: Terminal, tmp_path: Path) -> None:
     write(tmp_path, '[run]\nname = "mine"')
     status, out, err = meshrl("run", "count.toml", "steps=3")
     assert status == 0
@@ -93,21 +83,50 @@ def test_run_writes_the_runs_folder_and_prints_its_summary(meshrl: Meshrl, tmp_p
     assert (resolved["algorithm"], resolved["steps"], resolved["run"]["seed"]) == (str(tmp_path / "count.py"), 3, 0)
 
 
-def test_an_error_of_the_users_is_told_without_a_traceback(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_an_error_of_the_users_is_told_without_a_traceback_and_a_bug_with_its_own_lines(
+    meshrl: Terminal, tmp_path: Path
+) -> None:
     write(tmp_path)
     status, _, err = meshrl("run", "count.toml", "fail=true")
     assert status == 1
     assert re.search(rf"error: the data is \[bad\]\n\({tmp_path}/count\.py, line \d+\)\n$", err)
     assert "Traceback" not in err
     assert b'"failed"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
-
-
-def test_a_bug_in_a_script_keeps_its_own_lines(meshrl: Meshrl, tmp_path: Path) -> None:
     write(tmp_path, script=SCRIPT.replace("DataError(", "ZeroDivisionError("))
     status, _, err = meshrl("run", "count.toml", "fail=true")
     assert status == 1
     assert err.count('  File "') == err.count("count.py") == 1
     assert err.endswith("ZeroDivisionError: the data is [bad]\n")
+
+
+ON_A_RANK = """
+from meshrl import Actor, Config, ModelError, Run
+
+
+class CountConfig(Config):
+    bug: bool = False
+
+
+class Broken(Actor):
+    def __init__(self, bug: bool) -> None:
+        raise ValueError("a bug") if bug else ModelError("there is no folder x")
+
+
+async def count(run: Run, config: CountConfig) -> None:
+    await (await run.mesh(1)).spawn(Broken, config.bug)
+"""
+
+
+def test_an_error_that_a_rank_raised_on_purpose_is_told_without_its_traceback(meshrl: Terminal, tmp_path: Path) -> None:
+    write(tmp_path, script=ON_A_RANK)
+    status, _, err = meshrl("run", "count.toml")
+    assert status == 1
+    assert "error: there is no folder x\n(in Broken.__init__ on rank 0)\n" in err
+    assert "Traceback" not in err
+    status, _, err = meshrl("run", "count.toml", "bug=true")
+    assert status == 1
+    assert 'raise ValueError("a bug") if bug' in err, "the rank's own lines are told"
+    assert "ValueError: a bug" in err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
@@ -123,9 +142,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, sta
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=20)
-    assert time.monotonic() - began < 10
+        _, err = process.communicate()
     assert process.returncode == status
     assert "Interrupted. What was recorded so far is in runs/run\n" in err
     assert err.endswith("To continue from its newest checkpoint: meshrl run runs/run/config.toml run.resume=true\n")
@@ -134,20 +151,17 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, sta
     assert b'"what":"nothing"' in (tmp_path / "runs" / "run" / "events.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "steps"),
-    [((), 9), (("steps=12",), 12), (("--steps", "15"), 15), (("steps=12", "--steps", "15"), 15)],
-)
-def test_simulate_takes_the_steps_that_are_asked_for(
-    meshrl: Meshrl, tmp_path: Path, arguments: Sequence[str], steps: int
-) -> None:
+def test_simulate_takes_the_steps_that_are_asked_for(meshrl: Terminal, tmp_path: Path) -> None:
     write(tmp_path, "steps = 9")
-    options = ("--rollout", "1", "--train", "1", "--json", "forecast.json")
-    assert meshrl("simulate", "count.toml", *arguments, *options)[0] == 0
-    assert msgspec.json.decode(Path("forecast.json").read_bytes(), type=dict[str, object])["steps"] == steps
+    for arguments, steps in (((), 9), (("steps=12",), 12), (("steps=12", "--steps", "15"), 15)):
+        found = meshrl(
+            "simulate", "count.toml", *arguments, "--rollout", "1", "--train", "1", "--json", "forecast.json"
+        )
+        assert found.status == 0
+        assert msgspec.json.decode(Path("forecast.json").read_bytes(), type=dict[str, object])["steps"] == steps
 
 
-def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Terminal, tmp_path: Path) -> None:
     write(tmp_path, "stepps = 3\nfail = 1\n[run]\nnam = 'mine'\n[runn]")
     status, _, err = meshrl("run", "count.toml", "steps=x")
     assert status == 1
@@ -162,51 +176,37 @@ def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("missing.toml",), "missing.toml: no such file"),
-        (("cuont.toml",), "cuont.toml: no such file; did you mean count.toml?"),
-        (("grpo/quikstart",), "grpo/quikstart: no such file or shipped configuration; did you mean grpo/quickstart?"),
+def test_what_is_not_there(meshrl: Terminal, tmp_path: Path) -> None:
+    write(tmp_path)
+    cases: list[tuple[tuple[str, ...], str]] = [
+        (("cuont.toml",), "error: cuont.toml: no such file; did you mean count.toml?"),
         (("zzzzz",), "zzzzz: no such file or shipped configuration; the shipped ones are agent/quickstart, "),
-        (("count.toml", "steps"), "command line: 'steps' is not an override: write key.sub=value"),
-        (("count.toml", "algorithm=grop"), "no algorithm 'grop' is shipped; did you mean 'grpo'?"),
         (("count.toml", "algorithm=other.py"), "count.toml: algorithm = 'other.py': there is no file /"),
         (("count.toml", "algorithm=3"), 'algorithm is missing: write algorithm = "NAME" (of '),
-    ],
-)
-def test_what_is_not_there(meshrl: Meshrl, tmp_path: Path, arguments: Sequence[str], message: str) -> None:
-    write(tmp_path)
-    for command in ("run", "check"):
-        status, _, err = meshrl(command, *arguments)
-        assert status == 1
-        assert err.startswith(f"error: {message}") or message in err
-        assert "Traceback" not in err
+    ]
+    for arguments, message in cases:
+        for command in ("run", "check"):
+            status, _, err = meshrl(command, *arguments)
+            assert (status, "Traceback" in err) == (1, False)
+            assert message in err
+    assert meshrl("rnu", "x").status == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x = 1", "'script' is not there; it needs `async def script(run: Run, config: ItsConfig) -> None`"),
-        ("def script(run, config): ...", "'script' is not an async function; it needs"),
-        ("async def script(run): ...", "script(run) has no config parameter that is a Config"),
-        ("async def script(run, config: int): ...", "has no config parameter that is a Config"),
-        (
-            "from meshrl import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ...",
-            "C.run: the key 'run' is reserved by meshrl: rename it",
-        ),
-        ("async def script(run, config: 'Missing'): ...", "cannot be resolved: name 'Missing' is not defined"),
-        ("import no_such_module_here", "failed: ModuleNotFoundError: No module named 'no_such_module_here' ("),
-        ("def script(:", "failed: SyntaxError: "),
-    ],
-)
-def test_a_script_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_a_script_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text(text, "utf-8")
-    with pytest.raises(MeshrlError) as caught:
-        load_script(path)
-    assert str(caught.value).startswith(f"algorithm {path}: ")
-    assert message in str(caught.value)
+    reserved = "from meshrl import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ..."
+    for text, message in {
+        "def script(run, config): ...": "'script' is not an async function; it needs",
+        "async def script(run): ...": "script(run) has no config parameter that is a Config",
+        reserved: "C.run: the key 'run' is reserved by meshrl: rename it",
+        "async def script(run, config: 'Missing'): ...": "cannot be resolved: name 'Missing' is not defined",
+        "def script(:": "failed: SyntaxError: ",
+    }.items():
+        path.write_text(text, "utf-8")
+        with pytest.raises(MeshrlError) as caught:
+            load_script(path)
+        assert str(caught.value).startswith(f"algorithm {path}: ")
+        assert message in str(caught.value)
 
 
 def test_a_script_with_postponed_annotations(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_script_with_postponed_annotations(tmp_path: Path) -> None:
     assert load_script(path).schema.__name__ == "CountConfig"
 
 
-def test_new_copies_a_script_and_a_configuration(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_new_copies_a_script_and_a_configuration(meshrl: Terminal, tmp_path: Path) -> None:
     status, out, _ = meshrl("new", "sft", "mine")
     assert status == 0
     assert out.splitlines() == [
@@ -228,18 +228,12 @@ def test_new_copies_a_script_and_a_configuration(meshrl: Meshrl, tmp_path: Path)
     own = {"algorithm": "sft.py", "run": {**original["run"], "name": "mine"}, "task": copied["task"]}
     assert copied == {**original, **own}
 
-
-def test_new_overwrites_nothing(meshrl: Meshrl, tmp_path: Path) -> None:
-    (tmp_path / "grpo.py").write_text("mine", "utf-8")
-    status, _, err = meshrl("new", "grpo", ".")
-    assert status == 1
-    assert err == "error: grpo.py: exists already and is not overwritten: choose another folder\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
     status, _, err = meshrl("new", "grop", ".")
     assert (status, err) == (1, "error: no algorithm 'grop' is shipped; did you mean 'grpo'?\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "mine"}
 
 
-def test_configs_lists_each_with_its_first_line(meshrl: Meshrl) -> None:
+def test_configs_lists_each_with_its_first_line(meshrl: Terminal) -> None:
     status, out, _ = meshrl("configs")
     assert status == 0
     for name, path in shipped_configs().items():
@@ -247,8 +241,7 @@ def test_configs_lists_each_with_its_first_line(meshrl: Meshrl) -> None:
         assert about(path) in out
 
 
-def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
+def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Terminal, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         """
         algorithm = "grpo"
@@ -282,27 +275,21 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
 
 
 def test_check_asks_for_the_packages_of_a_reference_that_is_read(
-    meshrl: Meshrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    meshrl: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in [name for name in sys.modules if name.startswith(("meshrl_torch.", "meshrl_hf."))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it was not installed
-    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
-    fake = '{ backend = "fake", model = "none" }'
-    text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
     model = f"prompts = 1\nreward.function = 'exact_match'\nreference.model = {{ {TINY} }}"
-    (tmp_path / "mine.toml").write_text(f"{text}{model}", "utf-8")
+    (tmp_path / "mine.toml").write_text(FAKES + model, "utf-8")
     assert meshrl("check", "mine.toml") == (0, "mine.toml: no mistakes found\n", "")
     status, _, err = meshrl("check", "mine.toml", "loss.kl=0.1")
     assert status == 1
     assert "mine.toml: reference: backend 'torch' needs the package 'torch', which is not installed" in err
 
 
-def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
-    fake = '{ backend = "fake", model = "none" }'
-    text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
-    (tmp_path / "mine.toml").write_text(text + "reference.backend = 'fake'\nreward = { model = 'judge' }", "utf-8")
+def test_check_of_a_reward_that_holds_a_model(meshrl: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(FAKES + "reference.backend = 'fake'\nreward = { model = 'judge' }", "utf-8")
     status, _, err = meshrl("check", "mine.toml", "reward.backend=sft")
     assert status == 1
     there = "fake, fsdp, function, http, megatron, sglang, sim, torch, vllm"
@@ -315,11 +302,6 @@ def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) ->
     (tmp_path / "judge" / "config.json").touch()
     for backend in ("torch", "fsdp"):
         assert meshrl("check", "mine.toml", f"reward.backend={backend}")[0] == 0
-
-
-def test_check_with_nothing_wrong(meshrl: Meshrl, tmp_path: Path) -> None:
-    write(tmp_path)
-    assert meshrl("check", "count.toml")[:2] == (0, "count.toml: no mistakes found\n")
 
 
 def test_check_of_a_role_of_ones_own() -> None:
@@ -336,35 +318,10 @@ def test_check_of_a_role_of_ones_own() -> None:
 
 def test_where_a_model_may_be(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
+    (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelError, match=r"has no config\.json, so it is not the folder of a model"):
         check_model(str(tmp_path / "model"))
     (tmp_path / "model" / "config.json").touch()
     check_model(str(tmp_path / "model"))
-    (tmp_path / "model.gguf").touch()
     check_model(str(tmp_path / "model.gguf"))
-    with pytest.raises(ModelError, match="the package 'no_such_package_here' is not installed"):
-        check_model("package:no_such_package_here/model.gguf")
-    with pytest.raises(ModelError, match=r"there is no file .*/meshrl/model\.gguf"):
-        check_model("package:meshrl/model.gguf")
     assert PolicyConfig(model=str(tmp_path / "model")).backend == "torch"
-
-
-def test_an_error_that_a_rank_raised_on_purpose_is_told_without_its_traceback(
-    meshrl: Meshrl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(cause: BaseException) -> Callable[[str], Path]:
-        def find_config(name: str) -> Path:
-            raise RankFailed("Policy", 1, {"dp": 1}, "__init__", "reason", "Traceback ...") from cause
-
-        return find_config
-
-    monkeypatch.setattr(cli.configurations, "find_config", fail(ModelError("there is no folder x")))
-    assert meshrl("run", "x")[2] == "error: there is no folder x\n(in Policy.__init__ on rank 1)\n"
-    monkeypatch.setattr(cli.configurations, "find_config", fail(ValueError("a bug")))
-    assert "Traceback ..." in meshrl("run", "x")[2]
-
-
-def test_a_command_that_is_misspelt(meshrl: Meshrl) -> None:
-    status, _, err = meshrl("rnu", "x")
-    assert status == 2
-    assert "rnu" in err

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.cli import main
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import DataError
 from meshrl.evaluation.estimates import bootstrap, pass_at_k, wilson
+from tests.first_hour.terminal import type_in
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
 CONFIG = """
@@ -33,19 +33,16 @@ max_tokens = 3
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_one_minus_the_share_of_choices_without_a_right_one(n: int) -> None:
-    counts = np.arange(n + 1)
-    for k in range(1, n + 1):
-        expected = [float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) for c in counts.tolist()]
-        np.testing.assert_allclose(pass_at_k(counts, n, k), expected, atol=1e-14)
-        chosen = [any(pick < 2 for pick in picks) for picks in combinations(range(n), k)]
-        if n >= 2:
-            assert pass_at_k([2], n, k)[0] == pytest.approx(np.mean(chosen))
-
-
-def test_pass_at_k_of_many_completions_does_not_overflow() -> None:
-    (found,) = pass_at_k([3], 10_000, 100)
+def test_pass_at_k_is_one_minus_the_share_of_choices_without_a_right_one() -> None:
+    for n in (1, 2, 5):
+        counts = np.arange(n + 1)
+        for k in range(1, n + 1):
+            expected = [float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) for c in counts.tolist()]
+            np.testing.assert_allclose(pass_at_k(counts, n, k), expected, atol=1e-14)
+            chosen = [any(pick < 2 for pick in picks) for picks in combinations(range(n), k)]
+            if n >= 2:
+                assert pass_at_k([2], n, k)[0] == pytest.approx(np.mean(chosen))
+    (found,) = pass_at_k([3], 10_000, 100)  # it does not overflow
     exact = 1 - Fraction(math.comb(9_997, 100), math.comb(10_000, 100))
     assert found == pytest.approx(float(exact), rel=1e-9)
 
@@ -57,14 +54,14 @@ def test_pass_at_k_refuses_what_it_cannot_estimate() -> None:
         pass_at_k([1, 4], 3, 1)
 
 
-@pytest.mark.parametrize(("right", "of"), [(0, 10), (1, 10), (8, 10), (10, 10), (500, 1000)])
-def test_wilsons_bounds_are_where_the_score_test_just_accepts(right: int, of: int) -> None:
+def test_wilsons_bounds_are_where_the_score_test_just_accepts() -> None:
     """Each bound b solves (share - b)^2 = z^2 b (1 - b) / n."""
-    found = wilson(right, of)
-    assert found.value == right / of
-    for bound in (found.low, found.high):
-        assert (found.value - bound) ** 2 == pytest.approx(1.959963984540054**2 * bound * (1 - bound) / of, abs=1e-12)
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    for right, of in ((0, 10), (1, 10), (8, 10), (10, 10), (500, 1000)):
+        found = wilson(right, of)
+        assert found.value == right / of
+        for b in (found.low, found.high):
+            assert (found.value - b) ** 2 == pytest.approx(1.959963984540054**2 * b * (1 - b) / of, abs=1e-12)
+        assert 0 <= found.low <= found.value <= found.high <= 1
     with pytest.raises(DataError, match="there must be at least one trial"):
         wilson(0, 0)
 
@@ -80,40 +77,30 @@ def test_the_bootstraps_interval_is_seeded_and_as_wide_as_theory_says() -> None:
         bootstrap([], seed=0)
 
 
-def meshrl(*arguments: str) -> int:
-    try:
-        main(arguments)
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
-
-
 def evaluation(folder: Path) -> dict[str, object]:
     found: dict[str, object] = json.loads((folder / "runs" / "mine" / "eval.json").read_bytes())
     return found
 
 
-def test_eval_judges_what_a_run_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     Path("rows.jsonl").write_text(ROWS)
     Path("mine.toml").write_text(CONFIG)
     Path("judge.py").write_text('def has_a(prompt, completion, row):\n    return float("a" in completion)\n')
-    assert meshrl("run", "mine.toml") == 0
-    capsys.readouterr()
+    assert type_in("run", "mine.toml").status == 0
 
-    assert meshrl("eval", "mine", "--n", "4") == 0
-    shown, first = capsys.readouterr().out, evaluation(tmp_path)
-    assert [name in shown for name in ("greedy", "pass@1", "pass@2", "pass@4", "mean reward", "eval.json")] == [
-        True
-    ] * 6
+    status, shown, _ = type_in("eval", "mine", "--n", "4")
+    first = evaluation(tmp_path)
+    assert status == 0
+    named = {name for name in ("greedy", "pass@1", "pass@2", "pass@4", "mean reward", "eval.json") if name in shown}
+    assert len(named) == 6, named
     assert (first["model"], first["task"], first["prompts"], first["n"]) == ("model", "held out by the run", 3, 4)
-    assert meshrl("eval", "mine", "--n", "4") == 0
+    assert type_in("eval", "mine", "--n", "4").status == 0
     assert evaluation(tmp_path) == first
 
-    assert meshrl("eval", "mine", "rows.jsonl", "--reward", "judge.py:has_a", "--n", "3", "--rows", "10") == 0
+    judged = type_in("eval", "mine", "rows.jsonl", "--reward", "judge.py:has_a", "--n", "3", "--rows", "10")
+    assert judged.status == 0
     other = evaluation(tmp_path)
     assert (other["task"], other["prompts"], other["reward_errors"]) == ("rows.jsonl", 10, 0)
     passed, reward = other["pass_at"], other["reward"]
@@ -124,24 +111,17 @@ def test_eval_judges_what_a_run_saved(
     assert passed["1"]["value"] < passed["3"]["value"]
 
     Path("rows.jsonl").unlink()
-    assert meshrl("eval", "mine") == 1
-    assert "there is no file" in capsys.readouterr().err
+    status, _, told = type_in("eval", "mine")
+    assert (status, "there is no file" in told) == (1, True)
 
 
-def test_eval_needs_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshrl.cli import app  # noqa: PLC0415 -- told without `main`'s exit
-
+def test_eval_needs_a_model_and_draws_at_a_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(ROWS)
     run = Path("runs/mine")
     run.mkdir(parents=True)
     (run / "config.toml").write_text(CONFIG)
     (run / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="has neither a model nor a checkpoint yet"):
-        app(args=["eval", "mine"], standalone_mode=False)
-    (run / "config.toml").write_text(CONFIG.replace("held_out = 3", "held_out = 0"))
-    with pytest.raises(DataError, match="so there is nothing to evaluate it on: name a task"):
-        app(args=["eval", "mine"], standalone_mode=False)
-    (run / "config.toml").write_text(CONFIG)
-    with pytest.raises(ConfigError, match=r"command line: temperature = 0\.0: is greedy"):
-        app(args=["eval", "mine", "--temperature", "0"], standalone_mode=False)
+    assert "has neither a model nor a checkpoint yet" in type_in("eval", "mine").told
+    told = type_in("eval", "mine", "--temperature", "0").told
+    assert "command line: temperature = 0.0: is greedy" in told

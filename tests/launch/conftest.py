@@ -45,10 +45,3 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "mine.toml"
     file.write_text(CONFIG.format(gpus=1, share=0.5))
     return file
-
-
-@pytest.fixture
-def without_gpus(config: Path) -> Path:
-    """The same, of ranks that need no GPU."""
-    config.write_text(CONFIG.format(gpus=0, share=0))
-    return config

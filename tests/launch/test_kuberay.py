@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import cli
 from meshrl.launch import yaml_text
+from tests.first_hour.terminal import Answer, type_in
+from tests.launch.conftest import CONFIG
 
 SCHEMA = Path(__file__).with_name("data") / "rayjob-v1.json"
 
@@ -38,22 +39,20 @@ def checked(job: Any) -> None:
     jsonschema.validate(job, schema)
 
 
-def documents(text: str) -> list[Any]:
-    return list(yaml.safe_load_all(text))
+def asked(config: Path, *arguments: str) -> Answer:
+    return type_in("launch", "kuberay", str(config), *arguments, "--image", "my/meshrl:1")
 
 
-def written(*arguments: str) -> list[Any]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["launch", "kuberay", *arguments, "--image", "my/meshrl:1"])
-    assert not ended.value.code
-    return documents(Path("mine.yaml").read_text())
+def written(config: Path, *arguments: str) -> list[Any]:
+    assert asked(config, *arguments).status == 0
+    return list(yaml.safe_load_all(Path("mine.yaml").read_text()))
 
 
 VOLUME = ("run.folder=/shared/runs", "--volume", "shared:/shared")
 
 
 def test_a_job_is_as_the_schema_wants_it_and_has_room_for_the_meshes(config: Path) -> None:
-    settings, job = written(str(config), "steps=3", *VOLUME, "--cpus-per-worker", "32", "--namespace", "lab")
+    settings, job = written(config, "steps=3", *VOLUME, "--cpus-per-worker", "32", "--namespace", "lab")
     checked(job)
     assert settings["data"] == {"mine.toml": config.read_text(), "mine.py": config.with_name("mine.py").read_text()}
     assert job["metadata"] == {"name": "mine", "namespace": "lab"}
@@ -73,61 +72,39 @@ def test_a_job_is_as_the_schema_wants_it_and_has_room_for_the_meshes(config: Pat
         assert sorted(mounts.values()) == ["/dev/shm", "/etc/meshrl", "/shared"]  # noqa: S108 -- the pod's
         (claim,) = [each for each in pod["volumes"] if "persistentVolumeClaim" in each]
         assert claim["persistentVolumeClaim"] == {"claimName": "shared"}
+    group["replica"] = group.pop("replicas")
+    with pytest.raises(jsonschema.ValidationError, match="'replica' was unexpected"):
+        checked(job)  # so the schema is one that can fail
 
 
-def test_the_schema_refuses_what_the_documentation_had(config: Path) -> None:
-    """So it is one that can fail."""
-    _, job = written(str(config), *VOLUME)
-    del job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplicas"]
-    with pytest.raises(jsonschema.ValidationError, match="'minReplicas' is a required property"):
-        checked(job)
-    _, job = written(str(config), *VOLUME)
-    job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
-    with pytest.raises(jsonschema.ValidationError, match="'imagee' was unexpected"):
-        checked(job)
-
-
-def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
-    _, job = written(str(without_gpus), *VOLUME)
+def test_a_mesh_without_gpus_asks_for_none(config: Path) -> None:
+    config.write_text(CONFIG.format(gpus=0, share=0))
+    _, job = written(config, *VOLUME)
     checked(job)
     assert "nvidia.com/gpu" not in json.dumps(job)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--volume", "shared:/shared"], "is on no volume and is lost when its pod ends"),
-        (["--volume", "shared"], "--volume shared: write CLAIM:PATH"),
+def test_bad_input_is_told_before_anything_is_written(config: Path) -> None:
+    few = "the meshes need 5 nodes of this size, but only 2 are asked"
+    cases = {
+        ("--volume", "shared:/shared"): "is on no volume and is lost when its pod ends",
+        ("--volume", "shared"): "--volume shared: write CLAIM:PATH",
+        (*VOLUME, "--gpus-per-worker", "4", "--workers", "2"): few,
         (
-            [*VOLUME, "--gpus-per-worker", "4", "--workers", "2"],
-            "the meshes need 5 nodes of this size, but only 2 are asked",
-        ),
-        (
-            [*VOLUME, "--cpus-per-worker", "2"],
-            "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
-        ),
-        (
-            [*VOLUME, "run.meshes.train.custom.highmem=1"],
-            "run.meshes.train.custom asks for highmem = 1, and nodes that",
-        ),
-        ([*VOLUME, "run.engine=ray"], "run.engine=ray: `meshrl launch` chooses the engine"),
-        ([*VOLUME, "stepz=3"], "did you mean"),
-    ],
-)
-def test_bad_input_is_told_before_anything_is_written(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "kuberay", str(config), *arguments, "--image", "my/meshrl:1"])
-    assert told in capsys.readouterr().err
-    assert not Path("mine.yaml").exists()
-
-
-def test_what_a_configmap_cannot_hold_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+            *VOLUME,
+            "--cpus-per-worker",
+            "2",
+        ): "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
+        (*VOLUME, "run.meshes.train.custom.highmem=1"): "custom asks for highmem = 1, and nodes that",
+        (*VOLUME, "run.engine=ray"): "run.engine=ray: `meshrl launch` chooses the engine",
+        (*VOLUME, "stepz=3"): "did you mean",
+    }
+    for arguments, told in cases.items():
+        found = asked(config, *arguments)
+        assert (bool(found.status), told in found.told) == (True, True), found
+        assert not Path("mine.yaml").exists()
     config.with_name("large.py").write_text("#" * 1_100_000)
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "kuberay", str(config), *VOLUME, "--image", "my/meshrl:1"])
-    assert "a ConfigMap holds 1,000,000" in capsys.readouterr().err
+    assert "a ConfigMap holds 1,000,000" in asked(config, *VOLUME).told
 
 
 TEXTS = st.one_of(

@@ -8,9 +8,8 @@ from meshrl import ConfigError
 from meshrl.launch import Need, nodes_for
 
 
-@pytest.mark.parametrize(
-    ("needs", "gpus", "cpus", "nodes"),
-    [
+def test_so_many_nodes_have_room() -> None:
+    cases: list[tuple[list[Need], int, int | None, int]] = [
         ([Need("a", 8, 1, 1)], 8, None, 1),
         ([Need("a", 8, 1, 1), Need("b", 1, 1, 0.5)], 8, None, 2),
         ([Need("a", 3, 1, 2)], 3, None, 3),  # two GPUs of a rank are on one node
@@ -18,11 +17,11 @@ from meshrl.launch import Need, nodes_for
         ([Need("a", 3, 1, 0.6)], 2, None, 2),  # a share does not lie across two GPUs
         ([Need("a", 8, 4, 1)], 8, 16, 2),
         ([Need("a", 5, 1, 0)], 0, None, 1),
+        ([Need("a", 2, 1, 1, {"accelerator_type:H100": 0.001})], 8, 16, 1),  # Ray itself gives it to a node
         ([], 0, 1, 1),
-    ],
-)
-def test_so_many_nodes_have_room(needs: list[Need], gpus: int, cpus: int | None, nodes: int) -> None:
-    assert nodes_for(needs, gpus, cpus) == nodes
+    ]
+    for needs, gpus, cpus, nodes in cases:
+        assert (nodes_for(needs, gpus, cpus), needs) == (nodes, needs)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.sampled_from([0, 0.25, 0.5, 1, 2, 4])), max_size=4))
@@ -33,16 +32,14 @@ def test_no_fewer_nodes_than_what_is_asked_for_in_all(asked: list[tuple[int, int
     assert nodes * 8 >= sum(need.ranks * need.cpus for need in needs)
 
 
-@pytest.mark.parametrize(("need", "has"), [(Need("a", 1, 1, 16), "8 GPU"), (Need("a", 1, 64, 0), "16 CPU and 8 GPU")])
-def test_a_rank_that_no_node_has_room_for_is_named(need: Need, has: str) -> None:
-    with pytest.raises(ConfigError, match=f"a rank of the mesh 'a' asks for .*, and a node has .*{has}"):
-        nodes_for([need], 8, 16)
-
-
-def test_a_custom_resource_that_no_node_is_started_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="custom asks for highmem = 1, and nodes that `meshrl launch`"):
-        nodes_for([Need("a", 1, 1, 0, {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001})], 8, 16)
-
-
-def test_what_ray_itself_gives_a_node_may_be_asked_for() -> None:
-    assert nodes_for([Need("a", 2, 1, 1, {"accelerator_type:H100": 0.001})], 8, 16) == 1
+def test_a_rank_that_no_node_has_room_for_is_named() -> None:
+    for need, told in (
+        (Need("a", 1, 1, 16), "a rank of the mesh 'a' asks for .*, and a node has .*8 GPU"),
+        (Need("a", 1, 64, 0), "a rank of the mesh 'a' asks for .*, and a node has .*16 CPU and 8 GPU"),
+        (
+            Need("a", 1, 1, 0, {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}),
+            "custom asks for highmem = 1, and nodes that `meshrl launch`",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            nodes_for([need], 8, 16)

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import cli
+from tests.first_hour.terminal import type_in
 
 GIVEN = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_CPUS_PER_TASK", "PATH"}
 """Variables that the script finds."""
 
 
 def written(config: Path, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["launch", "slurm", str(config), *arguments])
-    assert not ended.value.code
+    assert type_in("launch", "slurm", str(config), *arguments).status == 0
     return Path("mine.sbatch").read_text()
 
 
@@ -30,9 +28,7 @@ def test_a_script_asks_for_what_the_meshes_need(config: Path) -> None:
 
 
 def test_bash_reads_it_and_each_variable_is_set_before_it_is_read(config: Path) -> None:
-    text = written(
-        config, "run.name=mine", 'task.prompt="$HOME is {word}"'.replace("task.prompt", "wait") and "wait=1.5"
-    )
+    text = written(config, "run.name=mine", "wait=1.5")
     subprocess.run(["bash", "-n", "mine.sbatch"], check=True)  # noqa: S607
     known = set(GIVEN)
     for line in text.splitlines():
@@ -74,50 +70,32 @@ def test_slurm_takes_it(config: Path) -> None:
     subprocess.run(["sbatch", "--test-only", "mine.sbatch"], check=True)  # noqa: S607
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--nodes", "1"], "the meshes need 2 nodes of this size, but only 1 are asked for"),
-        (
-            ["--cpus-per-node", "2"],
-            "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
-        ),
-        (["run.meshes.train.custom.highmem=1"], "run.meshes.train.custom asks for highmem = 1, and nodes that"),
-        (["--sbatch", "gpu"], "'gpu' is not an option of sbatch"),
-        (["--sbatch", "--a\nrm"], "is not an option of sbatch"),
-    ],
-)
-def test_bad_input_is_told_before_anything_is_written(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "slurm", str(config), *arguments])
-    assert told in capsys.readouterr().err
-    assert not Path("mine.sbatch").exists()
+def test_bad_input_is_told_before_anything_is_written(config: Path) -> None:
+    cases = {
+        ("--nodes", "1"): "the meshes need 2 nodes of this size, but only 1 are asked for",
+        ("--cpus-per-node", "2"): "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
+        ("run.meshes.train.custom.highmem=1",): "run.meshes.train.custom asks for highmem = 1, and nodes that",
+        ("--sbatch", "gpu"): "'gpu' is not an option of sbatch",
+        ("--sbatch", "--a\nrm"): "is not an option of sbatch",
+    }
+    for arguments, told in cases.items():
+        found = type_in("launch", "slurm", str(config), *arguments)
+        assert (bool(found.status), told in found.told) == (True, True), found
+        assert not Path("mine.sbatch").exists()
 
 
-def test_a_machine_without_slurm_is_told(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_is_handed_in_where_there_is_slurm(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ("launch", "slurm", str(config), "--submit")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "slurm", str(config), "--submit"])
-    assert "there is no sbatch on this machine: submit mine.sbatch on one that has it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("status", "told"), [(0, "Submitted batch job 7"), (1, "sbatch refused mine.sbatch: no such partition")]
-)
-def test_a_script_is_handed_in(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int, told: str
-) -> None:
+    told = type_in(*submit).told
+    assert "there is no sbatch on this machine: submit mine.sbatch on one that has it" in told
+    monkeypatch.setenv("PATH", f"{config.parent}:/usr/bin:/bin")
     sbatch = config.with_name("sbatch")
-    word = "echo Submitted batch job 7" if not status else "echo no such partition >&2"
-    sbatch.write_text(f"#!/bin/sh\ntest -f $1 || exit 9\n{word}\nexit {status}\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["launch", "slurm", str(config), "--submit"])
-    assert bool(ended.value.code) == bool(status)
-    said = capsys.readouterr()
-    assert told in said.out + said.err
+    for word, status, told in (
+        ("echo Submitted batch job 7", 0, "Submitted batch job 7"),
+        ("echo no such partition >&2", 1, "sbatch refused mine.sbatch: no such partition"),
+    ):
+        sbatch.write_text(f"#!/bin/sh\ntest -f $1 || exit 9\n{word}\nexit {status}\n")
+        sbatch.chmod(0o755)
+        found = type_in(*submit)
+        assert (bool(found.status), told in found.told) == (bool(status), True), found

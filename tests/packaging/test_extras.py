@@ -29,6 +29,8 @@ USES = {
     "wandb": (*RUN, *FAKES, "run.log=wandb"),
     "watch": ("python", "-c", "from meshrl.watch import Watcher; Watcher"),
 }
+NIGHTLY = USES.keys() - {"agents", "tasks", "torch"}
+"""What `make test` leaves to `make test-all`."""
 ELSEWHERE = {"all", "dev", "docs", "gpu", "sglang", "verifiers", "vllm"}
 """Extras that are several of the others, for contributors, or whose packages this environment lacks."""
 
@@ -37,7 +39,9 @@ def test_each_extra_is_here_or_elsewhere() -> None:
     assert USES.keys() | ELSEWHERE == EXTRAS.keys()
 
 
-@pytest.mark.parametrize("extra", USES)
+@pytest.mark.parametrize(
+    "extra", [pytest.param(extra, marks=[pytest.mark.wide] if extra in NIGHTLY else []) for extra in USES]
+)
 def test_an_extra_is_enough_for_what_it_is_for(
     extra: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

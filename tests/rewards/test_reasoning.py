@@ -7,35 +7,33 @@ import pytest
 from meshrl.rewards import numeric_answer, reasoning_format
 from meshrl.rewards.reasoning import final_number
 
+NUMBERS: dict[str, Fraction | int | None] = {
+    "42": 42,
+    "The answer is 1,234.50 dollars.": Fraction(2469, 2),
+    "it lost -$5": -5,
+    "it is \N{MINUS SIGN}4": -4,
+    "x = -3": -3,
+    "7-3": 3,
+    "10 - 3 = 7.": 7,
+    "1/2": Fraction(1, 2),
+    ".5": Fraction(1, 2),
+    "a rise of 50%": 50,
+    "first 3, then\n#### 1,234 of 5": 1234,
+    "\\boxed{\\frac{1}{2}}, which is not 7": Fraction(1, 2),
+    "\\boxed{1} or rather \\boxed{-\\dfrac{3}{4} \\text{ m}}": Fraction(-3, 4),
+    "1{,}234 or 1\\,234": 1234,
+    "<think>7 or 8</think>It is 9.": 9,
+    "<think>7 or 8": None,
+    "none": None,
+    "\\boxed{none}, not 3": None,
+    "1/0": None,
+    "9" * 101: None,
+    "": None,
+}
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("42", 42),
-        ("The answer is 1,234.50 dollars.", Fraction(2469, 2)),
-        ("it lost -$5", -5),
-        ("it is \N{MINUS SIGN}4", -4),
-        ("x = -3", -3),
-        ("7-3", 3),
-        ("10 - 3 = 7.", 7),
-        ("1/2", Fraction(1, 2)),
-        (".5", Fraction(1, 2)),
-        ("a rise of 50%", 50),
-        ("first 3, then\n#### 1,234 of 5", 1234),
-        ("\\boxed{\\frac{1}{2}}, which is not 7", Fraction(1, 2)),
-        ("\\boxed{1} or rather \\boxed{-\\dfrac{3}{4} \\text{ m}}", Fraction(-3, 4)),
-        ("1{,}234 or 1\\,234", 1234),
-        ("<think>7 or 8</think>It is 9.", 9),
-        ("<think>7 or 8", None),
-        ("none", None),
-        ("\\boxed{none}, not 3", None),
-        ("1/0", None),
-        ("9" * 101, None),
-        ("", None),
-    ],
-)
-def test_the_number_that_a_text_gives_as_its_answer(text: str, number: Fraction | int | None) -> None:
-    assert final_number(text) == number
+
+def test_the_number_that_a_text_gives_as_its_answer() -> None:
+    assert {text: final_number(text) for text in NUMBERS} == NUMBERS
 
 
 def test_answers_are_compared_by_value() -> None:
@@ -47,27 +45,25 @@ def test_answers_are_compared_by_value() -> None:
         numeric_answer("", "42", {"answer": "many"})
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>3 and 4</think>7", 1.0),
-        ("\n<think>\n3 and 4\n</think>\n\nIt is 7.", 1.0),
-        ("3 and 4</think>7", 1.0),  # the template opened the thought
-        ("7", 0.0),
-        ("<think>3 and 4", 0.0),
-        ("<think></think>7", 0.0),
-        ("<think>3 and 4</think> ", 0.0),
-        ("It is 7. <think>3 and 4</think>7", 0.0),
-        ("<think>3</think>7<think>4</think>7", 0.0),
-        ("<think>3</think>7</think>", 0.0),
-    ],
-)
-def test_thought_and_answer_are_told_apart(completion: str, reward: float) -> None:
-    assert reasoning_format("", completion, {}) == reward
+FORMATS = {
+    "<think>3 and 4</think>7": 1.0,
+    "\n<think>\n3 and 4\n</think>\n\nIt is 7.": 1.0,
+    "3 and 4</think>7": 1.0,  # the template opened the thought
+    "7": 0.0,
+    "<think>3 and 4": 0.0,
+    "<think></think>7": 0.0,
+    "<think>3 and 4</think> ": 0.0,
+    "It is 7. <think>3 and 4</think>7": 0.0,
+    "<think>3</think>7<think>4</think>7": 0.0,
+    "<think>3</think>7</think>": 0.0,
+}
 
 
-@pytest.mark.parametrize("piece", ["1,", "1,111", "\\boxed{", "<think>", "9", "-", ".1", "1/", "\\frac{1}{"])
-def test_a_long_text_takes_time_in_proportion(piece: str) -> None:
-    text = piece * 200_000
-    final_number(text)
-    assert reasoning_format("", text, {}) == 0.0
+def test_thought_and_answer_are_told_apart() -> None:
+    assert {text: reasoning_format("", text, {}) for text in FORMATS} == FORMATS
+
+
+def test_a_long_text_takes_time_in_proportion() -> None:
+    for piece in ("1,", "1,111", "\\boxed{", "<think>", "9", "-", ".1", "1/", "\\frac{1}{"):
+        final_number(piece * 200_000)
+        assert reasoning_format("", piece * 200_000, {}) == 0.0

@@ -1,7 +1,9 @@
 """The sandbox: what code may do to itself, and what it may not do to us."""
 
+import asyncio
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,30 +18,24 @@ pytestmark = pytest.mark.process
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
-LONG = Limits(timeout=30.0, memory_mib=128, processes=8, output_bytes=4096)
+LONG = Limits(timeout=300.0, memory_mib=128, processes=8, output_bytes=4096)
 SHORT = LONG.model_copy(update={"timeout": 0.5})
 
 
-def left_running(mark: str) -> int:
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            found += mark.encode() in (process / "cmdline").read_bytes()
-        except OSError:
-            continue
+def left_running(mark: str) -> list[Path]:
+    found: list[Path] = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended just now
+            found += [command] if mark.encode() in command.read_bytes() else []
     return found
 
 
-def zombies() -> int:
-    """Children of ours that ended and were not waited for."""
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (process / "stat").read_text().rpartition(") ")[2].split()[:2]
-        except OSError:
-            continue
-        found += (state, parent) == ("Z", str(os.getpid()))
-    return found
+def zombie() -> object:
+    """A child of ours that ended and was not waited for."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None  # there is no child at all
 
 
 async def test_code_that_passes_fails_and_raises() -> None:
@@ -51,28 +47,22 @@ async def test_code_that_passes_fails_and_raises() -> None:
     assert "NameError" in (await run_tests("", TESTS)).output
 
 
-@pytest.mark.parametrize(
-    "trick",
-    [
+async def test_ending_early_is_no_success() -> None:
+    tricks = [
         "import os; os._exit(0)",
         "import sys; sys.exit(0)",
         "raise SystemExit(0)",
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
         "import glob, os\nfor name in ['result', *glob.glob('*')]: open(name, 'w').write('[1, 2]')\nos._exit(0)",
         "print('passed'); import os; os.closerange(0, 100)",
-    ],
-)
-async def test_ending_early_is_no_success(trick: str) -> None:
-    assert (await run_tests(trick, ["assert False"], LONG)).outcome == "failed"
+    ]
+    done = await asyncio.gather(*(run_tests(trick, ["assert False"], LONG) for trick in tricks))
+    assert {trick: each.outcome for trick, each in zip(tricks, done, strict=True)} == dict.fromkeys(tricks, "failed")
 
 
-async def test_time() -> None:
-    asleep = await run_tests("import time; time.sleep(60)", ["pass"], SHORT)
-    assert asleep.outcome == "timeout"
+async def test_time_and_memory() -> None:
+    assert (await run_tests("import time; time.sleep(600)", ["pass"], SHORT)).outcome == "timeout"
     assert (await run_tests("while True: pass", ["pass"], SHORT)).outcome == "timeout"
-
-
-async def test_memory() -> None:
     assert (await run_tests("x = bytearray(1 << 30)", ["pass"], LONG)).outcome == "memory"
     assert (await run_tests("x = [0]\nwhile True: x = x + x", ["pass"], LONG)).outcome == "memory"
 
@@ -101,9 +91,8 @@ async def test_no_network() -> None:
     if not enforced().network:
         pytest.skip("neither namespaces nor seccomp on this machine")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
-        done = await run_tests(code, ["pass"], LONG)
+        address = server.getsockname()
+        done = await run_tests(f"import socket\nsocket.create_connection({address}, timeout=1)", ["pass"], LONG)
     assert done.outcome == "failed"
     assert "OSError" in done.output or "ConnectionRefused" in done.output or "PermissionError" in done.output
 
@@ -114,35 +103,32 @@ async def test_processes_are_bounded_and_none_is_left() -> None:
     mark = f"meshrl-left-{os.getpid()}"
     code = (
         "import os, subprocess, sys\n"
-        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'], start_new_session=True)\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'], start_new_session=True)\n"
         "count = 0\n"
         "try:\n"
         "    while True:\n"
         "        if os.fork() == 0:\n"
-        "            os.setsid(); import time; time.sleep(60); os._exit(0)\n"
+        "            os.setsid(); import time; time.sleep(600); os._exit(0)\n"
         "        count += 1\n"
         "except OSError:\n"
         "    pass\n"
     )
     done = await run_tests(code, ["assert 1 <= count <= 8, count"], LONG)
     assert done.outcome == "passed", done.output
-    assert left_running(mark) == 0
+    assert left_running(mark) == []
     bomb = await run_tests("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ["pass"], SHORT)
     assert bomb.outcome == "timeout"
-    assert zombies() == 0
+    assert zombie() is None
 
 
-@pytest.mark.parametrize(
-    ("completion", "code"),
-    [
-        ("I think:\n```python\nx = 1\n```\nand\n```python\nx = 2\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1", "x = 1"),
-        ("x = 1", "x = 1"),
-    ],
-)
-def test_code_of(completion: str, code: str) -> None:
-    assert code_of(completion) == code
+def test_code_of() -> None:
+    cases = {
+        "I think:\n```python\nx = 1\n```\nand\n```python\nx = 2\n```": "x = 1\n",
+        "```\nx = 1\n```": "x = 1\n",
+        "```py\nx = 1": "x = 1",
+        "x = 1": "x = 1",
+    }
+    assert {completion: code_of(completion) for completion in cases} == cases
 
 
 async def test_as_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:

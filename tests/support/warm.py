@@ -4,6 +4,7 @@
 starts everything else as ever.
 """
 
+import atexit
 import json
 import os
 import select
@@ -45,8 +46,14 @@ class _WarmProcess:
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
+                atexit.register(self._end, self._pid)
         socket.send_fds(self._control, [json.dumps(order).encode()], files)
         return int(self._control.recv(64))
+
+    def _end(self, pid: int) -> None:
+        if self._control is not None and pid == os.getpid():
+            self._control.close()
+            self._process.wait()
 
 
 _warm_process = _WarmProcess()
