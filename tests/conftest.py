@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # What is not there is not looked for elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Engines of processes import torch and the backends once a session.
+warm_process.install()
+
 # A shell ignores Ctrl+C for what it runs in the background, and processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -130,21 +133,30 @@ async def browser() -> "AsyncGenerator[Browser]":
 
 
 class Warm:
-    """Ranks in processes of a cluster which live as long as the session: what they have imported stays imported."""
+    """Ranks in processes which live as long as the session, forked from one that has imported what they need."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
         self._meshes: dict[int, Mesh] = {}
 
     async def ranks(self, count: int) -> Mesh:
         """So many ranks; others than before where those died, or hang."""
         if count in self._meshes:
             with suppress(TimeoutError, MeshrlError):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await stop(await self._meshes[count].spawn(Answers))
                 return self._meshes[count]
+            await self._meshes.pop(count).stop()
+        if self._engine is None:
+            modules = "transformers", "meshrl_torch.policy", "meshrl_fsdp.policy", "meshrl_megatron.policy"
+            self._engine = make_engine("processes", modules=modules)
         self._meshes[count] = await Mesh.reserve(self._engine, count, Resources(cpus=0))
         return self._meshes[count]
+
+    async def close(self) -> None:
+        """End them."""
+        if self._engine is not None:
+            await self._engine.close()
 
 
 class Answers(Actor):
@@ -152,13 +164,11 @@ class Answers(Actor):
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
-async def warm(ray_cluster: None) -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
-    """`await warm(2)`: ranks of Ray for tests that leave them as they were, and run in the loop of the session."""
-    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
-
-    engine = RayEngine()
-    yield Warm(engine).ranks
-    await engine.close()
+async def warm() -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
+    """`await warm(2)`: ranks in processes for tests that leave them as they were, and run in the loop of the session."""
+    made = Warm()
+    yield made.ranks
+    await made.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -178,7 +188,7 @@ async def harness_of(
             if [harness.subject for harness in held] != [subject]:
                 held.clear()
                 await stack.aclose()
-                ranks = warm if subject.engine == "ray" else None
+                ranks = warm if subject.engine == "processes" else None
                 held.append(await stack.enter_async_context(Harness(subject, ranks)))
             return held[0]
 

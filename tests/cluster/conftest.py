@@ -1,7 +1,10 @@
 """Tests on several hosts of this machine: `make test-cluster`, as root."""
 
-from collections.abc import Callable, Iterator
+import json
+import random
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,22 @@ def _hosts_can_be_made() -> None:
         pytest.skip(reason)
 
 
+REWARD = """
+def right_letters(prompt, completion, row):
+    return sum(one == other for one, other in zip(completion, row["answer"])) / 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With rows of a task, of which eight may be held out, and their reward."""
+    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
+    rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three hosts with a node of Ray each: two to train on, one for rollouts."""
@@ -36,17 +55,3 @@ def healed(three: Cluster) -> Iterator[Cluster]:
     yield three
     for host in three.hosts:
         host.heal()
-
-
-@pytest.fixture
-def bare() -> Iterator[Callable[[int], Cluster]]:
-    """`bare(2)`: so many hosts without Ray."""
-    made: list[Cluster] = []
-
-    def make(count: int) -> Cluster:
-        made.append(Cluster(count, ray=False))
-        return made[-1]
-
-    yield make
-    for cluster in made:
-        cluster.close()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from meshrl import (
     respawn,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import MeshrlError, NoRoom
+from meshrl.errors import NoRoom
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
@@ -41,9 +42,28 @@ ANSWER = "answer: "
 """Goes before what a job returns, among the lines that Ray writes."""
 
 
-def begin(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> "list[str]":
+def command(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> list[str]:
     """The command that runs a job."""
     return [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
+
+
+def begun(
+    cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None
+) -> "subprocess.Popen[str]":
+    """A job on a host, the first if none is named, that has said that it is ready."""
+    controller = (host or cluster.hosts[0]).start(command(cluster, job, *arguments), stdout=PIPE, stderr=STDOUT)
+    wait_for(controller, "ready")
+    return controller
+
+
+def wait_for(controller: "subprocess.Popen[str]", words: str) -> str:
+    """Read until a line of a controller begins so; all that it said."""
+    assert controller.stdout
+    said: list[str] = []
+    while not (line := controller.stdout.readline()).startswith(words):
+        said.append(line)
+        assert line, "".join(said)
+    return "".join(said)
 
 
 def answer(said: str) -> Any:
@@ -52,12 +72,22 @@ def answer(said: str) -> Any:
     return json.loads(told)
 
 
+def answered(controller: "subprocess.Popen[str]") -> Any:
+    """What a job returns in the end."""
+    return answer(controller.communicate()[0])
+
+
 def do(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None) -> Any:
     """Run a job on a host, the first if none is named; what it returns."""
     try:
-        return answer((host or cluster.hosts[0]).run(begin(cluster, job, *arguments), timeout=100))
+        return answer((host or cluster.hosts[0]).run(command(cluster, job, *arguments)))
     except subprocess.CalledProcessError as error:
         raise AssertionError(error.output) from None
+
+
+def say(words: str) -> None:
+    """Tell the test, which waits for it."""
+    print(words, flush=True)  # noqa: T201
 
 
 def on(host: str, cpus: int = 0) -> Resources:
@@ -117,16 +147,11 @@ async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> obj
 
 
 async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:
-    """Rows made on one host, changed on another and read here: the last token, and seconds of each."""
+    """Rows made on one host, changed on another and read here: the last token."""
     made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
     taken = await (await Mesh.reserve(engine, 1, on(taker))).spawn(Traveller)
-    began = time.monotonic()
-    batch = await made.make(4, mib * MIB // 16)
-    one = time.monotonic()
-    doubled = await taken.twice(batch)
-    two = time.monotonic()
-    last = int((await doubled.select([3]).load()).tokens.values[-1])
-    return last, [one - began, two - one, time.monotonic() - two]
+    doubled = await taken.twice(await made.make(4, mib * MIB // 16))
+    return int((await doubled.select([3]).load()).tokens.values[-1])
 
 
 async def crowded(engine: RayEngine) -> object:
@@ -137,34 +162,26 @@ async def crowded(engine: RayEngine) -> object:
     return (await left.environment("OMP_NUM_THREADS")).tolist()
 
 
-async def calls(engine: RayEngine, host: str, seconds: float) -> object:
-    """Call a rank of a host again and again; how it ended, after how long, and the longest call."""
+async def calls(engine: RayEngine, host: str) -> object:
+    """Call a rank of a host again and again."""
     one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
     await one.clock()
-    print("ready", flush=True)  # noqa: T201 -- the test waits for it
-    began = last = time.monotonic()
-    longest = 0.0
-    try:
-        while last < began + seconds:
-            await one.clock()
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            await asyncio.sleep(0.05)
-            last = time.monotonic()
-    except MeshrlError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - last, longest
-    return "", time.monotonic() - began, longest
+    say("ready")
+    while True:
+        await one.clock()
+        await asyncio.sleep(0.05)
 
 
 async def revived(engine: RayEngine, host: str) -> object:
     """Call a rank until it dies, make it again, and ask where it is."""
     one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
-    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    say("ready")
     try:
         while True:
             await one.clock()
             await asyncio.sleep(0.05)
     except RankDied:
-        print("RankDied", flush=True)  # noqa: T201 -- the same
+        say("RankDied")
     await respawn(one)
     return (await one.where()).tolist()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from meshrl import Gather, Mesh, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import MeshrlError
-from tests.cluster.jobs import MIB, Traveller, on
+from tests.cluster.jobs import MIB, Traveller, on, say
 
 
 class Worker(Traveller):
@@ -29,18 +28,13 @@ class Worker(Traveller):
         return np.array([os.getpid()])
 
 
-def say(word: str) -> None:
-    print(word, flush=True)  # noqa: T201 -- the test waits for it
-
-
-async def told(call: Awaitable[object]) -> tuple[str, float]:
-    """The error of a call, and after how many seconds it came."""
-    began, error = time.monotonic(), ""
+async def told(call: Awaitable[object]) -> str:
+    """The error of a call."""
     try:
         await call
     except MeshrlError as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    return error, time.monotonic() - began
+        return f"{type(failure).__name__}: {failure}"
+    return ""
 
 
 async def made(engine: RayEngine, host: str) -> Worker:

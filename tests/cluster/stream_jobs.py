@@ -19,6 +19,7 @@ from meshrl import (
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.testing import FakePolicy, FakeSampler, Witness
+from tests.cluster.jobs import say
 
 
 class PlacedSampler(FakeSampler):
@@ -40,6 +41,7 @@ async def streamed(engine: RayEngine, *changes: str) -> object:
 
     `changes`: the hosts that are to draw, one after the other, such as "node2 node3". How many batches that took.
     """
+    say("ready")
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     sampler = await mesh.spawn(PlacedSampler, SamplerConfig(model="none"))
     witness, seen = Witness(FakePolicy(PolicyConfig(model="none"))), 0
@@ -50,7 +52,7 @@ async def streamed(engine: RayEngine, *changes: str) -> object:
             await witness.update(batch, CrossEntropy())
             await publish(witness, stream)
             if " ".join(sorted(set(map(str, batch.objects("host"))))) == changes[seen]:
-                print(changes[seen], flush=True)  # noqa: T201 -- the test waits for it
+                say(changes[seen])
                 seen += 1
     witness.check(ahead=2, n=2, dropped=None)
     return len(witness.versions)

@@ -1,7 +1,6 @@
 """GRPO and PPO over three hosts: models by FSDP2 on two, samplers on the third. They have the bits of one host."""
 
 import json
-import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -53,30 +52,23 @@ function = "rewards.py:right_letters"
 """
 ALGORITHMS = {"grpo": "", "ppo": '[critic]\nbackend = "fsdp"\nmesh = "train"\n[critic.optimizer]\nlr = 1e-2\n'}
 """What each has of its own, after its name."""
-REWARD = """
-def right_letters(prompt, completion, row):
-    return sum(one == other for one, other in zip(completion, row["answer"])) / 5
-"""
 PLACES = ["run.meshes.train.custom={train=1}", "run.meshes.rollout.custom={rollout=1}"]
 """Two hosts of the fixture have one of `train`, the third has two of `rollout`."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """With a configuration for each algorithm, its rows and its reward."""
-    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
-    rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
-    for name, own in ALGORITHMS.items():
-        (tmp_path / f"{name}.toml").write_text(f'algorithm = "{name}"\n{CONFIG}\n{own}', "utf-8")
-    return tmp_path
+@pytest.fixture(scope="module")
+def own_names(three: Cluster) -> Cluster:
+    """Hosts whose own name leads to 127.0.1.1, as Debian's installer writes it."""
+    for host in three.hosts:
+        host.run(["sh", "-c", f"(echo 127.0.0.1 localhost; echo 127.0.1.1 {host.name}) > /tmp/names"])
+        host.run(["mount", "--bind", "/tmp/names", "/etc/hosts"])  # noqa: S108 -- the host's own
+    return three
 
 
 def run(cluster: Cluster, algorithm: str, name: str, *overrides: str) -> None:
     """The command on the first host, in the current folder."""
     try:
-        cluster.hosts[0].run(["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", *overrides], timeout=150)
+        cluster.hosts[0].run(["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", *overrides])
     except subprocess.CalledProcessError as error:
         raise AssertionError(error.output) from None
 
@@ -97,18 +89,17 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.bits
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("algorithm", "ahead"), [("grpo", 2), ("ppo", 0)])
 def test_three_hosts_compute_the_bits_of_one(
-    three: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, ahead: int
+    own_names: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, ahead: int
 ) -> None:
     """With `ahead` the one follows the schedule of the three."""
     monkeypatch.chdir(folder)
+    (folder / f"{algorithm}.toml").write_text(f'algorithm = "{algorithm}"\n{CONFIG}\n{ALGORITHMS[algorithm]}', "utf-8")
     follows = ["run.deterministic=true"], ["run.replay=runs/three"]
     keeps, follow = follows if ahead else ([], [])
-    run(three, algorithm, "three", f"ahead={ahead}", f"run.engine={three.address}", *PLACES, *keeps)
-    run(three, algorithm, "one", f"ahead={ahead}", "run.engine=processes", *follow)
+    run(own_names, algorithm, "three", f"ahead={ahead}", f"run.engine={own_names.address}", *PLACES, *keeps)
+    run(own_names, algorithm, "one", f"ahead={ahead}", "run.engine=processes", *follow)
     assert {name for name, _ in outcome(folder / "runs/three")["models"]} >= {"model"}
     assert outcome(folder / "runs/three") == outcome(folder / "runs/one")
     assert audit_run(folder / "runs/three").holds

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
@@ -14,8 +14,6 @@ import pytest
 
 from meshrl.errors import ConfigError
 from meshrl.testing.cluster import Cluster, Host, missing
-
-Bare = Callable[[int], Cluster]
 
 # A server that counts the bytes of each connection, and tells their number to who has sent them.
 SERVER = """
@@ -65,6 +63,13 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
 _serving: list["subprocess.Popen[str]"] = []
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    """Three without Ray."""
+    with Cluster(3, ray=False) as cluster:
+        yield cluster.hosts
+
+
 @pytest.fixture(autouse=True)
 def _nothing_serves_after_a_test() -> Iterator[None]:
     yield
@@ -73,8 +78,16 @@ def _nothing_serves_after_a_test() -> Iterator[None]:
             server.kill()
 
 
+@pytest.fixture
+def three(hosts: list[Host]) -> Iterator[list[Host]]:
+    """The same; a test may cut and slow them."""
+    yield hosts
+    for host in hosts:
+        host.heal()
+
+
 def shell(host: Host, line: str) -> str:
-    return host.run(["sh", "-c", line], timeout=10).strip()
+    return host.run(["sh", "-c", line]).strip()
 
 
 def served(host: Host, program: str = SERVER) -> "subprocess.Popen[str]":
@@ -85,9 +98,9 @@ def served(host: Host, program: str = SERVER) -> "subprocess.Popen[str]":
     return server
 
 
-def sent(host: Host, to: Host, size: int = 1, patience: float = 10) -> str:
+def sent(host: Host, to: Host, size: int = 1, patience: float = 600) -> str:
     """What a client says that sends bytes to another host's server: how many arrived, and seconds; or its error."""
-    return host.run([sys.executable, "-c", CLIENT, to.name, str(size), str(patience)], timeout=30).strip()
+    return host.run([sys.executable, "-c", CLIENT, to.name, str(size), str(patience)]).strip()
 
 
 def arrives(host: Host, to: Host) -> bool:
@@ -104,8 +117,8 @@ def seconds(host: Host, to: Host, size: int = 1) -> float:
     return float(took)
 
 
-def test_a_host_has_what_a_machine_has_for_itself(bare: Bare) -> None:
-    one, two = bare(2).hosts
+def test_a_host_has_what_a_machine_has_for_itself(three: list[Host]) -> None:
+    one, two, _ = three
     for line in [
         "hostname",
         "hostname -i",
@@ -127,43 +140,50 @@ def test_a_host_has_what_a_machine_has_for_itself(bare: Bare) -> None:
     assert "sleep" not in shell(one, "cat /proc/[0-9]*/comm")
 
 
-def test_hosts_share_the_current_folder_and_those_that_are_named(
+def test_a_command_says_how_it_ended(three: list[Host]) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        three[0].run(["sh", "-c", "echo said; exit 3"])
+    assert (failed.value.returncode, failed.value.output) == (3, "said\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        three[0].run(["sleep", "1000"], timeout=0.5)
+    assert "sleep" not in shell(three[0], "cat /proc/[0-9]*/comm")
+
+
+def test_hosts_share_the_current_folder_and_those_that_are_named_and_one_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
     monkeypatch.chdir(here)
-    with Cluster(2, ray=False, shared=[there]) as cluster:
-        one, two = cluster.hosts
+    with Cluster(1, ray=False, shared=[there]) as cluster:
+        one, two = cluster.hosts[0], cluster.add()
+        assert [host.name for host in cluster.hosts] == ["node1", "node2"]
         shell(one, f"echo mine > file; echo mine > {there}/file")
         assert shell(two, f"cat file {there}/file").split() == ["mine", "mine"]
         assert shell(two, f"ls {tmp_path}").split() == ["here", "there"]
+        server = served(two)
+        assert arrives(one, two)
+        server.kill()
     assert (here / "file").read_text() == "mine\n"
 
 
-def test_a_cut_host_hears_nothing_until_it_is_healed(bare: Bare) -> None:
-    one, two, three = bare(3).hosts
-    for host in one, two, three:
+def test_a_cut_host_or_two_hear_nothing_until_they_are_healed(three: list[Host]) -> None:
+    one, two, other = three
+    for host in three:
         served(host)
     two.cut()
     assert is_lost(one, two)
-    assert is_lost(two, three)
-    assert arrives(one, three)
+    assert is_lost(two, other)
+    assert arrives(one, other)
     assert arrives(two, two)
     two.heal()
-    assert arrives(one, two)
-    assert arrives(two, three)
-
-
-def test_two_hosts_are_cut_off_from_each_other_alone_until_both_are_healed(bare: Bare) -> None:
-    one, two, three = bare(3).hosts
-    for host in one, two, three:
-        served(host)
     assert arrives(one, two)  # so that each knows the other's device
+    assert arrives(two, other)
     one.cut(two)
-    assert sent(one, two, patience=0.5) == sent(two, one, patience=0.5) == "TimeoutError"
-    for first, second in (one, three), (three, one), (two, three), (three, two):
+    assert is_lost(one, two)
+    assert is_lost(two, one)
+    for first, second in (one, other), (other, one), (two, other), (other, two):
         assert arrives(first, second)
     one.heal()
     assert is_lost(one, two)
@@ -171,34 +191,39 @@ def test_two_hosts_are_cut_off_from_each_other_alone_until_both_are_healed(bare:
     assert arrives(one, two)
 
 
-def test_a_slow_host_is_slow_each_way_until_it_is_healed(bare: Bare) -> None:
-    one, two = bare(2).hosts
+def test_a_slow_host_is_slow_each_way_until_it_is_healed(three: list[Host]) -> None:
+    one, two, _ = three
     served(two)
     two.slow(delay=0.1)
     assert seconds(one, two) >= 0.4  # there and back twice: to be connected, and to be answered
     two.slow(rate=8e6)
     assert seconds(one, two, 1_000_000) >= 0.8  # what fits into a buffer goes ahead
     two.slow(rate=1e5)
-    assert seconds(two, two, 1_000_000)  # by the cable it would take a minute and more
+    before = two.traffic()
+    assert seconds(two, two, 1_000_000)
+    assert max(two.traffic()) < max(before) + 100_000, "to itself, not by the cable"
     two.cut()
     assert is_lost(one, two)
     two.heal()
+    came, went = two.traffic()[1], two.traffic()[0]
     assert seconds(one, two, 10_000_000)
-    assert two.traffic()[1] >= 11_000_000 > two.traffic()[0]
-
-
-def test_a_lossy_host_loses_packets(bare: Bare) -> None:
-    one, two = bare(2).hosts
+    assert two.traffic()[1] - came >= 10_000_000 > two.traffic()[0] - went
     two.slow(loss=0.3)
     echo = served(two, ECHO)
-    one.run([sys.executable, "-c", SENDER, two.name], timeout=10)
-    assert 400 <= int(echo.communicate(timeout=10)[0]) <= 900
-    served(two)
+    one.run([sys.executable, "-c", SENDER, two.name])
+    assert 400 <= int(echo.communicate()[0]) <= 900
     assert seconds(one, two, 100_000) > 0  # what is sent again arrives
 
 
-def test_a_killed_host_is_silent_and_another_when_it_is_booted(bare: Bare) -> None:
-    one, two = bare(2).hosts
+@pytest.fixture
+def strangers() -> Iterator[list[Host]]:
+    """Two that have not met."""
+    with Cluster(2, ray=False) as cluster:
+        yield cluster.hosts
+
+
+def test_a_killed_host_is_silent_and_another_when_it_is_booted(strangers: list[Host]) -> None:
+    one, two = strangers
     server = served(two)
     two.slow(delay=0.01)
     before = shell(two, "cat /proc/sys/kernel/random/boot_id; hostname")
@@ -213,24 +238,6 @@ def test_a_killed_host_is_silent_and_another_when_it_is_booted(bare: Bare) -> No
     assert sent(one, two) == "ConnectionRefusedError"
     served(two)
     assert arrives(one, two)
-
-
-def test_a_host_is_added(bare: Bare) -> None:
-    cluster = bare(1)
-    added = cluster.add()
-    assert [host.name for host in cluster.hosts] == ["node1", "node2"]
-    served(added)
-    assert arrives(cluster.hosts[0], added)
-
-
-def test_a_command_says_how_it_ended(bare: Bare) -> None:
-    (host,) = bare(1).hosts
-    with pytest.raises(subprocess.CalledProcessError) as failed:
-        host.run(["sh", "-c", "echo said; exit 3"])
-    assert (failed.value.returncode, failed.value.output) == (3, "said\n")
-    with pytest.raises(subprocess.TimeoutExpired):
-        host.run(["sleep", "1000"], timeout=0.5)
-    assert "sleep" not in shell(host, "cat /proc/[0-9]*/comm")
 
 
 MAKER = """
@@ -256,7 +263,7 @@ def with_mark(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_hosts_whose_maker_was_killed(number: signal.Signals) -> None:
     devices, mounts = Path("/proc/net/dev").read_text().count(":"), Path("/proc/self/mounts").read_text()
     mark = f"MESHRL_TEST_MAKER={os.getpid()}-{number}"
@@ -266,39 +273,29 @@ def test_nothing_is_left_of_hosts_whose_maker_was_killed(number: signal.Signals)
         assert maker.stdout.readline()
         assert len(with_mark(mark)) > 6
         maker.send_signal(number)
-    until = time.monotonic() + 10
-    while with_mark(mark) and time.monotonic() < until:
+    while with_mark(mark):
         time.sleep(0.05)
-    assert with_mark(mark) == []
     assert Path("/proc/net/dev").read_text().count(":") == devices
     assert Path("/proc/self/mounts").read_text() == mounts
 
 
-def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "only root may make" in (missing() or "")
-    with pytest.raises(ConfigError, match="only root may make"):
-        Cluster(1)
-
-
-def test_a_program_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"
-
-
-@pytest.mark.parametrize("kind", ["time", "uts"])
-def test_a_kernel_without_a_namespace_of_hosts_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_where_hosts_cannot_be_made_it_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (0, -1, 100):
+        with pytest.raises(ConfigError, match=f"a cluster of {count} hosts: it has 1 to 99"):
+            Cluster(count)
     real, unshare = shutil.which("unshare"), tmp_path / "unshare"
-    refuse = f"case $* in *--{kind}*) echo 'unshare failed: no {kind} here' >&2; exit 1 ;; esac"
-    unshare.write_text(f'#!/bin/sh\n{refuse}\nexec {real} "$@"\n')
-    unshare.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert missing() == f"the kernel gives no namespaces here: unshare failed: no {kind} here"
-
-
-@pytest.mark.parametrize("count", [0, -1, 100])
-def test_so_many_hosts_are_refused(count: int) -> None:
-    with pytest.raises(ConfigError, match=f"a cluster of {count} hosts: it has 1 to 99"):
-        Cluster(count)
+    for kind in ("time", "uts"):
+        refuse = f"case $* in *--{kind}*) echo 'unshare failed: no {kind} here' >&2; exit 1 ;; esac"
+        unshare.write_text(f'#!/bin/sh\n{refuse}\nexec {real} "$@"\n')
+        unshare.chmod(0o755)
+        with monkeypatch.context() as patched:
+            patched.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            assert missing() == f"the kernel gives no namespaces here: unshare failed: no {kind} here"
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", "/nowhere")
+        assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 1000)
+        assert "only root may make" in (missing() or "")
+        with pytest.raises(ConfigError, match="only root may make"):
+            Cluster(1)

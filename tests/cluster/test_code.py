@@ -97,7 +97,7 @@ def two() -> Iterator[Cluster]:
 
 def ran(cluster: Cluster) -> str:
     command = ["env", "-C", PLACE, "meshrl", "run", "my.toml", f"run.engine={cluster.address}"]
-    return cluster.hosts[0].run(command, timeout=100)
+    return cluster.hosts[0].run(command)
 
 
 def test_what_is_on_the_first_host_alone_is_found_on_the_second(two: Cluster) -> None:

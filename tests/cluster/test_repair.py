@@ -1,7 +1,6 @@
 """Runs whose policy's hosts are lost or lose each other restart by themselves, though Ray takes all for living."""
 
 import json
-import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from meshrl.testing.cluster import Cluster, Host
 NEVER = {"RAY_health_check_failure_threshold": "1000"}
 CONFIG = """
 algorithm = "grpo"
-steps = 200
+steps = 100
 prompts = 8
 ahead = 2
 
@@ -50,26 +49,13 @@ max_tokens = 5
 [reward]
 function = "rewards.py:right_letters"
 """
-REWARD = """
-def right_letters(prompt, completion, row):
-    return sum(one == other for one, other in zip(completion, row["answer"])) / 5
-"""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
-    rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
-    (tmp_path / "mine.toml").write_text(CONFIG, "utf-8")
-    return tmp_path
-
-
-@pytest.fixture
-def three(folder: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Hosts of which two may have the policy, whose deaths Ray never notices."""
-    with Cluster(3, resources=[{}, {"train": 1}, {"train": 1}], shared=[folder], environment=NEVER) as cluster:
+    resources = [{}, {"train": 1}, {"train": 1}]
+    with Cluster(3, resources=resources, shared=[tmp_path_factory.getbasetemp()], environment=NEVER) as cluster:
         yield cluster
 
 
@@ -78,41 +64,40 @@ def has_a_rank(host: Host) -> bool:
     return "yes" in host.run(["sh", "-c", "pgrep ^ray::RankProces > /dev/null && echo yes; true"])
 
 
-def wait_for_steps(controller: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+def begun(cluster: Cluster, folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    """A run that has made some steps."""
+    (folder / "mine.toml").write_text(CONFIG, "utf-8")
+    command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={cluster.address}", *overrides]
+    controller = cluster.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
     metrics = folder / "runs" / "mine" / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_text("utf-8").splitlines()) < count:
+    while not metrics.is_file() or len(metrics.read_text("utf-8").splitlines()) < 7:
         assert controller.poll() is None, controller.communicate()[0]
         time.sleep(0.1)
+    return controller
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_goes_on_where_the_policys_host_is_cut_off(three: Cluster, folder: Path) -> None:
-    command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={three.address}"]
-    controller = three.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
-    wait_for_steps(controller, folder, 7)
+    controller = begun(three, folder)
     (cut,) = [host for host in three.hosts[1:] if has_a_rank(host)]
     cut.cut()
-    said = controller.communicate(timeout=300)[0]
+    said = controller.communicate()[0]
+    cut.heal()
     assert controller.returncode == 0, said
     assert "the run is restarted, number 1 of 1" in said
     assert f"nothing was heard of its host ({cut.address}) for {PATIENCE:g} s" in said
     summary = json.loads((folder / "runs/mine/summary.json").read_text("utf-8"))
     assert summary["restarts"] == 1
     audit = audit_run(folder / "runs/mine")
-    assert audit.steps == 200
+    assert audit.steps == 100
     assert audit.holds, audit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_goes_on_after_the_hosts_of_its_policy_lost_each_other(three: Cluster, folder: Path) -> None:
     """The controller still reaches both, so that only the policy's ranks can notice. FSDP's collectives just wait."""
     _, one, other = three.hosts
-    policy = ["policy.backend=fsdp", "run.meshes.train={ranks=2, cpus=1, custom={train=1}}"]
-    command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={three.address}", *policy]
-    controller = three.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
-    wait_for_steps(controller, folder, 7)
+    controller = begun(three, folder, "policy.backend=fsdp", "run.meshes.train={ranks=2, cpus=1, custom={train=1}}")
     one.cut(other)
     assert controller.stdout
     said = ""
@@ -123,8 +108,8 @@ def test_a_run_goes_on_after_the_hosts_of_its_policy_lost_each_other(three: Clus
     one.heal()
     other.heal()
     assert f"nothing was heard of its host for {PATIENCE:g} s" in said
-    said += controller.communicate(timeout=300)[0]
+    said += controller.communicate()[0]
     assert controller.returncode == 0, said
     audit = audit_run(folder / "runs/mine")
-    assert audit.steps == 200
+    assert audit.steps == 100
     assert audit.holds, audit

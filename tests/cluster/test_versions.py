@@ -4,12 +4,11 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import pytest
 
 from meshrl.testing.cluster import Cluster, Host
-from tests.cluster.jobs import answer, begin, do
+from tests.cluster.jobs import answered, begun, do
 from tests.cluster.version_jobs import joined, reserved
 
 
@@ -30,20 +29,16 @@ def make_older(host: Host) -> str:
 
 
 def test_a_node_that_joins_later_is_refused_and_the_others_go_on(three: Cluster) -> None:
-    head, second, third = three.hosts
+    _, second, third = three.hosts
     third.kill()
-    controller = head.start(begin(three, joined), stdout=PIPE, stderr=STDOUT)
-    assert controller.stdout
-    while (line := controller.stdout.readline()) != "ready\n":
-        assert line, "it ended"
+    controller = begun(three, joined)
     third._switch_on()
     version = make_older(third)
-    begun = third.begin_node()
-    assert begun
-    third.wait_for_node(begun)
-    said = controller.communicate(timeout=100)[0]
-    told, hosts = answer(said)
-    assert hosts == [second.name], said
+    node = third.begin_node()
+    assert node
+    third.wait_for_node(node)
+    told, hosts = answered(controller)
+    assert hosts == [second.name]
     assert re.search(rf"{third.name} \({third.address}\) +torch +{version} +1\.2\.3$", told, re.MULTILINE), told
 
 

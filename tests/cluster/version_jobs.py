@@ -3,7 +3,7 @@
 from meshrl import Mesh, Resources, at, respawn
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import ConfigError
-from tests.cluster.jobs import Traveller
+from tests.cluster.jobs import Traveller, say
 
 
 async def reserved(engine: RayEngine) -> object:
@@ -19,7 +19,7 @@ async def joined(engine: RayEngine) -> object:
     """Begin with one rank of two; what is told of the other when its node joins, and where the first is then."""
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     one = await mesh.spawn(Traveller)
-    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    say("ready")
     try:
         await respawn(at(one, dp=1))
     except ConfigError as refused:

@@ -18,7 +18,6 @@ from meshrl import (
     MeshStopped,
     Ragged,
     RankFailed,
-    Resources,
     Same,
     Shard,
     Weights,
@@ -31,6 +30,9 @@ from meshrl import (
 )
 from meshrl.data import RemoteColumn
 from meshrl.mesh import Engine
+from tests.engines.conftest import Reserve, on_ray_too, where_columns_stay
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Probe(Actor):
@@ -67,7 +69,7 @@ class Probe(Actor):
     async def hang(self) -> None:
         self.ended = "running"
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.ended = "cancelled"
             raise
@@ -104,7 +106,7 @@ class Probe(Actor):
         await asyncio.gather(child(), child())
 
     @endpoint
-    async def made_(self) -> Same[int]:
+    async def yielded(self) -> Same[int]:
         return self.made
 
 
@@ -113,20 +115,12 @@ async def until(probe: Probe, state: str) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.fixture
-async def mesh(engine: Engine, small: Resources) -> Mesh:
-    return await Mesh.reserve(engine, 2, small)
-
-
+@on_ray_too
 async def test_calls_start_in_the_order_they_were_made(mesh: Mesh) -> None:
-    probe = await mesh.spawn(Probe)
+    probe, rollouts = await mesh.spawn(Probe), await mesh.spawn(Rollouts)
     results = await asyncio.gather(*(probe.note(number) for number in range(20)))
     assert results[-1] == list(range(20))
-
-
-async def test_a_large_argument_does_not_let_later_calls_overtake(mesh: Mesh) -> None:
-    rollouts = await mesh.spawn(Rollouts)
-    batch = await rollouts.make(4, 20_000)
+    batch = await rollouts.make(4, 20_000)  # a large argument is fetched, and what comes later does not overtake it
     await asyncio.gather(rollouts.same(batch), rollouts.numbers(np.ones(3)), rollouts.same(batch))
     assert await rollouts.order() == ["same", "numbers", "same"]
 
@@ -174,71 +168,63 @@ async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: Mesh) -
         await asyncio.sleep(0.001)
 
 
-async def test_a_failed_constructor_fails_spawn_and_leaves_nothing(mesh: Mesh) -> None:
+async def test_what_fails_leaves_its_rank_to_others(mesh: Mesh) -> None:
     with pytest.raises(RankFailed, match=r"Probe.__init__ on rank 1 \(dp=1\) failed: OSError: no such device"):
         await mesh.spawn(Probe, fail_on=1)
-    assert await (await mesh.spawn(Probe)).note(1) == [1]
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match="SystemExit"):
+        await probe.leave()
+    with pytest.raises(ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
+        await cast("Any", probe).note(threading.Lock())
+    assert await probe.note(1) == [1]
 
 
-async def test_a_stopped_actor_refuses_calls_and_ends_the_running_ones(mesh: Mesh) -> None:
+async def test_a_stopped_actor_ends_its_calls_and_streams_and_refuses_others(mesh: Mesh) -> None:
     probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe)
     call = asyncio.create_task(probe.hang())
-    await probe.state()
+    read, left = [cast("AsyncGenerator[np.ndarray]", at(probe, dp=0).count()) for _ in range(2)]
+    for stream in (read, left):
+        await anext(stream)
     await stop(probe)
     with pytest.raises(MeshStopped, match=r"Probe.hang was called on rank \d, but the actor is stopped"):
         await call
+    with pytest.raises(MeshStopped):
+        [value async for value in read]
+    await left.aclose()  # which is quiet
     with pytest.raises(MeshStopped):
         await probe.note(1)
     assert await other.note(1) == [1]
 
 
-async def test_a_stream_waits_for_its_reader_and_closes_with_it(mesh: Mesh) -> None:
-    probe = await mesh.spawn(Probe)
-    stream = at(probe, dp=0).count()
-    seen = [await anext(stream) for _ in range(3)]
-    assert [value.tolist() for value in seen] == [[1], [2], [3]]
-    await asyncio.sleep(0.05)
-    assert await at(probe, dp=0).made_() <= 5
-    await cast("AsyncGenerator[np.ndarray]", stream).aclose()
-    await until(at(probe, dp=0), "closed")
-
-
-async def test_a_stream_that_fails_says_where(mesh: Mesh) -> None:
-    probe = at(await mesh.spawn(Probe), dp=1)
-    stream = aiter(probe.count_then_fail())
-    assert (await anext(stream)).tolist() == [1]
-    with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream broke"):
-        await anext(stream)
-
-
-async def test_stopping_ends_a_stream(mesh: Mesh) -> None:
-    probe = at(await mesh.spawn(Probe), dp=0)
-    stream = aiter(probe.count())
-    await anext(stream)
-    await stop(probe)
+async def test_an_actor_can_be_made_again(mesh: Mesh) -> None:
+    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe)
+    await asyncio.gather(probe.note(1), other.note(1))
+    running = asyncio.create_task(probe.hang())
+    await until(probe, "running")
+    await respawn(probe)
     with pytest.raises(MeshStopped):
-        [value async for value in stream]
-
-
-async def test_a_rank_outlives_a_task_that_exits(mesh: Mesh) -> None:
-    probe = await mesh.spawn(Probe)
-    with pytest.raises(RankFailed, match="SystemExit"):
-        await probe.leave()
-    assert await probe.note(1) == [1]
-
-
-async def test_closing_a_stream_of_a_stopped_actor_is_quiet(mesh: Mesh) -> None:
-    probe = at(await mesh.spawn(Probe), dp=0)
-    stream = cast("AsyncGenerator[np.ndarray]", probe.count())
-    await anext(stream)
+        await running
+    assert await probe.note(2) == [2]
+    assert await other.note(2) == [1, 2]
     await stop(probe)
-    await stream.aclose()
+    await asyncio.gather(respawn(probe), respawn(probe))
+    assert await each(probe.note)(3) == [[3], [3]]
 
 
-async def test_an_argument_that_cannot_be_copied_is_refused(mesh: Mesh) -> None:
+@on_ray_too
+async def test_a_stream_waits_for_its_reader_closes_with_it_and_says_where_it_fails(mesh: Mesh) -> None:
     probe = await mesh.spawn(Probe)
-    with pytest.raises(ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
-        await cast("Any", probe).note(threading.Lock())
+    one = at(probe, dp=0)
+    stream = cast("AsyncGenerator[np.ndarray]", one.count())
+    assert [(await anext(stream)).tolist() for _ in range(3)] == [[1], [2], [3]]
+    for _ in range(20):  # the rank turns to each: time enough to yield as many
+        assert await one.yielded() <= 5
+    await stream.aclose()
+    await until(one, "closed")
+    failing = aiter(at(probe, dp=1).count_then_fail())
+    assert (await anext(failing)).tolist() == [1]
+    with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream broke"):
+        await anext(failing)
 
 
 # --- what is large stays where it was made
@@ -298,6 +284,7 @@ class Rollouts(Actor):
         return weights.fingerprint()
 
 
+@pytest.mark.parametrize("engine", ["local", "by reference", "processes", "ray"], indirect=True)
 async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Engine, mesh: Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
     batch = await rollouts.make(4, 20_000)
@@ -312,9 +299,9 @@ async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Eng
     assert one.objects("prompt") == ("6" * 20_000,)
 
 
-async def test_rows_go_from_mesh_to_mesh_in_any_split(engine: Engine, small: Resources, mesh: Mesh) -> None:
-    one = await mesh.spawn(Rollouts)
-    other = await (await Mesh.reserve(engine, 3, small)).spawn(Rollouts)
+@where_columns_stay
+async def test_rows_go_from_mesh_to_mesh_in_any_split(mesh: Mesh, reserve: Reserve) -> None:
+    one, other = await mesh.spawn(Rollouts), await (await reserve(3)).spawn(Rollouts)
     batch = await one.make(5, 20_000)
     shuffled = batch.select(np.array([9, 0, 4, 4, 7]))
     doubled = await (await other.doubled(shuffled)).load()
@@ -326,8 +313,14 @@ async def test_rows_go_from_mesh_to_mesh_in_any_split(engine: Engine, small: Res
     streamed = Batch.join([chunk async for chunk in other.stream(batch.part(np.arange(10)))])
     assert await streamed.load() == await batch.load()
     assert await (await other.same(await batch.load("tokens"))).load() == await batch.load(), "loading binds nothing"
+    for seed in range(4):
+        batch = await one.same(batch.select(np.random.default_rng(seed).permutation(10)))
+    column = batch.stored["tokens"]
+    assert isinstance(column, RemoteColumn)
+    assert len(column.pieces) == 2, "pieces do not multiply on the way"
 
 
+@where_columns_stay
 async def test_python_values_are_not_shared_with_ranks(mesh: Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
     mine = Batch.of(row=[{"number": row, "text": "x" * 70_000} for row in range(4)])
@@ -339,16 +332,7 @@ async def test_python_values_are_not_shared_with_ranks(mesh: Mesh) -> None:
         assert [cast("dict[str, int]", row)["number"] for row in batch.objects("row")] == [0, 1, 2, 3]
 
 
-async def test_pieces_do_not_multiply_on_the_way(mesh: Mesh) -> None:
-    rollouts = await mesh.spawn(Rollouts)
-    batch = await rollouts.make(8, 20_000)
-    for seed in range(4):
-        batch = await rollouts.same(batch.select(np.random.default_rng(seed).permutation(16)))
-    column = batch.stored["tokens"]
-    assert isinstance(column, RemoteColumn)
-    assert len(column.pieces) == 2
-
-
+@where_columns_stay
 async def test_what_is_replicated_may_be_large(mesh: Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
     assert await rollouts.numbers(np.ones(100_000)) == 100_000
@@ -361,30 +345,16 @@ async def test_what_is_replicated_may_be_large(mesh: Mesh) -> None:
     assert await rollouts.fingerprint(expected.with_version(8)) == expected.fingerprint()
 
 
-async def test_a_handle_works_on_a_rank_of_another_mesh(engine: Engine, small: Resources, mesh: Mesh) -> None:
-    class Asks(Actor):
-        @endpoint
-        async def ask(self, other: Rollouts, batch: Shard[Batch]) -> Gather[Batch]:
-            return await other.doubled(batch)
+class Asks(Actor):
+    @endpoint
+    async def ask(self, other: Rollouts, batch: Shard[Batch]) -> Gather[Batch]:
+        return await other.doubled(batch)
 
-    asks = await mesh.spawn(Asks)
-    rollouts = await (await Mesh.reserve(engine, 2, small)).spawn(Rollouts)
+
+@where_columns_stay
+async def test_a_handle_works_on_a_rank_of_another_mesh(mesh: Mesh, reserve: Reserve) -> None:
+    asks, rollouts = await mesh.spawn(Asks), await (await reserve(2)).spawn(Rollouts)
     batch = await rollouts.make(3, 20_000)
     done = await (await asks.ask(rollouts, batch)).load()
     assert done.rewards.tolist() == [0, 2, 4, 6, 8, 10]
     assert [row[0] for row in done.tokens] == [0, 2, 4, 6, 8, 10]
-
-
-async def test_an_actor_can_be_made_again(mesh: Mesh) -> None:
-    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe)
-    await asyncio.gather(probe.note(1), other.note(1))
-    running = asyncio.create_task(probe.hang())
-    await until(probe, "running")
-    await respawn(probe)
-    with pytest.raises(MeshStopped):
-        await running
-    assert await probe.note(2) == [2]
-    assert await other.note(2) == [1, 2]
-    await stop(probe)
-    await asyncio.gather(respawn(probe), respawn(probe))
-    assert await each(probe.note)(3) == [[3], [3]]

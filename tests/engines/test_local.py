@@ -27,7 +27,6 @@ from meshrl import (
     respawn,
     stop,
 )
-from meshrl.engines.local import RankLoop
 
 
 class Threads(Actor):
@@ -41,12 +40,6 @@ class Rows(Actor):
     async def come_inside(self, rows: Shard[Batch]) -> Same[bool]:
         """Whether the rewards came with the call."""
         return isinstance(rows.stored["rewards"], np.ndarray)
-
-    @endpoint
-    async def totals(self, *each: Shard[Batch], **named: Shard[Batch]) -> Gather[Batch]:
-        """The rewards of all, row by row."""
-        total = np.sum([rows.rewards for rows in (*each, *named.values())], axis=0)
-        return each[0].assign(rewards=total)
 
 
 @pytest.fixture
@@ -66,28 +59,18 @@ async def test_a_sharded_column_comes_with_the_call_where_each_rank_has_few_byte
     await engine.close()
 
 
-async def test_arguments_of_any_number_are_split_one_by_one(mesh: Mesh) -> None:
-    batch = Batch.of(rewards=np.arange(5, dtype=np.float32))
-    totals = await (await mesh.spawn(Rows)).totals(batch, batch, more=batch)
-    assert totals.rewards.tolist() == [0, 3, 6, 9, 12]
-
-
 async def test_two_meshes_work_at_the_same_time(mesh: Mesh) -> None:
     """Each waits for the other: this would never end if the ranks shared a thread."""
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2)
 
     class Meets(Actor):
         @endpoint
         async def meet(self) -> None:
-            _barriers[0].wait()
+            barrier.wait()
 
-    _barriers[:] = [barrier]
     one, other = await mesh.spawn(Meets), await mesh.spawn(Meets)
     first, second = at(one, dp=0), at(other, dp=1)
     await asyncio.gather(first.meet(), second.meet())
-
-
-_barriers: list[threading.Barrier] = []
 
 
 class Blocked:
@@ -98,13 +81,12 @@ class Blocked:
 
     def wait(self) -> None:
         self.begins.set()
-        assert self.ends.wait(60)
+        self.ends.wait()
 
     async def reached(self) -> None:
         """Wait until a rank is blocked, in no thread of its own."""
-        async with asyncio.timeout(60):
-            while not self.begins.is_set():  # noqa: ASYNC110 -- a thread sets it
-                await asyncio.sleep(0.001)
+        while not self.begins.is_set():  # noqa: ASYNC110 -- a thread sets it
+            await asyncio.sleep(0.001)
 
 
 async def test_a_stop_that_is_cancelled_goes_on(mesh: Mesh) -> None:
@@ -118,8 +100,12 @@ async def test_a_stop_that_is_cancelled_goes_on(mesh: Mesh) -> None:
     busy = await mesh.spawn(Busy)
     call = asyncio.create_task(busy.work())
     await blocked.reached()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(stop(busy), 0.02)
+    stopping = asyncio.create_task(stop(busy))
+    for _ in range(10):
+        await asyncio.sleep(0)  # it has come as far as the thread
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
     blocked.ends.set()
     with contextlib.suppress(MeshStopped):
         await call
@@ -153,33 +139,6 @@ async def test_cancelling_spawn_leaves_no_thread() -> None:
     with pytest.raises(asyncio.CancelledError):
         await spawning
     assert threading.active_count() == before
-
-
-def test_the_rank_loop_wakes_for_threads_files_and_timers() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-        threading.Timer(0.01, lambda: loop.call_soon_threadsafe(woken.set)).start()
-        await asyncio.wait_for(woken.wait(), 30)
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        assert await asyncio.wait_for(reader.read(), 30) == b""
-        woken.clear()
-        threading.Timer(0.01, lambda: loop.call_soon_threadsafe(woken.set)).start()
-        await asyncio.wait_for(woken.wait(), 30)
-        writer.close()
-        server.close()
-        await server.wait_closed()
-
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        runner.run(main())
-
-
-def test_a_loop_may_end_before_the_thread_that_ends_it_has_woken_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = RankLoop()
-    monkeypatch.setattr(loop._mailbox, "ring", loop.close)
-    loop.call_soon_threadsafe(loop.stop)
-    assert loop.is_closed()
 
 
 async def test_two_respawns_at_once_leave_no_thread(mesh: Mesh) -> None:
@@ -272,10 +231,9 @@ async def test_ranks_on_one_loop_begin_whatever_makes_the_loops_tasks(paced: Pac
         return task
 
     asyncio.get_running_loop().set_task_factory(eager)  # type: ignore[arg-type]
-    long = asyncio.create_task(paced.note("long", 3600))
+    long = asyncio.create_task(paced.note("long", 10**6))
     try:
-        async with asyncio.timeout(10):
-            await paced.note("quick")
+        await paced.note("quick")
     finally:
         long.cancel()
         await asyncio.wait({long})

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import Actor, Mesh, RankDied, Resources, Run, RunConfig, current_rank, endpoint, respawn
-from meshrl.engines.hosting import LogFolder
-from meshrl.engines.hosting.rank_log import ROOM
-from meshrl.mesh import Engine
+from meshrl import Actor, RankDied, Run, RunConfig, current_rank, endpoint, respawn
+from tests.engines.conftest import NO_CORE, RAY, Reserve, on_processes
 
-NO_CORE = Resources(cpus=0)
-on_engines = pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+in_one_loop = pytest.mark.asyncio(loop_scope="session")
+MIB = 2**20
 
 
 class Talks(Actor):
@@ -27,6 +25,11 @@ class Talks(Actor):
         print(f"{text} of rank {current_rank().index}")  # noqa: T201 -- what is tested
         os.write(2, b"as a library writes\n")
         subprocess.run(["echo", "as a child writes"], check=True)  # noqa: ASYNC221, S607
+
+    @endpoint
+    async def flood(self, mib: int) -> None:
+        for _ in range(16 * mib):
+            os.write(1, (b"x" * 1023 + b"\n") * 64)
 
     @endpoint
     async def die(self, how: str) -> None:
@@ -41,90 +44,68 @@ class Talks(Actor):
         threading.Event().wait()
 
 
-@on_engines
-@pytest.mark.parametrize("how", ["kill", "exit", "segfault"])
-async def test_a_rank_that_dies_leaves_its_last_lines(engine: Engine, tmp_path: Path, how: str) -> None:
-    logs = tmp_path / "logs"
-    mesh = await Mesh.reserve(engine, 2, NO_CORE, "main", str(logs))
+@in_one_loop
+@on_processes
+async def test_a_rank_that_dies_leaves_its_last_lines(reserve: Reserve, tmp_path: Path) -> None:
+    """In whatever way; in a folder that is renamed meanwhile."""
+    before, logs = tmp_path / "before", tmp_path / "after" / "logs"
+    mesh = await reserve(2, NO_CORE, "main", str(before / "logs"))
     talks = await mesh.spawn(Talks)
-    await talks.say("hello")
-    with pytest.raises(RankDied) as died:
-        await talks.die(how)
-    told = str(died.value)
-    assert "--- the end of logs/main-1.log ---" in told
-    assert ("in die" if how == "segfault" else "these were my last words") in died.value.written
-    assert "rank 0" not in died.value.written
-    text = (logs / "main-1.log").read_text()
-    for line in "hello of rank 1", "as a library writes", "as a child writes", "these were my last words":
-        assert line in text
-    if how == "segfault":
-        assert "Fatal Python error: Segmentation fault" in text
-    assert f"--- process {died.value.pid} on " in text
-    assert sorted(path.name for path in logs.iterdir()) == ["main-0.log", "main-1.log"]
-
-    await respawn(talks)
+    await talks.say("born")
+    before.rename(tmp_path / "after")
+    kept = ""
+    for how in ("kill", "exit", "segfault"):
+        await talks.say(f"before the {how}")
+        with pytest.raises(RankDied) as died:
+            await talks.die(how)
+        assert "--- the end of logs/main-1.log ---" in str(died.value)
+        assert ("in die" if how == "segfault" else "these were my last words") in died.value.written
+        assert "rank 0" not in died.value.written
+        assert ("born" in died.value.written) is (how == "kill"), "the lines of the process that died alone"
+        text = (logs / "main-1.log").read_text()
+        assert text.startswith(kept), "what the one before wrote stays"
+        own = text[len(kept) :]
+        for line in f"the {how} of rank 1", "as a library writes", "as a child writes", "these were my last words":
+            assert line in own
+        assert f"--- process {died.value.pid} on " in own
+        assert ("Fatal Python error: Segmentation fault" in own) is (how == "segfault")
+        await respawn(talks)
+        kept = text
     await talks.say("again")
     await mesh.stop()
-    after = (logs / "main-1.log").read_text()
-    assert after.startswith(text), "what the first one wrote stays"
-    assert "again of rank 1" in after[len(text) :]
+    assert "again of rank 1" in (logs / "main-1.log").read_text()[len(kept) :]
     assert "again of rank 0" in (logs / "main-0.log").read_text()
+    assert sorted(path.name for path in logs.iterdir()) == ["main-0.log", "main-1.log"]
+    assert not before.exists()
 
 
-@on_engines
-async def test_the_last_lines_are_those_of_the_process_that_died(engine: Engine, tmp_path: Path) -> None:
-    mesh = await Mesh.reserve(engine, 2, NO_CORE, "main", str(tmp_path))
-    talks = await mesh.spawn(Talks)
-    await talks.say("first")
-    with pytest.raises(RankDied):
-        await talks.die("kill")
-    await respawn(talks)
-    with pytest.raises(RankDied) as died:
-        await talks.die("exit")
-    assert "first" not in died.value.written
-    assert "these were my last words" in died.value.written
+@in_one_loop
+@on_processes
+async def test_without_a_folder_or_where_it_cannot_be_written_nothing_is_kept(reserve: Reserve, tmp_path: Path) -> None:
+    (tmp_path / "main-1.log").mkdir()
+    for place in ((), ("main", str(tmp_path))):
+        talks = await (await reserve(2, NO_CORE, *place)).spawn(Talks)
+        await talks.say("hello")
+        with pytest.raises(RankDied) as died:
+            await talks.die("kill")
+        assert died.value.written == ""
+        assert "---" not in str(died.value)
 
 
-@on_engines
-async def test_without_a_folder_nothing_is_kept(engine: Engine) -> None:
-    talks = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Talks)
-    with pytest.raises(RankDied) as died:
-        await talks.die("kill")
-    assert died.value.written == ""
-    assert "---" not in str(died.value)
-
-
-@on_engines
-async def test_a_folder_that_is_renamed_goes_on(engine: Engine, tmp_path: Path) -> None:
-    mesh = await Mesh.reserve(engine, 2, NO_CORE, "main", str(tmp_path / "before" / "logs"))
-    talks = await mesh.spawn(Talks)
-    await talks.say("one")
-    (tmp_path / "before").rename(tmp_path / "after")
-    await talks.say("two")
+@in_one_loop
+@pytest.mark.parametrize("engine", ["processes"], indirect=True)
+async def test_a_file_is_begun_anew_where_it_has_no_room(reserve: Reserve, tmp_path: Path) -> None:
+    talks = await (await reserve(2, NO_CORE, "main", str(tmp_path))).spawn(Talks)
+    await talks.flood(20)
     with pytest.raises(RankDied) as died:
         await talks.die("kill")
-    assert "two of rank 1" in died.value.written
-    assert "two of rank 1" in (tmp_path / "after" / "logs" / "main-1.log").read_text()
-    assert not (tmp_path / "before").exists()
-
-
-def test_a_file_is_begun_anew_where_it_has_no_room(tmp_path: Path) -> None:
-    log = LogFolder(tmp_path / "main").of(0)
-    line = b"x" * 1023 + b"\n"
-    for _ in range(3 * ROOM // len(line) // 64):
-        log.append(line * 64)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["main-0.log", "main-0.log.1"]
-    assert all(0 < path.stat().st_size <= ROOM for path in tmp_path.iterdir())
-    last = log.last().splitlines()
+    names = [f"main-{rank}.log{end}" for rank in (0, 1) for end in ("", ".1")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert all(0 < path.stat().st_size <= 16 * MIB for path in tmp_path.iterdir())
+    last = died.value.written.splitlines()
     assert len(last) <= 31
-    assert {len(each) for each in last[1:]} == {400}
-
-
-def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    log = LogFolder(tmp_path / "main").of(0)
-    (tmp_path / "main-0.log").mkdir()
-    log.append(b"text\n")
-    assert log.last() == ""
+    assert {len(each) for each in last[1:-1]} == {400}
+    assert last[-1] == "these were my last words"
 
 
 SCRIPT = """
@@ -153,7 +134,7 @@ asyncio.run(main())
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("engine", ["processes", "ray"])
+@pytest.mark.parametrize("engine", ["processes", RAY])
 def test_a_run_keeps_them_and_the_terminal_still_has_them(tmp_path: Path, engine: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), engine]

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from meshrl import (
     Batch,
     CrossEntropy,
     Gather,
-    Mesh,
     PolicyConfig,
     RankDied,
     Resources,
@@ -26,13 +25,19 @@ from meshrl import (
     rollout,
     rollouts,
 )
-from meshrl.mesh import Engine, is_away
+from meshrl.mesh import is_away
 from meshrl.testing import FakePolicy, FakeSampler, Witness
-from tests.rollout.test_streams_explored import prompts
+from tests.engines.conftest import NO_CORE, Reserve, on_processes
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
 
-pytestmark = pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), on_processes]
+
+
+def prompts(batches: int, size: int) -> Iterator[Batch]:
+    """Batches of so many prompts, each a group."""
+    for first in range(0, batches * size, size):
+        yield Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
 
 
 class SlowSampler(FakeSampler):
@@ -48,9 +53,11 @@ class SlowSampler(FakeSampler):
         return np.array([os.getpid()])
 
 
-@pytest.mark.parametrize("min_ranks", [0, 1], ids=["all are wanted", "one is enough"])
-async def test_a_stream_outlives_a_killed_replica(engine: Engine, min_ranks: int) -> None:
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=min_ranks))
+@pytest.mark.parametrize(
+    "min_ranks", [pytest.param(0, marks=pytest.mark.wide), 1], ids=["all are wanted", "one is enough"]
+)
+async def test_a_stream_outlives_a_killed_replica(reserve: Reserve, min_ranks: int) -> None:
+    mesh = await reserve(2, Resources(cpus=0, min_ranks=min_ranks))
     sampler, witness = await mesh.spawn(SlowSampler, SAMPLER), Witness(FakePolicy(POLICY))
     pids = (await sampler.pid()).tolist()
     drawn_by: set[int] = set()
@@ -78,8 +85,8 @@ async def test_a_stream_outlives_a_killed_replica(engine: Engine, min_ranks: int
     assert {*pids, again[1]} == drawn_by
 
 
-async def test_a_replica_is_respawned_alone(engine: Engine) -> None:
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+async def test_a_replica_is_respawned_alone(reserve: Reserve) -> None:
+    mesh = await reserve(2, NO_CORE)
     sampler = await mesh.spawn(SlowSampler, SAMPLER)
     pids = (await sampler.pid()).tolist()
     os.kill(pids[1], signal.SIGKILL)

@@ -63,28 +63,20 @@ def watched(knock: Knock, seconds: float) -> float | None:
     return simulate(scenario)
 
 
-def test_a_call_on_a_host_that_answers_may_last() -> None:
-    assert watched(host(), 3600) is None
-
-
-@pytest.mark.parametrize("begin", [0.0, 5.0, 5.5, 99.99])
-def test_a_host_that_is_gone_is_given_up_after_its_patience(begin: float) -> None:
-    lost = watched(host((begin, 3600)), 3600)
-    assert lost is not None
-    assert begin + DOOR.patience <= lost <= begin + 1.2 * DOOR.patience
-
-
-@pytest.mark.parametrize("begin", [0.0, 5.0, 5.5])
-def test_a_host_that_is_away_for_less_is_not(begin: float) -> None:
-    assert watched(host((begin, begin + 5)), 60) is None
-
-
-def test_a_slow_host_is_not_a_dead_one() -> None:
-    assert watched(host(delay=5), 3600) is None
-
-
-def test_hosts_that_are_away_again_and_again_are_not() -> None:
-    assert watched(host(*((float(begin), begin + 6.0) for begin in range(0, 600, 8))), 600) is None
+def test_a_host_that_is_silent_for_its_patience_is_given_up_and_no_other() -> None:
+    for begin in (0.0, 5.0, 5.5, 99.99):
+        lost = watched(host((begin, 3600)), 3600)
+        assert lost is not None, begin
+        assert begin + DOOR.patience <= lost <= begin + 1.2 * DOOR.patience, begin
+    living = {
+        "it answers a call that lasts": (host(), 3600),
+        "it is slow": (host(delay=5), 3600),
+        "it is away at first": (host((0, 5)), 60),
+        "it is away for a while": (host((5, 10)), 60),
+        "it is away between two knocks": (host((5.5, 10.5)), 60),
+        "it is away again and again": (host(*((float(begin), begin + 6.0) for begin in range(0, 600, 8))), 600),
+    }
+    assert {why: lost for why, case in living.items() if (lost := watched(*case)) is not None} == {}
 
 
 def test_all_who_wait_are_told_and_what_comes_later_does_not_count() -> None:
@@ -122,35 +114,40 @@ def test_answers_are_heard_as_knocks_are() -> None:
 
 
 async def test_what_this_process_sleeps_is_no_silence_of_the_host() -> None:
+    knocks = 0
+
     async def knock(_: Door) -> bool:
+        nonlocal knocks
+        knocks += 1
         return True
+
+    async def more(count: int) -> None:
+        until = knocks + count
+        while knocks < until:  # noqa: ASYNC110 -- as many pauses of the vigil
+            await asyncio.sleep(0.01)
 
     vigil, rank = Vigil(Door("", 0, patience=0.5), knock), Rank()
     reply = rank.ask(vigil)
-    await asyncio.sleep(0.01)
+    await more(1)
     time.sleep(1)  # noqa: ASYNC251 -- as a controller does that computes
-    await asyncio.sleep(0.2)
+    await more(3)
     assert rank.lost is None
     reply.arrive(None)
-    await asyncio.sleep(0.2)
 
 
-async def test_a_connection_counts_that_this_process_hears_of_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_knock_is_a_connection_even_one_that_this_process_hears_of_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It computes meanwhile: what the kernel has heard is no silence of the host."""
 
     async def connect_and_compute(knock: socket.socket, address: tuple[str, int]) -> None:
         knock.connect_ex(address)
         await asyncio.sleep(10)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect_and_compute)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        door = Door("127.0.0.1", server.getsockname()[1], patience=0.2)
-        assert await knocked(door)
-    assert not await knocked(door)
-
-
-async def test_a_knock_is_a_connection() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        door = Door("127.0.0.1", server.getsockname()[1], patience=5)
-        assert await knocked(door)
-    assert not await knocked(door)
+    for late in (False, True):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            if late:
+                monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect_and_compute)
+            assert await knocked(Door("127.0.0.1", port, patience=0.2 if late else 600))
+        assert not await knocked(Door("127.0.0.1", port, patience=0.2))

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -44,7 +45,7 @@ from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.processes.conftest import NO_CORE, running, until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]  # a wait of 60 s
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
 """5 MiB, in buckets of the smallest size."""
@@ -166,17 +167,17 @@ async def readers(engine: ProcessEngine) -> AsyncIterator[Reader]:
     await made.stop()
 
 
-@pytest_asyncio.fixture(loop_scope="module", params=["by gloo", "through shared memory"])
-async def way(request: pytest.FixtureRequest, readers: Reader) -> str:
-    await readers.go(request.param)
-    return str(request.param)
+GLOO, MEMORY = "by gloo", "through shared memory"
 
 
-async def test_two_samplers_get_the_bits_of_whole_weights(two: Mesh, readers: Reader, way: str) -> None:
+async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_again_reads_with_the_others(
+    two: Mesh, readers: Reader, tmp_path: Path
+) -> None:
     policy = await two.spawn(Sender, config())
     plain = await two.spawn(FsdpPolicy, config(weight_sync="auto"))
     first = await publish(policy, readers)
-    for version in (1, 2):
+    for version, way in ((1, GLOO), (2, MEMORY)):
+        await readers.go(way)
         for each in (policy, plain):
             await each.update(rollouts(version), ClippedLoss())
         sent = await publish(policy, readers)
@@ -189,8 +190,23 @@ async def test_two_samplers_get_the_bits_of_whole_weights(two: Mesh, readers: Re
     with pytest.raises(RankFailed, match=r"version 0 .* has been updated since"):
         await readers.load(first)
     assert len(await readers.generate(Batch.of(prompt=["ab", "ba"]), Sampling(max_tokens=2)).__anext__()) == 1
+
+    pid = int((await readers.pid())[0])
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not running([pid]))
+    await respawn(readers)
+    assert await prints(readers) != [known, known]
+    for way in (GLOO, MEMORY):
+        await readers.go(way)
+        weights = await publish(policy, readers)
+        assert await prints(readers) == [known, known]
+        assert await routes(readers) == [f"broadcast {way}"] * 2
     await publish(plain, readers)
     assert await routes(readers) == ["shared memory"] * 2
+    await policy.checkpoint(str(tmp_path / "state"))
+    await policy.restore(str(tmp_path / "state"))
+    with pytest.raises(DataLost, match=r"version 2 .* has been updated since"):
+        weights.tensors  # noqa: B018
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +221,7 @@ def mixture(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.megatron
+@pytest.mark.wide
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
 async def test_ranks_of_megatron_send_what_they_have_themselves(
     two: Mesh, readers: Reader, axes: dict[str, int]
@@ -237,21 +254,11 @@ async def send_own(mesh: Mesh, readers: Reader, **keys: object) -> None:
     assert max(sizes) < 0.6 * sum(sizes)
 
 
-async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader, way: str) -> None:
-    policy = await two.spawn(Sender, config(seed=1))
-    await publish(policy, readers)
-    pid = int((await readers.pid())[0])
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: not running([pid]))
-    await respawn(readers)
+@pytest.mark.wide
+@pytest.mark.slow  # the policy waits for the one that has not asked again
+@pytest.mark.parametrize("way", [GLOO, MEMORY])
+async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, readers: Reader, way: str) -> None:
     await readers.go(way)
-    weights = await publish(policy, readers)
-    assert await prints(readers) == [weights.fingerprint()] * 2
-    assert await routes(readers) == [f"broadcast {way}"] * 2
-
-
-@pytest.mark.usefixtures("way")
-async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, readers: Reader) -> None:
     policy = await two.spawn(Sender, config(seed=3))
     await publish(policy, readers)
     await at(readers, dp=1).die()
@@ -264,7 +271,7 @@ async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, reade
     await respawn(readers)
 
 
-@pytest.mark.parametrize("way", ["by gloo", "through shared memory"])
+@pytest.mark.parametrize("way", [pytest.param(GLOO, marks=[pytest.mark.wide, pytest.mark.slow]), MEMORY])
 async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whole(
     engine: ProcessEngine, way: str
 ) -> None:

@@ -19,8 +19,9 @@ from tests.processes.test_broadcast import config, rollouts
 if TYPE_CHECKING:
     from meshrl_inference.naming import Naming
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
+MODULES = ["meshrl_fsdp.policy", "meshrl_megatron.policy"]
 ODD = NewModel(characters="abcdefgh>", hidden_size=252, ffn_size=509, layers=2, heads=3, max_tokens=48)
 """Two ranks have different numbers of rows of some matrices. Buckets have the smallest size."""
 EVEN = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
@@ -53,7 +54,7 @@ def received(weights: LiveWeights) -> dict[str, torch.Tensor]:
     ("policy", "model", "axes"),
     [
         (FsdpPolicy, ODD, {"dp": 2}),
-        (FsdpPolicy, EVEN, {"tp": 2}),
+        pytest.param(FsdpPolicy, EVEN, {"tp": 2}, marks=pytest.mark.wide),
         pytest.param(MegatronPolicy, EVEN, {"tp": 2}, marks=pytest.mark.megatron),
     ],
     ids=["fsdp", "fsdp tp", "megatron tp"],

@@ -1,17 +1,19 @@
 """However a controller ends: its ranks, their template, its sockets and its shared memory end with it."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import sweep
 from tests.processes.conftest import running, segments, wait_until
 
@@ -21,7 +23,7 @@ SCRIPT = """
 import asyncio, os, sys, time
 from pathlib import Path
 import numpy as np
-from meshrl import Actor, Batch, Gather, Mesh, Resources, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Resources, current_rank, endpoint
 from meshrl.engines.processes import ProcessEngine
 
 class Rows(Actor):
@@ -31,8 +33,9 @@ class Rows(Actor):
 
     @endpoint
     async def wait(self, note: str) -> None:
+        Path(f"{note}-{current_rank().index}").touch()
         try:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             Path(note).write_text("cancelled")
             raise
@@ -42,7 +45,8 @@ async def main():
     rows = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Rows)
     batch, own = await rows.make(), engine.put(np.arange(1000))
     call = asyncio.create_task(rows.wait(sys.argv[1]))
-    await asyncio.sleep(0.1)
+    while not all(Path(f"{sys.argv[1]}-{rank}").exists() for rank in range(2)):
+        await asyncio.sleep(0.01)
     print("it runs", flush=True)
     sys.stdin.readline()
     try:
@@ -52,8 +56,21 @@ async def main():
 
 asyncio.run(main())
 """
-FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), time.sleep(1000)); await call"
+FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), time.sleep(10**6)); await call"
 HANG, NEVER, CLOSE = "await call", "pass", "await engine.close()"
+
+
+def start(folder: Path, script: Path, *arguments: object) -> "subprocess.Popen[str]":
+    """A script in a session of its own, whose temporary files are in this folder."""
+    return subprocess.Popen(
+        [sys.executable, script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
 
 
 @contextmanager
@@ -66,43 +83,30 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
         folder = Path(name)
         script = folder / "script.py"
         script.write_text(SCRIPT.replace("{end}", end).replace("{finally}", last))
-        with subprocess.Popen(
-            [sys.executable, script, folder / "note"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": name, "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,
-        ) as started:
+        with start(folder, script, folder / "note") as started:
             assert started.stdin is not None
             assert started.stdout is not None
             assert any(line == "it runs\n" for line in started.stdout)
             pids = [started.pid, *(child.pid for child in psutil.Process(started.pid).children(recursive=True))]
-            assert len(pids) == 4, "the controller, the template and two ranks"
+            assert len(pids) > 2, "the controller and two ranks"
             memory = segments(*pids)
             assert len(memory) >= 3
-            assert list(folder.glob("meshrl-at-*"))
+            assert list(folder.glob("meshrl-*"))
             started.stdin.write("go on\n")
             started.stdin.flush()
             yield started, folder
-            started.communicate(timeout=60)
+            started.communicate()
         wait_until(lambda: not running(pids))
         assert is_read or not [path for path in memory if path.exists()]
         assert not list(folder.glob("meshrl-*"))
 
 
-def test_a_killed_controller_leaves_nothing() -> None:
-    with controller(HANG) as (started, _):
-        started.kill()
-    assert started.returncode == -signal.SIGKILL
-
-
-def test_a_killed_controller_leaves_nothing_though_what_it_has_forked_goes_on() -> None:
+def test_a_killed_controller_leaves_nothing_even_if_what_it_has_forked_goes_on() -> None:
     with controller(FORK, is_read=True) as (started, folder):
         wait_until((folder / "note").exists)
         started.kill()
         forked = [pid for pid in psutil.pids() if pid != started.pid and _group(pid) == started.pid]
+    assert started.returncode == -signal.SIGKILL
     assert running(forked)
     os.killpg(started.pid, signal.SIGKILL)
     wait_until(lambda: not running(forked))
@@ -110,14 +114,13 @@ def test_a_killed_controller_leaves_nothing_though_what_it_has_forked_goes_on() 
 
 
 def _group(pid: int) -> int:
-    try:
+    with suppress(ProcessLookupError):
         return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0
+    return 0
 
 
 def test_a_controller_that_exits_without_closing_its_engine_leaves_nothing() -> None:
-    with controller("await asyncio.sleep(0.5); raise SystemExit(3)") as (started, _):
+    with controller("raise SystemExit(3)") as (started, _):
         pass
     assert started.returncode == 3
 
@@ -125,6 +128,50 @@ def test_a_controller_that_exits_without_closing_its_engine_leaves_nothing() -> 
 def test_an_interrupt_is_the_controllers_alone_which_cancels_its_calls_and_ends() -> None:
     with controller(HANG, CLOSE) as (started, folder):
         os.killpg(started.pid, signal.SIGINT)
-        started.wait(60)
+        started.wait()
         assert (folder / "note").read_text() == "cancelled"
     assert started.returncode == -signal.SIGINT
+
+
+@pytest.mark.usefixtures("cold")
+def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own files are touched by nobody as long as they live."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = folder / "script.py"
+        script.write_text(
+            "from meshrl.engines.processes import ProcessEngine\n"
+            "engine = ProcessEngine()\nprint('it runs', flush=True)\ninput()\n"
+        )
+
+        def kill(started: "subprocess.Popen[str]") -> None:
+            for process in [*psutil.Process(started.pid).children(), started]:
+                process.kill()
+            started.wait()
+
+        def begun(known: set[Path]) -> "tuple[subprocess.Popen[str], set[Path]]":
+            started = start(folder, script)
+            assert started.stdout is not None
+            assert started.stdout.readline() == "it runs\n"
+            return started, set(folder.glob("meshrl-*")) - known
+
+        one, left = begun(set())
+        other, there = begun(left)
+        kill(one)
+        assert left
+        assert all(path.exists() for path in (*left, *there))
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        gc.collect()
+        descriptors = psutil.Process().num_fds()
+        engine = ProcessEngine()
+        assert not any(path.exists() for path in left)
+        assert all(path.exists() for path in there)
+        del engine
+        gc.collect()
+        assert psutil.Process().num_fds() == descriptors
+        kill(other)
+        ProcessEngine()
+        gc.collect()
+        assert not list(folder.glob("meshrl-*"))
+        for started in (one, other):
+            started.communicate()

@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Batch, Gather, Mesh, MeshStopped, RankDied, Shard, endpoint, respawn
-from meshrl.engines.hosting import reservation
+from meshrl import Actor, Batch, Gather, Mesh, MeshStopped, Shard, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
 from tests.processes.conftest import NO_CORE, running, segments, until
 
@@ -41,11 +40,12 @@ class Rows(Actor):
         self.kept = batch
 
     @endpoint
-    async def linger(self) -> None:
+    async def linger(self, note: str) -> None:
         try:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(1000)
+            Path(note).touch()
+            await asyncio.Event().wait()
 
 
 async def pids_of(rows: Rows) -> list[int]:
@@ -86,21 +86,16 @@ async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
 async def test_what_a_killed_reader_had_leased_is_written_again(engine: ProcessEngine) -> None:
     maker_mesh, reader_mesh = await Mesh.reserve(engine, 1, NO_CORE), await Mesh.reserve(engine, 1, NO_CORE)
     maker, reader = await maker_mesh.spawn(Rows), await reader_mesh.spawn(Rows)
-    maker_pids = await pids_of(maker)
-
-    def memory() -> set[int]:
-        return {path.stat().st_ino for path in segments(*maker_pids)}
-
+    (pid,) = await pids_of(maker)
     batch = await maker.make(1)
     await reader.keep(batch)
     del batch
-    leased = memory()
+    leased = len(segments(pid))
     batch = await maker.make(2)
-    assert len(memory()) == len(leased) + 1, "what is leased is not written again"
-    both = memory()
+    assert len(segments(pid)) == leased + 1, "what is leased is not written again"
     await killed(*await pids_of(reader))
     again = await maker.make(3)
-    assert memory() == both
+    assert len(segments(pid)) == leased + 1
     assert (await batch.load()).rewards[0] == 2
     assert (await again.load()).rewards[0] == 3
     del batch, again
@@ -108,50 +103,23 @@ async def test_what_a_killed_reader_had_leased_is_written_again(engine: ProcessE
     await reader_mesh.stop()
 
 
-async def test_ranks_end_with_the_process_that_they_are_made_of_and_can_be_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        engine = ProcessEngine(inline_bytes=0)
-        rows = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
-        pids = await pids_of(rows)
-        template = engine._launcher._template
-        assert template is not None
-        call = asyncio.create_task(rows.make(1))
-        os.kill(template.pid, signal.SIGKILL)
-        await until(lambda: not running(pids))
-        with pytest.raises(RankDied, match="the process that ranks are made of is gone"):
-            await until_it_fails(rows)
-        await asyncio.gather(call, return_exceptions=True)  # it may have been quicker
-        await respawn(rows)
-        assert len(set(await pids_of(rows)) - set(pids)) == 2
-        await engine.close()
-        assert not running([template.pid])
-        assert not list(Path(folder).glob("meshrl-*"))
-
-
 async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_new_processes(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: ProcessEngine, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reservation, "GRACE", 0.3)
-    engine = ProcessEngine(inline_bytes=0)
     mesh = await Mesh.reserve(engine, 2, NO_CORE)
     rows = await mesh.spawn(Rows)
-    lingering = asyncio.create_task(rows.linger())
     pids = await pids_of(rows)
+    parent = psutil.Process(pids[0]).parent()
+    assert parent is not None
+    others = {child.pid for child in parent.children()} - set(pids)
+    lingering = asyncio.create_task(rows.linger(str(tmp_path / "note")))
+    await rows.pid()
     again = asyncio.create_task(respawn(rows))
-    await asyncio.sleep(0.1)  # it waits for calls that do not end
+    await until((tmp_path / "note").exists)  # it waits for calls that do not end
     await mesh.stop()
     with pytest.raises(MeshStopped, match="cannot be respawned on rank 0: its mesh is stopped"):
         await again
     with pytest.raises(MeshStopped):
         await lingering
-    await until(lambda: not running(pids) and not engine._launcher._ends)
-    await engine.close()
-
-
-async def until_it_fails(rows: Rows) -> None:
-    while True:
-        await rows.pid()
-        await asyncio.sleep(0.01)
+    await until(lambda: not running(pids))
+    assert set(running(child.pid for child in parent.children())) <= others

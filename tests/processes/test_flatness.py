@@ -85,13 +85,12 @@ def size(process: psutil.Process) -> Size:
 async def sizes(pids: list[int], ranks: list[Rows]) -> list[Size]:
     """Of each process, when what was cancelled has ended."""
     gc.collect()
-    for rows in ranks:
+    for rows in [*ranks] * 10:
         await rows.pid()
-    await asyncio.sleep(0.1)
     return [size(psutil.Process(pid)) for pid in pids]
 
 
-@pytest.mark.parametrize("steps", [1_000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("steps", [500, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.wide])])
 async def test_nothing_grows_with_the_steps(engine: ProcessEngine, steps: int) -> None:
     meshes = [await Mesh.reserve(engine, 2, NO_CORE) for _ in range(2)]
     one, other = [await mesh.spawn(Rows) for mesh in meshes]
@@ -103,9 +102,7 @@ async def test_nothing_grows_with_the_steps(engine: ProcessEngine, steps: int) -
         for number in range(steps):
             await step(number, one, other)
         after = await sizes(pids, [one, other])
-        made = sum(each.segments for each in after) - sum(
-            each.segments for each in before
-        )  # each may be mapped anywhere
+        made = sum(each.segments for each in after) - sum(each.segments for each in before)  # mapped anywhere
         where = f"processes {pids}: {before} and then {after}"
         for then, now in zip(before, after, strict=True):
             assert now.descriptors <= then.descriptors + 4 + made, where

@@ -4,18 +4,13 @@ import os
 import resource
 import signal
 import socket
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from torch._C._distributed_c10d import TCPStore
 
-from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
-from meshrl.engines.hosting import RankLog
+from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, at, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
-from meshrl.engines.transport import SocketChannel
 from tests.processes.conftest import NO_CORE
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -42,10 +37,6 @@ class Has(Actor):
         return int(os.environ["MASTER_PORT"])
 
     @endpoint
-    async def serve(self) -> None:
-        self.store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
-
-    @endpoint
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -64,35 +55,35 @@ async def gpus_of(mesh: Mesh) -> list[list[str]]:
 
 
 async def test_the_port_of_a_ranks_store_is_its_own_before_it_listens(engine: ProcessEngine) -> None:
+    """Where ranks compute together, `torch.distributed` listens there."""
     mesh = await Mesh.reserve(engine, 1, Resources(cpus=0))
-    has = await mesh.spawn(Has)
-    port = await has.port()
+    port = await (await mesh.spawn(Has)).port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
-    await has.serve()
-    socket.create_connection(("127.0.0.1", port)).close()
     await mesh.stop()
 
 
 async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessEngine) -> None:
     whole = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=2))
     assert await gpus_of(whole) == [["0", "1"], ["2", "3"]]
+    none = await Mesh.reserve(engine, 2, NO_CORE)
+    assert await gpus_of(none) == [[""], [""]]
     with pytest.raises(
         ConfigError, match=r"1 ranks with 0\.5 GPUs each, but this machine has 0 of GPU 0, .* stop a mesh"
     ):
         await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.5))
     await whole.stop()
     four = await Mesh.reserve(engine, 4, Resources(cpus=0, gpus=1))
-    assert await gpus_of(four) == [["0"], ["1"], ["2"], ["3"]]
-    await four.stop()
-
-
-async def test_a_rank_without_gpus_sees_none(engine: ProcessEngine) -> None:
-    mesh = await Mesh.reserve(engine, 2, NO_CORE)
-    assert await gpus_of(mesh) == [[""], [""]]
-    await mesh.stop()
+    has = await four.spawn(Has)
+    assert await each(has.gpus)() == [["0"], ["1"], ["2"], ["3"]]
+    with pytest.raises(RankDied):
+        await at(has, dp=1).die()
+    await respawn(has)
+    assert await each(has.gpus)() == [["0"], ["1"], ["2"], ["3"]], "that of the dead is its successor's"
+    for mesh in (none, four):
+        await mesh.stop()
 
 
 async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
@@ -120,16 +111,6 @@ async def test_what_a_machine_does_not_have_is_said(engine: ProcessEngine) -> No
         await Mesh.reserve(engine, 0)
 
 
-async def test_a_rank_that_died_is_made_again_on_its_own_gpu(engine: ProcessEngine) -> None:
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=1))
-    has = await mesh.spawn(Has)
-    with pytest.raises(RankDied):
-        await has.die()
-    await respawn(has)
-    assert await each(has.gpus)() == [["0"], ["1"]]
-    await mesh.stop()
-
-
 @two_cores
 async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engine: ProcessEngine) -> None:
     one, other = [await Mesh.reserve(engine, 1, Resources(cpus=1)) for _ in range(2)]
@@ -145,64 +126,14 @@ async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engin
     half = len(CORES) // 2
     assert await each(has.cores)() == [CORES[:half], CORES[half : 2 * half]]
     assert await each(has.threads)() == [half, half]
+    none = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Has)
+    assert await each(none.cores)() == [CORES], "without cores of its own it runs on all"
+    assert await each(none.threads)() == [1]
     await rest.stop()
 
 
-async def test_a_rank_without_cores_of_its_own_runs_on_all(engine: ProcessEngine) -> None:
-    mesh = await Mesh.reserve(engine, 1, NO_CORE)
-    has = await mesh.spawn(Has)
-    assert await each(has.cores)() == [CORES]
-    assert await each(has.threads)() == [1]
-    await mesh.stop()
-
-
-async def test_a_rank_that_cannot_be_started_takes_nothing(
-    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin, begun = engine._launcher.begin, list[object]()
-
-    def late(environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
-        if begun:
-            raise OSError("no more processes")
-        begun.append(None)
-        return begin(environment, cores, log)
-
-    monkeypatch.setattr(engine._launcher, "begin", late)
-    with pytest.raises(OSError, match="no more processes"):
-        await Mesh.reserve(engine, 4, Resources(gpus=1))
-    monkeypatch.undo()
-    mesh = await Mesh.reserve(engine, 1, Resources(gpus=4))
-    assert await each((await mesh.spawn(Has)).cores)() == [CORES]
-    await mesh.stop()
-
-
-async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("long" * 30)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    engine = ProcessEngine()
-    has = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Has)
-    assert await has.threads() == 1
-    folder = engine._launcher._folder
-    await engine.close()
-    assert folder is not None
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("now", "most", "then"),
-    [
-        (1024, 4096, 4096),
-        (1024, 2**30, 65536),
-        (1024, resource.RLIM_INFINITY, 65536),
-        (2**20, 2**30, 2**20),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
-    ],
-)
-async def test_the_limit_of_open_files_is_raised_within_reason(
-    now: int, most: int, then: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = (now, most)
+async def test_the_limit_of_open_files_is_raised_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (0, 0)
 
     def limit(_: int, wanted: tuple[int, int]) -> None:
         nonlocal limits
@@ -210,5 +141,13 @@ async def test_the_limit_of_open_files_is_raised_within_reason(
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", limit)
-    await ProcessEngine().close()
-    assert limits == (then, most)
+    for now, most, then in (
+        (1024, 4096, 4096),
+        (1024, 2**30, 65536),
+        (1024, resource.RLIM_INFINITY, 65536),
+        (2**20, 2**30, 2**20),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ):
+        limits = now, most
+        await ProcessEngine().close()
+        assert limits == (then, most), (now, most)

@@ -89,13 +89,13 @@ def output(folder: Path, steps: str, mounts: str = "", mib: int | None = None) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
         env={**os.environ, "TMPDIR": str(files), "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "1000"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
+@pytest.mark.wide
 def test_what_shared_memory_has_no_room_for_goes_through_files(tmp_path: Path) -> None:
     said = output(tmp_path, MORE_THAN_THERE_IS.replace("sys.argv[1]", "sys.argv[1] + '/files'"))
     assert "7 files" in said
@@ -127,6 +127,7 @@ def test_a_run_keeps_to_its_share(tmp_path: Path) -> None:
     assert "32 MiB are this process's, 32 MiB of /dev/shm are this run's (run.shared_memory_mib = 40)" in warning
 
 
+@pytest.mark.wide
 def test_a_share_that_is_too_small_is_told_by_the_name_of_its_setting(tmp_path: Path) -> None:
     said = output(tmp_path, NO_ROOM_AT_ALL, 'mount -t tmpfs -o size=40m tmpfs "$1/files"', mib=40)
     first, _ = [line for line in said.splitlines() if "do not fit" in line]

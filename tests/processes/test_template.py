@@ -1,4 +1,4 @@
-"""What ranks have of the process that they are forked from, and what that process outlives."""
+"""What ranks have of the process that they are forked from, and what that process and its engine leave."""
 
 import asyncio
 import gc
@@ -7,14 +7,16 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
-from meshrl import Actor, ConfigError, Mesh, Same, each, endpoint
+from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
-from tests.processes.conftest import NO_CORE, running, until
+from tests.processes.conftest import NO_CORE, made_now, running, until, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -44,6 +46,18 @@ class Rank(Actor):
         return float(np.random.random())  # noqa: NPY002 -- what older code draws from
 
     @endpoint
+    async def gpus(self) -> Same[str]:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    @endpoint
+    async def pid(self) -> Same[int]:
+        return os.getpid()
+
+    @endpoint
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    @endpoint
     async def fork(self) -> Same[list[int]]:
         if not (child := os.fork()):
             signal.pause()
@@ -58,26 +72,11 @@ class Rank(Actor):
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str) -> None:
-    """With a module that breaks something in the process that ranks are made of, for the first of them."""
-    (folder / "breaks.py").write_text(patch)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(folder)
-        engine = ProcessEngine(modules=["breaks"])
-        with pytest.raises(ConfigError, match=reason):
-            await Mesh.reserve(engine, 1, NO_CORE)
-        template = engine._launcher._template
-        ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
-        assert await ranks.draw() >= 0
-        assert engine._launcher._template is template
-        await engine.close()
-
-
 def printed_by(script: Path) -> str:
     """What comes through a pipe."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, str(script)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=environment).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
 
 
 async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
@@ -87,144 +86,147 @@ async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_p
     assert sorted(printed.splitlines()) == ["a rank says so", "a rank says so", "hello"]
 
 
-async def test_ranks_do_not_draw_the_same_numbers() -> None:
-    engine = ProcessEngine(modules=["numpy.random"])
-    ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
-    assert len(set(await each(ranks.draw)())) == 4
-    await engine.close()
-
-
-async def test_a_machine_that_takes_no_more_processes_is_said_and_costs_one_rank(tmp_path: Path) -> None:
-    breaks = """
-import os
-fork = os.fork
-
-def refuse():
-    os.fork = fork
-    raise BlockingIOError(11, "Resource temporarily unavailable")
-
-os.fork = refuse
-"""
-    await check_an_engine_that_fails_once(tmp_path, breaks, r"takes no more processes \(.*temporarily unavailable")
-
-
-async def test_what_a_rank_raises_before_it_answers_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks = """
-import __main__
-from pathlib import Path
-become_rank = __main__._become_rank
-
-def fail(*given):
-    if not Path(__file__).with_name("failed").exists():
-        Path(__file__).with_name("failed").touch()
-        raise ValueError("a rank of straw")
-    become_rank(*given)
-
-__main__._become_rank = fail
-"""
-    await check_an_engine_that_fails_once(tmp_path, breaks, "did not start: it ended by itself with status 1")
-    assert "ValueError: a rank of straw" in capfd.readouterr().err
-
-
-async def test_a_rank_is_begun_though_what_ranks_are_made_of_has_just_died() -> None:
-    engine = ProcessEngine()
-    await (await Mesh.reserve(engine, 1, NO_CORE)).stop()
-    template = engine._launcher._template
-    assert template is not None
-    template.kill()
-    template.wait()  # before the loop can hear of it
-    mesh = await Mesh.reserve(engine, 1, NO_CORE)
-    assert await (await mesh.spawn(Rank)).draw() >= 0
-    assert len(engine._launcher._ends) == 1
-    await engine.close()
-
-
-@pytest.mark.parametrize("end", ["the rank is killed", "its mesh is stopped", "its engine is closed"])
-async def test_processes_that_a_rank_has_started_end_with_it(end: str) -> None:
-    engine = ProcessEngine()
-    mesh = await Mesh.reserve(engine, 1, NO_CORE)
-    pids = await (await mesh.spawn(Rank)).fork()
-    assert len(running(pids)) == 2
-    if end == "the rank is killed":
-        os.kill(pids[0], signal.SIGKILL)
-    elif end == "its mesh is stopped":
-        await mesh.stop()
-    else:
-        await engine.close()
-    await until(lambda: not running(pids))
-    await engine.close()
-
-
-@pytest.mark.parametrize("paths", ["/the/users/own", None])
-async def test_what_ranks_start_finds_modules_where_the_user_says(
-    paths: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if paths:
-        monkeypatch.setenv("PYTHONPATH", paths)
-    engine = ProcessEngine()
-    ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
-    assert (await ranks.environment()).get("PYTHONPATH") == paths
-    await engine.close()
-
-
-async def test_ranks_are_made_ready_as_soon_as_there_is_an_engine_and_nothing_is_left_where_nobody_asks_for_any() -> (
-    None
-):
-    engine = ProcessEngine()
-    template, folder = engine._launcher._template, engine._launcher._folder
-    assert template is not None
-    assert folder is not None
-    assert running([template.pid])
-    await engine.close()
-    assert not running([template.pid])
-    assert not folder.exists()
-
-
-async def test_what_is_set_after_the_engine_was_made_reaches_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ProcessEngine()
-    monkeypatch.setenv("MINE", "set late")
-    ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
-    assert (await ranks.environment())["MINE"] == "set late"
-    await engine.close()
-
-
-async def test_ranks_may_open_as_many_files_as_this_user_may() -> None:
+    (long := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))  # longer than the path of a socket may be
+    monkeypatch.setenv("PYTHONPATH", "/the/users/own")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        engine = ProcessEngine()
-        ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
-        assert await ranks.files() > 512
+        engine = ProcessEngine(modules=["numpy.random"])
+        monkeypatch.setenv("MINE", "set late")
+        ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
+        environment = await at_first(ranks)
+        assert (environment["PYTHONPATH"], environment["MINE"]) == ("/the/users/own", "set late")
+        assert await ranks.files() > 512, "as many files as this user may open"
+        assert len(set(await each(ranks.draw)())) == 4
         await engine.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not list(long.iterdir())
 
 
-async def test_an_engine_that_is_dropped_leaves_nothing() -> None:
+async def at_first(ranks: Rank) -> dict[str, str]:
+    """The environment of the first rank: the others have other numbers."""
+    return (await each(ranks.environment)())[0]
+
+
+BREAKS = """
+import asyncio, os
+from pathlib import Path
+
+fork, loop, forks, failed = os.fork, asyncio.new_event_loop, [], Path(__file__).with_name("failed")
+
+def second_is_refused():
+    forks.append(None)
+    if len(forks) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+def third_fails():
+    if len(forks) > 2 and not failed.exists():
+        failed.touch()
+        raise ValueError("a rank of straw")
+    return loop()
+
+os.fork, asyncio.new_event_loop = second_is_refused, third_fails
+"""
+
+
+@pytest.mark.usefixtures("cold")
+async def test_a_rank_that_cannot_be_started_is_told_and_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither its process nor its GPU; what ranks are made of goes on. A user's module breaks it."""
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    engine, made_of = made_now(lambda: ProcessEngine(modules=["breaks"]))
+    with pytest.raises(ConfigError, match=r"takes no more processes \(.*temporarily unavailable"):
+        await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=1))
+    with pytest.raises(ConfigError, match="did not start: it ended by itself with status 1"):
+        await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))
+    assert "ValueError: a rank of straw" in capfd.readouterr().err
+    ranks = await (await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))).spawn(Rank)
+    assert await ranks.gpus() == "0,1"
+    assert "PYTHONPATH" not in await ranks.environment()
+    assert running(made_of) == made_of
+    await engine.close()
+
+
+@pytest.mark.usefixtures("cold")
+async def test_ranks_end_with_what_they_are_made_of_and_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        engine, made_of = made_now(lambda: ProcessEngine(inline_bytes=0))
+        mesh = await Mesh.reserve(engine, 2, NO_CORE)
+        ranks = await mesh.spawn(Rank)
+        pids = await each(ranks.pid)()
+        call = asyncio.create_task(ranks.wait())
+        await ranks.files()
+        os.kill(made_of[0], signal.SIGKILL)
+        with pytest.raises(RankDied, match="the process that ranks are made of is gone"):
+            await call
+        await until(lambda: not running([*made_of, *pids]))
+        known = {child.pid for child in psutil.Process().children()}
+        await respawn(ranks)
+        assert not set(await each(ranks.pid)()) & set(pids)
+
+        (again,) = (child.pid for child in psutil.Process().children() if child.pid not in known)
+        os.kill(again, signal.SIGKILL)
+        wait_until(lambda: not running([again]))  # before the loop can hear of it
+        other = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
+        assert await other.draw() >= 0
+        await engine.close()
+        assert not running([again])
+        assert not list(Path(folder).glob("meshrl-*"))
+
+
+async def test_processes_that_a_rank_has_started_end_with_it() -> None:
     engine = ProcessEngine()
-    template, folder = engine._launcher._template, engine._launcher._folder
-    assert template is not None
-    assert folder is not None
-    del engine
-    gc.collect()
-    assert not running([template.pid])
-    assert not folder.exists()
+    meshes = [await Mesh.reserve(engine, 1, NO_CORE) for _ in range(3)]
+    killed, stopped, closed = [await mesh.spawn(Rank) for mesh in meshes]
+    pids = [await ranks.fork() for ranks in (killed, stopped, closed)]
+    assert len(running([pid for pair in pids for pid in pair])) == 6
+    call = asyncio.create_task(killed.wait())
+    await killed.files()
+    os.kill(pids[0][0], signal.SIGKILL)
+    with pytest.raises(RankDied):  # though its child has its end of the connection
+        await call
+    await until(lambda: not running(pids[0]))
+    await meshes[1].stop()
+    await until(lambda: not running(pids[1]))
+    await engine.close()
+    await until(lambda: not running(pids[2]))
 
 
-async def test_an_engine_whose_end_is_cancelled_leaves_nothing() -> None:
-    engine = ProcessEngine()
-    await (await Mesh.reserve(engine, 1, NO_CORE)).stop()
-    template, folder = engine._launcher._template, engine._launcher._folder
-    assert template is not None
-    assert folder is not None
-    os.kill(template.pid, signal.SIGSTOP)  # so that its end is waited for
-    closing = asyncio.create_task(engine.close())
-    await asyncio.sleep(0.1)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    assert not running([template.pid])
-    assert not folder.exists()
+@pytest.mark.usefixtures("cold")
+async def test_an_engine_leaves_nothing_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+
+        def is_clean(pids: list[int]) -> bool:
+            return not running(pids) and not list(Path(folder).glob("meshrl-*"))
+
+        engine, pids = made_now(ProcessEngine)
+        assert running(pids), "ranks are made ready as soon as there is an engine"
+        await engine.close()
+        assert is_clean(pids), "where nobody asked for any"
+
+        engine, pids = made_now(ProcessEngine)
+        del engine
+        gc.collect()
+        assert is_clean(pids), "where it is dropped"
+
+        engine, pids = made_now(ProcessEngine)
+        await (await Mesh.reserve(engine, 1, NO_CORE)).stop()
+        os.kill(pids[0], signal.SIGSTOP)  # so that its end is waited for
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert is_clean(pids), "where its end is cancelled"

@@ -1,10 +1,10 @@
-"""Handles that come and go, ranks with children, and values that break where they are read."""
+"""Handles that come and go, values that break where they are read, and much under way at once."""
 
 import asyncio
 import os
-import signal
 import sys
 from functools import wraps
+from random import Random
 from types import FunctionType
 
 import numpy as np
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Gather, Mesh, RankDied, RankFailed, Same, endpoint, overlong_penalty
+from meshrl import Actor, Gather, Mesh, RankFailed, Same, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import CollectiveActor
 from tests.processes.conftest import NO_CORE
@@ -35,14 +35,8 @@ class Guest(Actor):
         await other.hello()
 
     @endpoint
-    async def have_a_child(self) -> Same[bool]:
-        if os.fork() == 0:
-            signal.pause()
-        return True
-
-    @endpoint
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
+    async def echo(self, sent: bytes) -> Same[bytes]:
+        return sent
 
     @endpoint
     async def take(self, what: object) -> None: ...
@@ -83,22 +77,6 @@ async def test_handles_leave_no_connection_behind(engine: ProcessEngine, mesh: M
     assert psutil.Process(pid).num_fds() == before
 
 
-async def test_a_killed_rank_whose_child_lives_fails_its_call(engine: ProcessEngine) -> None:
-    guest = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Guest)
-    pid = int((await guest.pid())[0])
-    await guest.have_a_child()
-    (child,) = psutil.Process(pid).children()
-    call = asyncio.ensure_future(guest.wait())
-    await guest.pid()
-    os.kill(pid, signal.SIGKILL)
-    try:
-        with pytest.raises(RankDied):
-            await asyncio.wait_for(call, 20)
-    finally:
-        if child.is_running():
-            child.kill()
-
-
 @wraps(overlong_penalty)
 def doubled(*arguments: int) -> object:
     """What has the name of meshrl's own."""
@@ -110,19 +88,25 @@ def nameless() -> FunctionType:
     return FunctionType((lambda: 7).__code__, {})
 
 
-async def test_functions_travel_whatever_they_say_of_their_name(engine: ProcessEngine) -> None:
-    guest = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Guest)
+async def test_functions_travel_whatever_they_say_of_their_name(mesh: Mesh) -> None:
+    guest = await mesh.spawn(Guest)
     for function in (doubled, nameless(), np.mean, overlong_penalty):
         await guest.take(function)
 
 
-@pytest.mark.parametrize("how", ["exit", "text"])
-@pytest.mark.parametrize("kind", [Guest, Together])
-async def test_what_breaks_where_it_is_read_fails_its_call_alone(
-    engine: ProcessEngine, kind: type[Guest], how: str
-) -> None:
-    guest = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(kind)
-    for call in (guest.take(Breaks(how)), guest.give(how)):
-        with pytest.raises(RankFailed, match=r"SystemExit|ValueError"):
-            await asyncio.wait_for(call, 20)
-    assert len(await asyncio.wait_for(guest.pid(), 20)) == 1
+async def test_what_breaks_where_it_is_read_fails_its_call_alone(mesh: Mesh) -> None:
+    for kind in (Guest, Together):
+        guest = await mesh.shape(dp=1, tp=2).spawn(kind)
+        for how in ("exit", "text"):
+            for call in (guest.take(Breaks(how)), guest.give(how)):
+                with pytest.raises(RankFailed, match=r"SystemExit|ValueError"):
+                    await call
+            assert len(await guest.pid()) == 1
+
+
+async def test_bytes_of_any_size_arrive_whole_however_many_are_under_way(mesh: Mesh) -> None:
+    """They are more than a socket takes, and come in pieces that begin and end anywhere."""
+    guest, random = await mesh.spawn(Guest), Random(0)
+    sizes = [3, 5_000_000, 0, 2_000_000, *(random.randrange(3000) for _ in range(300)), 1]
+    sent = [random.randbytes(size) for size in sizes]
+    assert await asyncio.gather(*map(guest.echo, sent)) == sent

@@ -109,7 +109,7 @@ def synchronous(steps: int, *, rows: int = 4) -> list[Event]:
     return events
 
 
-def test_a_synchronous_step_takes_rollout_and_training_one_after_the_other(source: Path) -> None:
+def test_on_one_mesh_a_step_takes_rollout_and_training_one_after_the_other(source: Path) -> None:
     found = forecast(source)
     assert found.step_seconds == pytest.approx(3.0)
     assert found.step_seconds_median == pytest.approx(3.0)
@@ -118,6 +118,22 @@ def test_a_synchronous_step_takes_rollout_and_training_one_after_the_other(sourc
     assert found.bound == {"rollout": 1.0}
     assert found.staleness == [24 * 8]
     assert found.measured is None
+    ahead = forecast(source, "ahead=1")  # by which nothing is gained there
+    assert ahead.step_seconds == pytest.approx(3.0, rel=0.02)
+    assert ahead.efficiency == pytest.approx(2 / 3, abs=0.03)
+    two = forecast(source, "sampler.mesh=rollout", "run.meshes.rollout.ranks=2")  # guesses are of one rank
+    assert two.step_seconds == pytest.approx(2.0)
+
+
+def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(source: Path) -> None:
+    for rollout, train in ((2.0, 1.0), (1.0, 2.0), (1.5, 1.5)):
+        found = forecast(source, "ahead=1", "sampler.mesh=rollout", rollout=rollout, train=train)
+        assert found.step_seconds == pytest.approx(max(rollout, train), rel=0.02)
+        assert found.efficiency == pytest.approx(1, abs=0.03)
+        assert sum(found.staleness) == 24 * 8
+        assert len(found.staleness) == 2
+        sampler = next(lane for lane in found.idle if lane.mesh == "rollout")
+        assert sampler.busy == pytest.approx(rollout, rel=0.1)
 
 
 def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(source: Path) -> None:
@@ -130,30 +146,6 @@ def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(so
     assert busy[1] * 24 == pytest.approx(busy[0] * 24 + 4 * 2.0, rel=0.01)  # the fifth comes after the steps
     waiting = forecast(source, *apart, *every, "evaluation.pause_training=true", rollout=1.0, train=2.0)
     assert waiting.step_seconds > 2.2
-
-
-@pytest.mark.parametrize(("rollout", "train"), [(2.0, 1.0), (1.0, 2.0), (1.5, 1.5)])
-def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(
-    source: Path, rollout: float, train: float
-) -> None:
-    found = forecast(source, "ahead=1", "sampler.mesh=rollout", rollout=rollout, train=train)
-    assert found.step_seconds == pytest.approx(max(rollout, train), rel=0.02)
-    assert found.efficiency == pytest.approx(1, abs=0.03)
-    assert sum(found.staleness) == 24 * 8
-    assert len(found.staleness) == 2
-    sampler = next(lane for lane in found.idle if lane.mesh == "rollout")
-    assert sampler.busy == pytest.approx(rollout, rel=0.1)
-
-
-def test_one_step_ahead_on_one_mesh_nothing_is_gained(source: Path) -> None:
-    found = forecast(source, "ahead=1")
-    assert found.step_seconds == pytest.approx(3.0, rel=0.02)
-    assert found.efficiency == pytest.approx(2 / 3, abs=0.03)
-
-
-def test_guesses_are_of_one_rank(source: Path) -> None:
-    found = forecast(source, "sampler.mesh=rollout", "run.meshes.rollout.ranks=2")
-    assert found.step_seconds == pytest.approx(2.0)
 
 
 def test_an_aborted_rollout_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
@@ -187,22 +179,17 @@ def test_a_judge_that_holds_a_model_needs_none(source: Path) -> None:
     assert {lane.mesh for lane in found.idle} == {"main", "judge"}
 
 
-@pytest.mark.parametrize(
-    ("loss", "arguments", "said"),
-    [
-        ("ClippedLoss", 'anchor="trainer"', "`logprobs`, which the batch does not have: call `batch = await policy"),
-        ("ValueLoss", "", "ValueLoss"),
-    ],
-)
-def test_an_update_refuses_what_real_ones_refuse(
-    loss: str, arguments: str, said: str, source: Path, tmp_path: Path
-) -> None:
-    script = ABORTING.replace("CrossEntropy()", f"{loss}({arguments})").replace("CrossEntropy", loss)
-    (tmp_path / "mine.py").write_text(script, "utf-8")
+def test_an_update_refuses_what_real_ones_refuse(source: Path, tmp_path: Path) -> None:
     text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
     source.write_text(text, "utf-8")
-    with pytest.raises(RankFailed, match=said):
-        forecast(source)
+    for loss, arguments, said in (
+        ("ClippedLoss", 'anchor="trainer"', "`logprobs`, which the batch does not have: call `batch = await policy"),
+        ("ValueLoss", "", "ValueLoss"),
+    ):
+        script = ABORTING.replace("CrossEntropy()", f"{loss}({arguments})").replace("CrossEntropy", loss)
+        (tmp_path / "mine.py").write_text(script, "utf-8")
+        with pytest.raises(RankFailed, match=said):
+            forecast(source)
 
 
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
@@ -270,19 +257,16 @@ def test_what_was_slow_together_is_slow_together_again() -> None:
     assert first.next(0) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("works", "expected"),
-    [
-        ([Work([4.0], 8)], 8.0),
-        ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),
-        ([Work([2.0], 8), Work([4.0], 2)], 2.0),
-        ([Work([4.0])], 4.0),
-        ([], 0.0),
-    ],
-    ids=["in proportion", "along a line", "never less for more", "whatever the rows", "nothing"],
-)
-def test_time_grows_with_rows_as_the_record_tells(works: Sequence[Work], expected: float) -> None:
-    assert Draws(works, 0, Tape(1, seed=1)).next(16) == pytest.approx(expected)
+def test_time_grows_with_rows_as_the_record_tells() -> None:
+    cases: dict[str, tuple[list[Work], float]] = {
+        "in proportion": ([Work([4.0], 8)], 8.0),
+        "along a line": ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),
+        "never less for more": ([Work([2.0], 8), Work([4.0], 2)], 2.0),
+        "whatever the rows": ([Work([4.0])], 4.0),
+        "nothing": ([], 0.0),
+    }
+    for why, (works, expected) in cases.items():
+        assert Draws(works, 0, Tape(1, seed=1)).next(16) == pytest.approx(expected), why
 
 
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:

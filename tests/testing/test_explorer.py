@@ -1,11 +1,12 @@
 """Latencies, crashes and the explorer, without a stream."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -27,7 +28,6 @@ from meshrl.testing import (
     crashing,
     delayed,
     explore,
-    explorer,
     per_row,
     per_token,
     simulate,
@@ -48,17 +48,15 @@ def rows(count: int, group: int = 0) -> Batch:
     )
 
 
-@pytest.mark.parametrize(("latency", "seconds"), [(2.0, 2.0), (per_row(2.0), 8.0), (per_token(0.5), 6.0)])
-def test_a_call_takes_its_time_by_call_by_row_or_by_token(latency: float, seconds: float) -> None:
-    async def main() -> float:
-        await delayed(FakePolicy, update=latency)(POLICY).update(rows(4), CrossEntropy())
+def test_a_call_takes_its_time_by_call_by_row_by_token_or_by_value() -> None:
+    async def call(policy: type[FakePolicy]) -> float:
+        await policy(POLICY).update(rows(4), CrossEntropy())
         return asyncio.get_running_loop().time()
 
-    assert simulate(main) == seconds
+    policies = [delayed(FakePolicy, update=latency) for latency in (2.0, per_row(2.0), per_token(0.5))]
+    assert [simulate(partial(call, policy)) for policy in policies] == [2.0, 8.0, 6.0]
 
-
-def test_a_stream_takes_its_time_for_each_value_on_each_rank() -> None:
-    async def main() -> list[float]:
+    async def stream() -> list[float]:
         engine = LocalEngine()
         mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
         sampler = await mesh.spawn(delayed(FakeSampler, generate=Lognormal(1, 0.5)), SAMPLER)
@@ -67,8 +65,8 @@ def test_a_stream_takes_its_time_for_each_value_on_each_rank() -> None:
         await engine.close()
         return times
 
-    times = simulate(main)
-    assert times == simulate(main)
+    times = simulate(stream)
+    assert times == simulate(stream)
     assert len(set(times)) == 4
     assert times[0] > 0
 
@@ -147,6 +145,7 @@ async def lost_update(seed: int) -> None:
     assert total == 2, "an update was lost"
 
 
+@pytest.mark.process
 def test_the_lowest_seed_that_fails_is_found_and_one_command_replays_it() -> None:
     with pytest.raises(ScheduleFailed) as alone:
         explore(lost_update, seeds=1000)
@@ -168,14 +167,13 @@ async def holds(_: int) -> None:
     await asyncio.sleep(1)
 
 
-@pytest.mark.parametrize(("workers", "told"), [(1, "59 of 60"), (2, "50 of 60")])
 def test_an_exploration_says_how_many_seeds_hold(
-    workers: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(explorer, "_TELL_SECONDS", 0.0)
-    explore(holds, seeds=60, workers=workers)
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 10.0).__next__)  # each seed takes a while
+    explore(holds, seeds=60)
     err = capsys.readouterr().err
-    assert f"{told} seeds hold left=" in err
+    assert "59 of 60 seeds hold left=10s" in err
     assert "60 of 60 seeds hold left=0s" in err
 
 
@@ -210,6 +208,7 @@ def test_a_scenario_in_a_function_is_replayed_from_there_and_has_one_process() -
         explore(fails_at_three, workers=2)
 
 
+@pytest.mark.process
 def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
@@ -221,29 +220,10 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
     assert f"python -m meshrl.testing {script}:scenario --workers 2" in last
 
 
-def test_a_process_that_ends_while_work_is_handed_out_is_told_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(*_: object) -> None:
-        raise BrokenProcessPool("a child process terminated abruptly")
-
-    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
-    with pytest.raises(ConfigError, match="ended before it was done"):
-        explore(lost_update, seeds=2, workers=2)
-
-
-@pytest.mark.parametrize(
-    ("trained", "broken"),
-    [
-        ([(0, 2), (1, 2)], None),
-        ([(0, 2), (0, 2)], "more than one step"),
-        ([(0, 1), (1, 2)], "2 rows"),
-        ([(0, 2)], "1 prompts that were drawn were never trained, and 0 groups"),
-        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 publications behind.*trains rows again"),
-    ],
-)
-def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken: str | None) -> None:
+def test_a_witness_tells_what_was_broken() -> None:
     """Groups and how many of their rows are trained, one after the other, each followed by a publication."""
 
-    async def main() -> None:
+    async def trains(trained: list[tuple[int, int]]) -> None:
         witness = Witness(FakePolicy(POLICY))
         list(witness.prompts(iter([rows(1, group=0), rows(1, group=1)])))
         await witness.weights()
@@ -252,19 +232,20 @@ def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken:
             await witness.weights()
         witness.check(ahead=1, n=2)
 
-    if broken is None:
-        simulate(main)
-    else:
-        with pytest.raises(PromiseBroken, match=broken):
-            simulate(main)
-
-
-def test_a_witness_asks_for_weights_before_the_first_rows() -> None:
-    async def main() -> None:
+    async def before_it_publishes() -> None:
         witness = Witness(FakePolicy(POLICY))
         await witness.update(rows(2, 0), CrossEntropy())
         await witness.weights()
         witness.check(ahead=1, n=2)
 
+    simulate(partial(trains, [(0, 2), (1, 2)]))
+    for trained, broken in (
+        ([(0, 2), (0, 2)], "more than one step"),
+        ([(0, 1), (1, 2)], "2 rows"),
+        ([(0, 2)], "1 prompts that were drawn were never trained, and 0 groups"),
+        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 publications behind.*trains rows again"),
+    ):
+        with pytest.raises(PromiseBroken, match=broken):
+            simulate(partial(trains, trained))
     with pytest.raises(PromiseBroken, match=r"2 rows were trained before any weights were published: .*publish\("):
-        simulate(main)
+        simulate(before_it_publishes)

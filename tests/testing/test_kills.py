@@ -4,7 +4,15 @@ import asyncio
 import threading
 from pathlib import Path
 
+import pytest
+
 from meshrl.testing import KillPoints
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> KillPoints:
+    (tmp_path / "here").mkdir()
+    return KillPoints(tmp_path / "here", tmp_path / "copies")
 
 
 def contents(points: KillPoints, name: str) -> list[str | None]:
@@ -12,34 +20,30 @@ def contents(points: KillPoints, name: str) -> list[str | None]:
     return [file.read_text("utf-8") if file.exists() else None for file in files]
 
 
-def test_what_is_written_in_place_is_seen_half_written(tmp_path: Path) -> None:
+def test_what_is_written_in_place_is_seen_half_written(tmp_path: Path, points: KillPoints) -> None:
     async def main() -> None:
         for text in ("one", "another"):
             await asyncio.sleep(1)
             (tmp_path / "here/notes").write_text(text, "utf-8")
 
-    (tmp_path / "here").mkdir()
-    points = KillPoints(tmp_path / "here", tmp_path / "copies")
     points.watch(main)
     assert contents(points, "notes") == [None, "", "o", "one", "ano", "another"]
     assert any("test_kills.py" in where for where in points.awaits)
 
 
-def test_what_is_renamed_is_seen_whole(tmp_path: Path) -> None:
+def test_what_is_renamed_is_seen_whole(tmp_path: Path, points: KillPoints) -> None:
     async def main() -> None:
         part = tmp_path / "here/part"
         for text in ("one", "another"):
             await asyncio.to_thread(part.write_text, text, "utf-8")
             part.rename(tmp_path / "here/notes")
 
-    (tmp_path / "here").mkdir()
-    points = KillPoints(tmp_path / "here", tmp_path / "copies")
     points.watch(main)
     assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
     assert [left.after for left in points.remains].count("rename(part, notes)") == 2
 
 
-def test_what_a_thread_of_its_own_changes_is_no_moment(tmp_path: Path) -> None:
+def test_what_a_thread_of_its_own_changes_is_no_moment(tmp_path: Path, points: KillPoints) -> None:
     def write() -> None:
         (tmp_path / "here/part").write_text("one", "utf-8")
         (tmp_path / "here/part").rename(tmp_path / "here/notes")
@@ -49,8 +53,6 @@ def test_what_a_thread_of_its_own_changes_is_no_moment(tmp_path: Path) -> None:
         thread.start()
         thread.join()
 
-    (tmp_path / "here").mkdir()
-    points = KillPoints(tmp_path / "here", tmp_path / "copies")
     points.watch(main)
     assert contents(points, "notes") == [None, "one"]
     assert [left.after for left in points.remains] == ["nothing", "nothing"]
