@@ -165,7 +165,7 @@ class Answers(Actor):
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def warm() -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
-    """`await warm(2)`: ranks in processes for tests that leave them as they were, and run in the loop of the session."""
+    """`await warm(2)`: ranks in processes for tests that leave them as they were and run in the loop of the session."""
     made = Warm()
     yield made.ranks
     await made.close()

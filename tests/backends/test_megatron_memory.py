@@ -1,30 +1,27 @@
 """What the megatron backend tells of memory before a run, against what torch's profiler counts over gloo."""
 
-import asyncio
 import gc
-import json
-import multiprocessing
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from meshrl import ClippedLoss, PolicyConfig
-from meshrl.engines.hosting.messages import reserved_port
-from meshrl.mesh import Rank, rank_context
+from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, Same, endpoint
 from meshrl.roles import Work, memory_of
+from meshrl_megatron.policy import MegatronPolicy
 from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, rollouts, told
 
-pytestmark = [pytest.mark.megatron, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.megatron,
+    pytest.mark.process,
+    pytest.mark.xdist_group("warm"),
+]
 
-RANKS = 4
 SIZES: Mapping[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 8,
@@ -49,12 +46,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = {
     "tp, recomputed": ("dense", {"dp": 2, "tp": 2}, {"activation_checkpointing": True, "dtype": "bfloat16"}),
     "experts": ("experts", {"dp": 2, "tp": 2}, {"megatron": {"experts": 2}}),
 }
-
-
-def config_of(case: str, folder: str) -> PolicyConfig:
-    model, _, changes = CASES[case]
-    table = {"model": f"{folder}/{model}", "backend": "megatron", "micro_batch_tokens": 500, **changes}
-    return PolicyConfig.model_validate(table)
+RARE = ["dp", "cp", "virtual stages", "tp, recomputed"]
 
 
 def most(profiled: Any) -> int:
@@ -81,60 +73,49 @@ def most(profiled: Any) -> int:
     return peak
 
 
-def tell(_: int, folder: str) -> None:
-    """In a process of its own, that is in no group: what is told of each policy."""
-    works = {case: Work(axes, PROMPT, COMPLETION, ROWS, N, gpu=0) for case, (_, axes, _) in CASES.items()}
-    found = {case: told(memory_of(config_of(case, folder), work)) for case, work in works.items()}
-    Path(folder, "told.json").write_text(json.dumps(found))
+class Measured(Actor):
+    """A rank of a policy."""
 
-
-def measure(number: int, folder: str, port: int) -> None:
-    """In each of 4 processes: two updates of each policy, one after the other."""
-    from meshrl_megatron.policy import MegatronPolicy  # noqa: PLC0415 -- of the other processes alone
-
-    os.environ |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    found: dict[str, int] = {}
-    for case, (_, axes, _) in CASES.items():
-        place = dict(zip(axes, map(int, np.unravel_index(number, tuple(axes.values()))), strict=True))
-        rank_context.set(Rank(number, RANKS, place, axes, threads=1))
-        batch = rollouts(ROWS // axes["dp"])
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            policy = MegatronPolicy(config_of(case, folder))
-            for _ in range(2):
-                asyncio.run(policy.update(batch, ClippedLoss()))
-        found[case] = most(profiled)
-        del policy
+    @endpoint
+    async def taken(self, config: PolicyConfig, rows: int) -> Gather[np.ndarray]:
+        """The most bytes that two updates take, from the policy's making on."""
         gc.collect()
-    Path(folder, f"{number}.json").write_text(json.dumps(found))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            policy = MegatronPolicy(config)
+            for _ in range(2):
+                await policy.update(rollouts(rows), ClippedLoss())
+        return np.array([most(profiled)])
 
 
-@pytest.fixture(scope="module")
-def folder(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = tmp_path_factory.mktemp("models")
-    for name, shape in MODELS.items():
-        random_model(shape, made / name, noise=0)
-    return str(made)
+class Teller(Actor):
+    """A process that is in no group."""
+
+    @endpoint
+    async def before(self, config: PolicyConfig, work: Work) -> Same[int]:
+        """What is told of a policy before it is made."""
+        return told(memory_of(config, work))
 
 
-@pytest.fixture(scope="module")
-def found(folder: str) -> Mapping[str, tuple[int, int]]:
-    """By case, what is told, and what the rank took that took most; with experts the mean, as their load is uneven."""
-    multiprocessing.set_forkserver_preload([__name__, "meshrl_megatron.policy"])  # imported once, for all of them
-    with reserved_port() as store:
-        port = store.getsockname()[1]
-        start_processes(measure, (folder, port), nprocs=RANKS, start_method="forkserver")
-    start_processes(tell, (folder,), nprocs=1, start_method="forkserver")
-    ranks = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(RANKS)]
-    before = json.loads(Path(folder, "told.json").read_text())
-    taken = {case: [rank[case] for rank in ranks] for case in CASES}
-    return {
-        case: (before[case], sum(each) // RANKS if model == "experts" else max(each))
-        for (case, (model, *_)), each in zip(CASES.items(), taken.values(), strict=True)
-    }
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_split_policys_memory_is_told_within_a_tenth(case: str, found: Mapping[str, tuple[int, int]]) -> None:
-    before, measured = found[case]
-    assert before == pytest.approx(measured, rel=0.1)
+@pytest.mark.parametrize(
+    "cases", [["pp and tp", "experts"], pytest.param(RARE, marks=pytest.mark.wide)], ids=["covering", "others"]
+)
+async def test_a_split_policys_memory_is_told_within_a_tenth(
+    warm: Callable[[int], Awaitable[Mesh]],
+    random_model: Callable[..., str],
+    tmp_path: Path,
+    cases: Sequence[str],
+) -> None:
+    """Of the rank that took most; with experts of the mean, as their load is uneven."""
+    four, apart = await warm(4), dict[str, tuple[int, int]]()
+    teller = await (await warm(1)).spawn(Teller)
+    folders = {name: random_model(shape, tmp_path / name, noise=0) for name, shape in MODELS.items()}
+    for case in cases:
+        model, axes, changes = CASES[case]
+        table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}
+        config = PolicyConfig.model_validate(table)
+        before = await teller.before(config, Work(axes, PROMPT, COMPLETION, ROWS, N, gpu=0))
+        taken = await (await four.shape(**axes).spawn(Measured)).taken(config, ROWS // axes["dp"])
+        measured = int(np.mean(taken) if model == "experts" else np.max(taken))
+        if before != pytest.approx(measured, rel=0.1):
+            apart[case] = before, measured
+    assert not apart, "told, and measured"

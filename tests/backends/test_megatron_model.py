@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -15,27 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from meshrl import Batch, PolicyConfig, Ragged
 from meshrl.data import Source
 from meshrl.mesh import Rank, rank_context
-from meshrl_hf.model import _Chosen
 from meshrl_hf.scoring import logprobs
-from meshrl_megatron import stage
 from meshrl_megatron.model import Model, build
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
-from meshrl_megatron.vocabulary import logprobs as of_chosen
+from tests.backends.material import SHAPE
 
 pytestmark = [pytest.mark.bits, pytest.mark.megatron]
 
-SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 11,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 48,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
 SCALED: Final = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -45,11 +33,10 @@ SCALED: Final = {
     "original_max_position_embeddings": 16,
 }
 SHAPES: Final = {
-    "Llama, scaled RoPE, a head of its own": LlamaConfig(**SIZES, rope_parameters=SCALED, tie_word_embeddings=False),
-    "Qwen2, biases, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "Qwen3, norms and wide heads": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "Llama, scaled RoPE, a head of its own": LlamaConfig(**SHAPE, rope_parameters=SCALED, tie_word_embeddings=False),
+    "Qwen2, biases, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "Qwen3, norms and wide heads": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
-LogProbs: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 LENGTHS: Final = (9, 2, 17, 30, 9, 5)
 
 
@@ -88,11 +75,9 @@ class Trace(TorchDispatchMode):
         return value.dtype, [(size, stride) for size, stride in steps if size != 1]
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    rank_context.set(Rank(threads=request.param))
-    torch.set_num_threads(request.param)
-    yield request.param
+@pytest.fixture(autouse=True)
+def _one_thread_again() -> Iterator[None]:
+    yield
     torch.set_num_threads(1)
 
 
@@ -104,9 +89,12 @@ def folder(
     return Path(random_model(request.param, tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def cases() -> Iterator[tuple[str, int]]:
+    """Each dtype with one thread and with two."""
+    for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
+        rank_context.set(Rank(threads=threads))
+        torch.set_num_threads(threads)
+        yield dtype, threads
 
 
 def rows(*lengths: int) -> Batch:
@@ -136,54 +124,42 @@ def reference(folder: Path, dtype: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def of_transformers(network: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], Tensor]:
-    """Each row's logits before its last token, and the log-probs of all tokens."""
-    chosen = cast("LogProbs", _Chosen.apply)
-    logits: list[Tensor] = []
+def of_transformers(network: PreTrainedModel, batch: Batch) -> Tensor:
+    """The log-probs of all tokens, row by row."""
     found: list[Tensor] = []
     for tokens, temperature in zip(batch.tokens, batch.row("temperature"), strict=True):
         ids = torch.from_numpy(tokens.astype(np.int64))
-        logits.append(network(input_ids=ids[None, :-1], use_cache=False).logits[0])
-        scale = torch.full((len(ids) - 1,), float(temperature))
-        found += [torch.zeros(1), chosen(logits[-1], ids[1:], scale)]
-    return logits, torch.cat(found)
+        logits = network(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        scaled = logits / torch.full((len(ids) - 1, 1), float(temperature))
+        found += [torch.zeros(1), scaled.log_softmax(-1, dtype=torch.float32).gather(1, ids[1:, None])[:, 0]]
+    return torch.cat(found)
 
 
-@pytest.mark.parametrize("length", LENGTHS[:4])
-def test_one_row_has_the_bits_of_transformers(
-    folder: Path, dtype: str, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Tensor] = []
-    true = of_chosen
-
-    def watched(logits: Tensor, *rest: Any) -> Tensor:
-        seen.append(logits)
-        return true(logits, *rest)
-
-    monkeypatch.setattr(stage, "logprobs", watched)
-    batch = rows(length)
-    found = scored(built(folder, dtype), batch)
-    (logits,), expected = of_transformers(reference(folder, dtype), batch)
-    assert [each.dtype for each in seen] == [getattr(torch, dtype)]
-    assert torch.equal(seen[0], logits)
-    assert torch.equal(found, expected)
+def test_one_row_has_the_bits_of_transformers(folder: Path) -> None:
+    for dtype, threads in cases():
+        model, network = built(folder, dtype), reference(folder, dtype)
+        for length in LENGTHS[:4]:
+            expected = of_transformers(network, rows(length))
+            assert torch.equal(scored(model, rows(length)), expected), (dtype, threads, length)
 
 
-@pytest.mark.parametrize("length", [2, 17])
-def test_each_operation_that_rounds_is_that_of_transformers(folder: Path, dtype: str, length: int) -> None:
+def test_each_operation_that_rounds_is_that_of_transformers(folder: Path) -> None:
     """So equal bits are no luck of one processor: the same sums, of the same shapes, at the same strides."""
-    batch, model, network = rows(length), built(folder, dtype), reference(folder, dtype)
-    with Trace() as ours:
-        scored(model, batch)
-    with Trace() as theirs:
-        of_transformers(network, batch)
-    assert {name for name, *_ in theirs.operations} >= {"mm", "silu", "mean", "rsqrt", "cos", "_log_softmax"}
-    assert Counter(map(repr, ours.operations)) == Counter(map(repr, theirs.operations))
+    for dtype, _ in cases():
+        model, network = built(folder, dtype), reference(folder, dtype)
+        for length in (2, 17):
+            with Trace() as ours:
+                scored(model, rows(length))
+            with Trace() as theirs:
+                of_transformers(network, rows(length))
+            assert {name for name, *_ in theirs.operations} >= {"mm", "silu", "mean", "rsqrt", "cos", "_log_softmax"}
+            assert Counter(map(repr, ours.operations)) == Counter(map(repr, theirs.operations))
 
 
-def test_packed_rows_are_those_of_transformers_but_for_rounding(folder: Path, dtype: str) -> None:
+def test_packed_rows_are_those_of_transformers_but_for_rounding(folder: Path) -> None:
     """Matrices of other shapes add in another order."""
     batch = rows(*LENGTHS)
-    _, expected = of_transformers(reference(folder, dtype), batch)
-    rounding = 1e-5 if dtype == "float32" else 0.05
-    torch.testing.assert_close(scored(built(folder, dtype), batch), expected, rtol=0, atol=rounding)
+    for dtype, _ in cases():
+        expected = of_transformers(reference(folder, dtype), batch)
+        rounding = 1e-5 if dtype == "float32" else 0.05
+        torch.testing.assert_close(scored(built(folder, dtype), batch), expected, rtol=0, atol=rounding)

@@ -1,36 +1,82 @@
-"""On one rank, the log-probabilities of the Megatron backend are those of the other backends to the bit."""
+"""Log-probabilities of a vocabulary that 1, 2 and 4 ranks share: one process's in float64, and their gradients."""
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from collections.abc import Awaitable, Callable
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from meshrl_hf.model import _Chosen
+from meshrl import Actor, Mesh, current_rank, endpoint
 from meshrl_megatron.vocabulary import logprobs
+from meshrl_megatron.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.megatron,
+    pytest.mark.process,
+    pytest.mark.xdist_group("warm"),
+]
+
+TOKENS, VOCABULARY = 6, 11
+COLUMNS = {1: 12, 2: 6, 4: 4}
+"""Of each rank: 4 ranks have room for 16 tokens, so the last one knows none."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tempered", [False, True])
-@pytest.mark.parametrize("padding", [0, 5])
-def test_one_rank_has_the_bits_of_the_other_backends(dtype: torch.dtype, tempered: bool, padding: int) -> None:
-    group = cast("ProcessGroup", SimpleNamespace(size=lambda: 1))
-    tokens, vocabulary = 40, 59
-    logits = (torch.randn(tokens, vocabulary + padding) * 9).to(dtype)
-    chosen, given = torch.randint(vocabulary, (tokens,)), torch.randn(tokens)
-    temperature = torch.rand(tokens) + 0.5 if tempered else None
-    whole = logits[:, :vocabulary].clone().requires_grad_()
-    right = cast("Tensor", _Chosen.apply(whole, chosen, temperature))  # type: ignore[no-untyped-call]
-    right[:, 0].backward(given)
-    own = logits.requires_grad_()
-    values = logprobs(own, chosen, temperature, group, 0, vocabulary)
-    values[:, 0].backward(given)
-    assert torch.equal(values, right)
-    assert own.grad is not None
+def part(logits: Tensor, first: int, columns: int) -> Tensor:
+    """A rank's columns of the logits, those beyond the vocabulary the highest of all."""
+    own = logits[:, first : first + columns]
+    padded = torch.full((len(logits), columns), 1e4, dtype=logits.dtype)
+    padded[:, : own.shape[1]] = own
+    return padded.requires_grad_()
+
+
+def check(group: ProcessGroup, dtype: torch.dtype, tempered: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(TOKENS, VOCABULARY, generator=generator) * 9).to(dtype)
+    temperature = torch.rand(TOKENS, generator=generator) + 0.5 if tempered else None
+    given = torch.randn(TOKENS, generator=generator)
+    chosen, rows = torch.tensor([0, 5, 10, 6, 3, 3]), torch.arange(TOKENS)
+    whole = logits.double().requires_grad_()
+    right = (whole if temperature is None else whole / temperature[:, None]).log_softmax(-1)
+    right[rows, chosen].backward(given.double())
     assert whole.grad is not None
-    assert torch.equal(own.grad[:, :vocabulary], whole.grad)
-    assert not own.grad[:, vocabulary:].any()
+
+    columns = COLUMNS[group.size()]
+    first = group.rank() * columns
+    known = max(0, min(columns, VOCABULARY - first))
+    own = part(logits, first, columns)
+    told = logprobs(own, chosen, temperature, group, first, known)
+    values, entropy = told.unbind(1)
+    values.backward(given)
+    assert values.dtype == torch.float32
+    assert own.grad is not None
+    torch.testing.assert_close(values.double(), right[rows, chosen], rtol=2e-7, atol=2e-6)
+    rounding = 2e-6 if dtype == torch.float32 else 4e-3
+    slopes = whole.grad[:, first : first + columns]
+    torch.testing.assert_close(own.grad[:, :known].double(), slopes, rtol=rounding, atol=1e-6)
+    assert not own.grad[:, known:].any()
+    torch.testing.assert_close(entropy.double(), -(right.exp() * right).sum(-1), rtol=0, atol=2e-6)
+    with torch.no_grad():
+        assert torch.equal(logprobs(own.detach(), chosen, temperature, group, first, known), values)
+
+
+class Sharer(Actor):
+    """A rank that has a part of the vocabulary."""
+
+    def __init__(self) -> None:
+        self._group = World.of(current_rank(), 1, 1).groups.tp
+
+    @endpoint
+    async def check(self) -> None:
+        for dtype, tempered in product((torch.float32, torch.bfloat16), (False, True)):
+            check(self._group, dtype, tempered)
+        none = torch.empty(0, COLUMNS[self._group.size()])
+        assert logprobs(none, torch.empty(0, dtype=torch.int64), None, self._group, 0, 1).shape == (0,)
+
+
+async def test_ranks_that_share_the_vocabulary_get_what_one_has(warm: Callable[[int], Awaitable[Mesh]]) -> None:
+    four = await warm(4)
+    for size in COLUMNS:
+        await (await four.shape(dp=4 // size, tp=size).spawn(Sharer)).check()

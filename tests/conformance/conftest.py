@@ -1,25 +1,42 @@
-"""A model that the suite is run with beside its own."""
+"""Models that the suite is run with beside its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from tests.backends.material import SHAPE
+
+OWN: Mapping[str, Any] = {
+    **SHAPE,
+    "max_position_embeddings": 40,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+}
+EXPERTS: Mapping[str, Any] = {
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+SHAPES: Mapping[str, PretrainedConfig] = {
+    "grouped": LlamaConfig(**OWN),
+    "mixture": Qwen3MoeConfig(**OWN, **EXPERTS),
+}
+"""Fewer heads of keys than of queries and a head of their own; of the mixture, two of four experts for each token."""
 
 
-@pytest.fixture(scope="module")
-def grouped(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with fewer heads of keys than of queries, and a head of its own."""
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=40,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.15,
-    )
-    return random_model(config, tmp_path_factory.mktemp("grouped"), noise=0)
+@pytest.fixture(scope="session")
+def folder_of(
+    random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str | None]:
+    """`folder_of("grouped")`: the folder of a model by its name; None of the suite's own, `small`."""
+    made: dict[str, str | None] = {"small": None}
+
+    def folder(name: str) -> str | None:
+        if name not in made:
+            made[name] = random_model(SHAPES[name], tmp_path_factory.mktemp(name), noise=0)
+        return made[name]
+
+    return folder

@@ -1,14 +1,11 @@
 """The backends that train, against the suite that each of them must pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import numpy as np
 import pytest
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from meshrl import ClippedLoss, RankFailed
+from meshrl import ClippedLoss, RankFailed, Resources
 from meshrl.losses import TokenLoss
 from meshrl.testing.conformance import (
     CHECKS,
@@ -21,17 +18,15 @@ from meshrl.testing.conformance import (
     Trial,
     checkpoints,
     judging,
-    name_of,
     numbers,
     refusals,
     state,
 )
-from meshrl.testing.conformance.compare import close
+from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-
-WITHOUT_A_MODEL = [
+WITHOUT_A_MODEL: Sequence[Check] = [
     refusals.the_loss_of_a_critic,
     refusals.log_probs_of_another_model,
     refusals.a_column_that_is_missing,
@@ -39,19 +34,17 @@ WITHOUT_A_MODEL = [
     state.a_cancelled_update,
     state.calls_at_once,
     state.roles_side_by_side,
-    checkpoints.a_policy_goes_on,
-    checkpoints.a_policy_made_again,
-    checkpoints.a_critic_goes_on,
+    *checkpoints.POLICY,
+    *checkpoints.CRITIC,
     judging.a_reward_model_goes_on,
     judging.what_a_reward_model_refuses,
 ]
 """What can be asked of roles that compute nothing."""
 
 
-@pytest.mark.parametrize("check", WITHOUT_A_MODEL, ids=name_of)
-async def test_the_fakes_keep_what_needs_no_model(check: Check) -> None:
+async def test_the_fakes_keep_what_needs_no_model() -> None:
     async with Harness(Subject("fake")) as harness:
-        await harness.run(check)
+        await keep(harness, WITHOUT_A_MODEL)
 
 
 class Fragile(ClippedLoss):
@@ -75,20 +68,6 @@ async def a_loss_that_raises(trial: Trial) -> None:
     await trial.standard(policy)
 
 
-async def log_probs_of_transformers(trial: Trial) -> None:
-    """`logprobs` are what transformers computes, one row at a time."""
-    (batch,) = await trial.batches(1)
-    scored = await (await (await trial.own.policy()).logprobs(batch)).load()
-    network = AutoModelForCausalLM.from_pretrained(trial.model.folder, attn_implementation="eager")
-    expected: list[np.ndarray] = []
-    for tokens, temperature in zip(batch.tokens, batch.row("temperature").tolist(), strict=True):
-        ids = torch.from_numpy(tokens.astype(np.int64))
-        with torch.no_grad():
-            logprobs = (network(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        expected += [np.zeros(1, np.float32), logprobs.gather(1, ids[1:, None])[:, 0].numpy()]
-    close("log-probs", scored.ragged("logprobs").values, np.concatenate(expected), trial.tolerance)
-
-
 async def adapters(trial: Trial) -> None:
     """A policy with adapters trains as one rank does, or says that its layout has none."""
     if "tp" not in trial.subject.axes:
@@ -98,7 +77,7 @@ async def adapters(trial: Trial) -> None:
         await trial.own.policy(lora={"rank": 4})
 
 
-OWN: Sequence[Check] = [adapters, a_loss_that_raises, log_probs_of_transformers]
+ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, adapters, a_loss_that_raises, log_probs_of_transformers]
 GROUPED: Sequence[Check] = [
     *numbers.POLICY[3:5],
     numbers.uneven_rows,
@@ -122,10 +101,44 @@ LAYOUT: Sequence[Check] = [
     state.the_same_bits,
     checkpoints.a_policy_goes_on,
 ]
-"""What hangs on how a model is divided, where a layout of as many ranks is asked everything."""
+"""What hangs on how a model is divided. The whole suite is asked of one rank, and of two along `dp`."""
 
+AXIS: Sequence[Check] = [
+    numbers.POLICY[1],
+    numbers.uneven_rows,
+    *numbers.CRITIC[1:],
+    *numbers.REFERENCE[1:],
+    adapters,
+    state.saving,
+    checkpoints.a_policy_goes_on,
+]
+KEPT: Sequence[Check] = [state.saving, checkpoints.a_policy_goes_on]
 TIMING: Sequence[Check] = [*numbers.POLICY[:3], numbers.micro_batches, numbers.uneven_rows, a_loss_that_raises]
 """What hangs on when ranks talk to each other."""
+
+TP = Subject("fsdp", {"dp": 1, "tp": 2}, "processes")
+CASES = [
+    *asked(Subject("torch"), ALL),
+    *asked(Subject("torch"), GROUPED, model="grouped"),
+    *asked(Subject("fsdp", {"dp": 2}, "processes"), ALL),
+    *asked(Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"replicate": 2}}), AXIS, LAYOUT),
+    *asked(Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}), KEPT, TIMING),
+    *asked(TP, AXIS, [*LAYOUT, *REWARD_MODEL, a_loss_that_raises, log_probs_of_transformers]),
+    *asked(TP, [], GROUPED, model="grouped"),
+    *asked(
+        Subject("fsdp", {"dp": 4, "tp": 2}, "processes", {"fsdp": {"replicate": 2}}),
+        [log_probs_of_transformers, numbers.POLICY[0], numbers.uneven_rows, numbers.critic_updates, *KEPT],
+        model="grouped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("harness", "model", "checks"), CASES, indirect=["harness"])
+async def test_a_backend_conforms(
+    harness: Harness, folder_of: Callable[[str], str | None], model: str, checks: Sequence[Check]
+) -> None:
+    await keep(harness, checks, folder_of(model))
+
 
 TRAVELS: Sequence[Check] = [
     numbers.POLICY[0],
@@ -134,29 +147,14 @@ TRAVELS: Sequence[Check] = [
     state.a_cancelled_update,
     state.calls_at_once,
     state.roles_side_by_side,
-    checkpoints.a_policy_goes_on,
+    *checkpoints.POLICY,
     judging.a_reward_model_goes_on,
 ]
-"""What another engine may change for a backend that is asked everything on this one."""
-
-ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, *OWN]
-ASKED: Sequence[tuple[Subject, Sequence[Check], Sequence[Check]]] = [
-    (Subject("torch"), ALL, GROUPED),
-    (Subject("torch", engine="ray"), TRAVELS, ()),
-    (Subject("fsdp", {"dp": 2}, "ray"), ALL, ()),
-    (Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"replicate": 2}}), LAYOUT, ()),
-    (Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}), TIMING, ()),
-    (Subject("fsdp", {"dp": 1, "tp": 2}, "ray"), [*LAYOUT, *REWARD_MODEL, *OWN[1:]], GROUPED),
-]
-"""By subject: what it is asked of the suite's model, and of another."""
-CASES = [
-    pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}")
-    for subject, small, grouped in ASKED
-    for model, checks in (("small", small), ("grouped", grouped))
-    for check in checks
-]
+"""What another engine may change."""
 
 
-@pytest.mark.parametrize(("harness", "model", "check"), CASES, indirect=["harness"])
-async def test_a_backend_conforms(harness: Harness, grouped: str, model: str, check: Check) -> None:
-    await harness.run(check, grouped if model == "grouped" else None)
+@pytest.mark.wide
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_backend_conforms_on_ray(harness_of: Callable[[Subject], Awaitable[Harness]]) -> None:
+    await keep(await harness_of(Subject("fsdp", {"dp": 2}, "ray", resources=Resources(cpus=0))), TRAVELS)

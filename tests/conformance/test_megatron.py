@@ -1,6 +1,9 @@
-"""The Megatron backend in every kind of layout, against the suite that each backend must pass."""
+"""The Megatron backend in every kind of layout, against the suite that each backend must pass.
 
-from collections.abc import Iterable, Sequence
+tests/backends/test_megatron_layouts.py has layouts beside each other, and what moves from one to another.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 import pytest
@@ -12,24 +15,26 @@ from meshrl.testing.conformance import (
     Check,
     Harness,
     Subject,
+    Trial,
     checkpoints,
     judging,
-    name_of,
     numbers,
     state,
 )
+from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron]
 
 import_module("meshrl_megatron.core")  # here, and not in a rank's thread while pytest parses sources too
 
-ONE = Subject("megatron")
-SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
-WHOLE_STATES = Subject("megatron", {"dp": 1, "tp": 2}, "ray", {"megatron": {"sequence_parallel": False}})
-PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
-DATA = Subject("megatron", {"dp": 2}, "ray")
-CONTEXT = Subject("megatron", {"dp": 1, "cp": 2}, "ray")
 
+async def adapters_are_refused(trial: Trial) -> None:
+    """A policy with adapters is refused in words."""
+    with pytest.raises(RankFailed, match=r"ConfigError: the backend 'megatron' has no adapters"):
+        await trial.own.policy(lora={"rank": 4})
+
+
+ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, log_probs_of_transformers, adapters_are_refused]
 LAYOUT: Sequence[Check] = [
     *numbers.POLICY[:3],
     numbers.micro_batches,
@@ -38,25 +43,27 @@ LAYOUT: Sequence[Check] = [
     numbers.log_probs,
     *numbers.CRITIC,
     *numbers.REFERENCE,
+    *REWARD_MODEL,
     state.weights,
     state.saving,
     state.roles_side_by_side,
-    checkpoints.a_policy_goes_on,
-    checkpoints.a_critic_goes_on,
+    *checkpoints.POLICY,
+    *checkpoints.CRITIC,
 ]
-"""What hangs on how a model is divided. The whole suite is asked of one rank, and of two that split the matrices."""
-
-FEW: Sequence[Check] = [
-    *numbers.POLICY[:1],
+"""What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along `tp`."""
+AXIS: Sequence[Check] = [
+    numbers.POLICY[1],
+    numbers.micro_batches,
     numbers.uneven_rows,
+    numbers.short_and_long_rows,
     numbers.critic_updates,
     numbers.a_reference_takes_weights,
+    judging.reward_model_updates,
     state.weights,
     state.saving,
     checkpoints.a_policy_goes_on,
 ]
-"""What is asked of states that are not split. tests/ray/test_megatron.py asks layouts of four ranks."""
-
+KEPT: Sequence[Check] = [state.saving, checkpoints.a_policy_goes_on]
 GROUPED: Sequence[Check] = [
     numbers.POLICY[3],
     numbers.uneven_rows,
@@ -66,31 +73,48 @@ GROUPED: Sequence[Check] = [
     judging.reward_model_updates,
 ]
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
-
-
-def asked(subject: Subject, checks: Iterable[Check], grouped: Iterable[Check] = ()) -> list[object]:
-    """Of one subject, all together: so its processes are started once."""
-    cases = [("small", check) for check in checks] + [("grouped", check) for check in grouped]
-    return [pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}") for model, check in cases]
-
-
-CASES = [
-    *asked(ONE, (*CHECKS, *REWARD_MODEL), GROUPED),
-    *asked(SPLIT, (*CHECKS, *REWARD_MODEL), GROUPED),
-    *asked(WHOLE_STATES, FEW),
-    *asked(PIPELINE, (*LAYOUT, *REWARD_MODEL), GROUPED),
-    *asked(DATA, LAYOUT),
-    *asked(CONTEXT, LAYOUT, GROUPED),
+EXPERTS: Sequence[Check] = [
+    numbers.POLICY[0],
+    numbers.uneven_rows,
+    numbers.log_probs,
+    numbers.critic_updates,
+    numbers.a_reference_takes_weights,
+    state.weights,
+    state.saving,
+    checkpoints.a_policy_goes_on,
 ]
 
 
-@pytest.mark.parametrize(("harness", "model", "check"), CASES, indirect=["harness"])
-async def test_a_layout_conforms(harness: Harness, grouped: str, model: str, check: Check) -> None:
-    await harness.run(check, grouped if model == "grouped" else None)
+def layout(options: Mapping[str, object] | None = None, dp: int = 1, **axes: int) -> Subject:
+    return Subject("megatron", {"dp": dp, **axes}, "processes", {"megatron": options} if options else {})
 
 
-@pytest.mark.parametrize("harness", [pytest.param(ONE, id=str(ONE))], indirect=True)
-async def test_adapters_are_refused(harness: Harness) -> None:
-    async with harness.trial() as trial:
-        with pytest.raises(RankFailed, match=r"ConfigError: the backend 'megatron' has no adapters"):
-            await trial.own.policy(lora={"rank": 4})
+ONE, SHARED = Subject("megatron"), {"experts": 2}
+TP, PP, CP, DP = layout(tp=2), layout(pp=2), layout(cp=2), layout(dp=2)
+MIXED = layout(SHARED, dp=2, pp=2, cp=2, tp=2)
+CASES = [
+    *asked(ONE, ALL),
+    *asked(ONE, GROUPED[:2], GROUPED, "grouped"),
+    *asked(ONE, EXPERTS[:2], EXPERTS, "mixture"),
+    *asked(TP, AXIS, ALL),
+    *asked(TP, GROUPED[:2], GROUPED, "grouped"),
+    *asked(TP, [], KEPT, "mixture"),
+    *asked(PP, AXIS, LAYOUT),
+    *asked(PP, [], GROUPED, "grouped"),
+    *asked(PP, [], KEPT, "mixture"),
+    *asked(CP, AXIS, LAYOUT),
+    *asked(CP, [], GROUPED, "grouped"),
+    *asked(DP, AXIS, LAYOUT),
+    *asked(layout(SHARED, dp=2), EXPERTS, model="mixture"),
+    *asked(layout({"sequence_parallel": False}, tp=2), KEPT, AXIS),
+    *asked(layout(pp=2, tp=2), [], AXIS),
+    *asked(layout(SHARED, dp=2, tp=2), [], EXPERTS, "mixture"),
+    *asked(MIXED, [log_probs_of_transformers, numbers.POLICY[0]], EXPERTS, "mixture"),
+]
+
+
+@pytest.mark.parametrize(("harness", "model", "checks"), CASES, indirect=["harness"])
+async def test_a_layout_conforms(
+    harness: Harness, folder_of: Callable[[str], str | None], model: str, checks: Sequence[Check]
+) -> None:
+    await keep(harness, checks, folder_of(model))

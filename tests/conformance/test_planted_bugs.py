@@ -1,10 +1,8 @@
 """The suite finds what is wrong: each of these backends has one mistake, which the check of that promise tells."""
 
 import asyncio
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, RankFailed, Weights
+from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, Weights
 from meshrl.losses import Normalise, Predicts, TokenLoss
-from meshrl.roles import registry
-from meshrl.testing import PromiseBroken
-from meshrl.testing.conformance import CHECKS, Harness, Subject, name_of
+from meshrl.testing.conformance import CHECKS
 from meshrl_hf import checkpoint
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.transfer import copy_into
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
+from tests.conformance.kits import missed
 
 
 @dataclass(frozen=True)
@@ -257,32 +254,5 @@ BUGS: list[tuple[type[Any], str]] = [
 ]
 
 
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], str]:
-    """Makes a backend of this class, and torch's for the other roles; gives its name."""
-
-    def backend(cls: type[Any]) -> str:
-        module = ModuleType("planted")
-        bases: dict[str, type] = {"Critic": TorchCritic, "Reference": TorchReference, "Policy": TorchPolicy}
-        role = next(name for name, base in bases.items() if issubclass(cls, base))
-        torch_roles = {
-            "Policy": "meshrl_torch.policy:TorchPolicy",
-            "Critic": "meshrl_torch.critic:TorchCritic",
-            "Reference": "meshrl_torch.reference:TorchReference",
-        }
-        vars(module).update(ROLES={**torch_roles, role: "planted:Planted"}, Planted=cls)
-        monkeypatch.setitem(sys.modules, "planted", module)
-        monkeypatch.setattr(registry, "backends", lambda: {"torch": "meshrl_torch", "planted": "planted"})
-        return "planted"
-
-    return backend
-
-
-@pytest.mark.parametrize(("bug", "found_by"), BUGS, ids=lambda value: getattr(value, "__name__", value))
-async def test_a_planted_bug_is_found(plant: Callable[[type[Any]], str], bug: type[Any], found_by: str) -> None:
-    (check,) = [check for check in CHECKS if name_of(check) == found_by]
-    waits, crashes = bug is WaitsForAnEmptyRank, bug is CrashesOnAnEmptyRank
-    async with Harness(Subject(plant(bug), seconds=3 if waits else 60)) as harness:
-        with pytest.raises(RankFailed if crashes else PromiseBroken) as caught:
-            await harness.run(check)
-        assert ("hangs" in str(caught.value)) is waits
+async def test_each_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not await missed(BUGS, CHECKS, monkeypatch, WaitsForAnEmptyRank, CrashesOnAnEmptyRank)

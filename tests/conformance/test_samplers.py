@@ -1,5 +1,6 @@
 """The backends that sample, against the suite that each of them must pass."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,31 +18,12 @@ from meshrl.testing.conformance import (
     Trial,
     draws,
     interruptions,
-    name_of,
     rows,
 )
 from meshrl.testing.conformance.samples import completions, drawn, questions
+from tests.conformance.kits import asked, keep
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-SKILL = Weights(0, {"skill": np.array([0.5])})
-ON_TWO_RANKS = (*rows.ANY, *interruptions.ANY, draws.greedy, interruptions.numbers_around_a_load)
-SUBJECTS = [
-    (Subject("fake", weights=SKILL), SAMPLER_OF_NO_MODEL),
-    (Subject("fake", {"dp": 2}, weights=SKILL), SAMPLER_OF_NO_MODEL),
-    (Subject("torch"), SAMPLER),
-    (Subject("torch", {"dp": 2}), ON_TWO_RANKS),
-]
-
-
-CASES = [
-    pytest.param(subject, check, id=f"{subject}-{name_of(check)}") for subject, checks in SUBJECTS for check in checks
-]
-
-
-@pytest.mark.parametrize(("harness", "check"), CASES, indirect=["harness"])
-async def test_a_sampler_conforms(harness: Harness, check: Check) -> None:
-    await harness.run(check)
 
 
 async def greedy_of_transformers(trial: Trial) -> None:
@@ -60,6 +42,15 @@ async def greedy_of_transformers(trial: Trial) -> None:
             assert tokens.tolist() == expected[0].tolist()
 
 
-@pytest.mark.parametrize("harness", [SUBJECTS[2][0]], indirect=True, ids=str)
-async def test_greedy_completions_are_those_of_transformers(harness: Harness) -> None:
-    await harness.run(greedy_of_transformers)
+ON_TWO_RANKS = (*rows.ANY, *interruptions.ANY, draws.greedy, interruptions.numbers_around_a_load)
+SKILL = Weights(0, {"skill": np.array([0.5])})
+CASES = [
+    *asked(Subject("fake", {"dp": 2}, weights=SKILL), SAMPLER_OF_NO_MODEL),
+    *asked(Subject("torch"), [*SAMPLER, greedy_of_transformers]),
+    *asked(Subject("torch", {"dp": 2}), ON_TWO_RANKS),
+]
+
+
+@pytest.mark.parametrize(("harness", "model", "checks"), CASES, indirect=["harness"])
+async def test_a_sampler_conforms(harness: Harness, model: str, checks: Sequence[Check]) -> None:
+    await keep(harness, checks)

@@ -1,20 +1,18 @@
 """The suite of samplers finds what is wrong: each of these has one mistake, which the check of that promise tells."""
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from types import ModuleType
+from collections.abc import AsyncIterator, Iterator
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights
-from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
-from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, name_of
+from meshrl.testing.conformance import SAMPLER, Harness, Subject, interruptions
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of
 from meshrl_torch.sampler import TorchSampler
+from tests.conformance.kits import missed
 
 
 class Changed(TorchSampler):
@@ -293,37 +291,11 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
 ]
 
 
-def named(name: str) -> Check:
-    (check,) = [check for check in SAMPLER if name_of(check) == name]
-    return check
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[TorchSampler]], str]:
-    """Makes a backend of samplers alone, of this class; gives its name."""
-
-    def backend(cls: type[TorchSampler]) -> str:
-        module = ModuleType("planted")
-        vars(module).update(ROLES={"Sampler": "planted:Planted"}, Planted=cls)
-        monkeypatch.setitem(sys.modules, "planted", module)
-        monkeypatch.setattr(registry, "backends", lambda: {"torch": "meshrl_torch", "planted": "planted"})
-        return "planted"
-
-    return backend
-
-
-@pytest.mark.parametrize(("bug", "found_by"), BUGS, ids=lambda value: getattr(value, "__name__", value))
-async def test_a_wrong_sampler_is_found(
-    plant: Callable[[type[TorchSampler]], str], bug: type[TorchSampler], found_by: str
-) -> None:
-    waits = bug is KeepsSlots
-    async with Harness(Subject(plant(bug), seconds=3 if waits else 60)) as harness:
-        with pytest.raises(PromiseBroken) as caught:
-            await harness.run(named(found_by))
-        assert ("hangs" in str(caught.value)) is waits
+async def test_each_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots, None)
 
 
 async def test_a_record_that_is_taken_but_not_repeated_is_found() -> None:
     async with Harness(Subject("torch", replays=False)) as harness:
         with pytest.raises(PromiseBroken, match="a record is accepted"):
-            await harness.run(named("a_replay"))
+            await harness.run(interruptions.a_replay)

@@ -1,19 +1,58 @@
 """Tests of the backends of inference engines, each on its real engine: skipped where that is not installed."""
 
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import psutil
 import pytest
+import pytest_asyncio
 
-from meshrl import SamplerConfig, with_options
+from meshrl import Gather, NewModel, PolicyConfig, SamplerConfig, endpoint, with_options
 from meshrl_inference.options import EngineOptions
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
+from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler
 
 ROOT = Path(__file__).parents[2]
 SAMPLERS: dict[str, type[EngineSampler]] = {"vllm": VllmSampler, "sglang": SglangSampler}
+TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else '|' }}{% endfor %}"
+MODEL = NewModel(
+    characters="abcdefgh >|", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256, chat_template=TEMPLATE
+)
+"""What the engine draws from that tests share."""
+
+
+class Told(EngineSampler):
+    """Tells where its engine is."""
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        """Of each rank."""
+        return np.array([self.engine_pid])
+
+
+class ToldVllm(Told, VllmSampler):
+    """vLLM's."""
+
+
+class ToldSglang(Told, SglangSampler):
+    """SGLang's."""
+
+
+TOLD: dict[str, type[Told]] = {"vllm": ToldVllm, "sglang": ToldSglang}
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has, or nobody has asked yet how."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 class Backend(NamedTuple):
@@ -58,6 +97,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(skip)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in SAMPLERS])
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in SAMPLERS])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return Backend(request.param)
+
+
+@pytest.fixture(scope="session")
+def held(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
+    """One for the session: no actor, made where the path of temporary files is too long for sockets.
+
+    SGLang is asked for its weights too.
+    """
+    keys: dict[str, object] = {"verify_weights": True} if backend.name == "sglang" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("long" * 20)))
+        sampler = backend.sampler(backend.config(model=MODEL, slots=32, keys=keys))
+    yield sampler
+    sampler.close()
+
+
+@pytest_asyncio.fixture
+async def sampler(held: EngineSampler) -> EngineSampler:
+    """The same, at version 0 of the weights that it began with; calls are counted anew, of which seeds are made."""
+    await held.abort()
+    await held.load(await TorchPolicy(PolicyConfig(model=MODEL)).weights())
+    return held

@@ -1,29 +1,20 @@
 """Agents on the samplers of engines, through the server that their clients talk to."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 import numpy as np
 import openai
 import pytest
 
-from meshrl import NewModel, PolicyConfig, Sampling, Weights
+from meshrl import PolicyConfig, Sampling, Weights
 from meshrl.agents import Gateway, read_chat
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.policy import TorchPolicy
+from tests.inference.conftest import MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else '|' }}{% endfor %}"
-MODEL = NewModel(
-    characters="abcdefgh >|", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256, chat_template=TEMPLATE
-)
-
-
-@pytest.fixture(scope="module")
-def sampler(backend: Any) -> EngineSampler:
-    return cast("EngineSampler", backend.sampler(backend.config(model=MODEL, slots=8)))
+pytestmark = pytest.mark.slow
 
 
 async def test_conversations_are_recorded_token_for_token_over_new_weights(

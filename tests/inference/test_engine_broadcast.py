@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -13,35 +12,24 @@ from structlog.testing import capture_logs
 from meshrl import (
     Batch,
     DataLost,
-    Gather,
-    Mesh,
     NewModel,
     PolicyConfig,
-    RankFailed,
-    Resources,
     Sampling,
     Weights,
-    endpoint,
-    publish,
-    respawn,
     rollout,
 )
-from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
-from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import broadcast
 from meshrl_hf.broadcast import Hop
 from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.reach import Where
 from meshrl_inference.sampler import EngineSampler
-from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy
-from meshrl_vllm.sampler import VllmSampler
 from tests.senders import Senders, sending
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
@@ -174,42 +162,3 @@ async def test_an_interrupted_broadcast_is_read_again_once(
     places = await sampler.load(source.weights[1].with_version(31))
     assert float(places.row("difference").max()) < 1e-4
     assert len(await drawn(sampler)) == len(PROMPTS)
-
-
-class Told(EngineSampler):
-    """Tells where its engine is. SGLang is asked for its weights too."""
-
-    @endpoint
-    async def pid(self) -> Gather[np.ndarray]:
-        """Of each rank."""
-        return np.array([self.engine_pid])
-
-
-class ToldVllm(Told, VllmSampler):
-    """vLLM's."""
-
-
-class ToldSglang(Told, SglangSampler):
-    """SGLang's."""
-
-
-TOLD: dict[str, type[Told]] = {"vllm": ToldVllm, "sglang": ToldSglang}
-
-
-async def test_an_engine_that_was_started_again_reads_from_the_ranks_of_a_policy(backend: Any) -> None:
-    engine, no_core = ProcessEngine(), Resources(cpus=0)
-    ranks = await Mesh.reserve(engine, 2, no_core)
-    config = PolicyConfig(backend="fsdp", model=NEW, seed=1, weight_sync="broadcast", bucket_mib=1)
-    policy = await ranks.spawn(FsdpPolicy, config)
-    mesh = await Mesh.reserve(engine, 1, no_core)
-    keys = {"verify_weights": True} if backend.name == "sglang" else {}
-    sampler = await mesh.spawn(TOLD[backend.name], backend.config(model=NEW, slots=4, keys=keys))
-    await publish(policy, sampler)
-    before = await drawn(sampler)
-    psutil.Process(int((await sampler.pid())[0])).kill()
-    with pytest.raises(RankFailed, match=r"has died \(signal SIGKILL\)"):
-        await publish(policy, sampler)
-    await respawn(sampler)
-    await publish(policy, sampler)
-    assert await drawn(sampler) == before
-    await engine.close()

@@ -1,41 +1,52 @@
 """The samplers of inference engines, on the real ones, against the suite that each sampler must pass."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, interruptions, name_of
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, interruptions, rows
+from tests.conformance.kits import keep
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3000)]
 
-CASES = {
-    "recompute": SAMPLER,
-    "keep": (interruptions.numbers_around_a_load, interruptions.a_prompt_that_was_read_before),
+COVERING: Sequence[Check] = [
+    draws.greedy,
+    draws.sampler_log_probs,
+    draws.restricted_draws,
+    draws.seeds,
+    rows.columns,
+    rows.ends_of_rows,
+    rows.stop_texts,
+    rows.rows_that_go_on,
+    interruptions.a_cancelled_call,
+    interruptions.an_abort,
+    interruptions.numbers_around_a_load,
+    interruptions.a_prompt_that_was_read_before,
+    interruptions.weights_of_another_model,
+    interruptions.a_replay,
+]
+CASES: Mapping[str, tuple[str, Sequence[Check]]] = {
+    "covering": ("recompute", COVERING),
+    "others": ("recompute", [check for check in SAMPLER if check not in COVERING]),
+    "keep": ("keep", [interruptions.numbers_around_a_load, interruptions.a_prompt_that_was_read_before]),
 }
-"""By `kv_after_update`."""
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def harness(
-    request: pytest.FixtureRequest, backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]]
-) -> Harness:
-    options = {"python": backend.python, "kv_cache_mib": 32, "kv_after_update": request.param}
-    subject = Subject(
-        backend.name,
-        keys={backend.name: options},
-        seconds=240,
-        temperatures=backend.sampler.temperatures,
-        replays=False,
-    )
-    return await harness_of(subject)
+"""The checks of a test, and its `kv_after_update`."""
 
 
 @pytest.mark.parametrize(
-    ("harness", "check"),
-    [pytest.param(way, check, id=f"{way}-{name_of(check)}") for way, checks in CASES.items() for check in checks],
-    indirect=["harness"],
+    "case", [pytest.param(case, marks=[pytest.mark.wide] * (case != "covering")) for case in CASES]
 )
-async def test_the_sampler_conforms(harness: Harness, check: Check) -> None:
-    await harness.run(check)
+async def test_the_sampler_conforms(
+    backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]], case: str
+) -> None:
+    way, checks = CASES[case]
+    options = {"python": backend.python, "kv_cache_mib": 32, "kv_after_update": way}
+    subject = Subject(
+        backend.name,
+        keys={backend.name: options},
+        seconds=600,
+        temperatures=backend.sampler.temperatures,
+        replays=False,
+    )
+    await keep(await harness_of(subject), checks)

@@ -13,24 +13,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from meshrl import (
     Batch,
-    Gather,
     Mesh,
     RankFailed,
     Resources,
     Sampling,
     Weights,
-    endpoint,
     rollout,
 )
-from meshrl.engines.ray import RayEngine
+from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
-from meshrl_inference.sampler import EngineSampler
-from meshrl_sglang.sampler import SglangSampler
-from meshrl_vllm.sampler import VllmSampler
+from tests.inference.conftest import TOLD, Told
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 Model: TypeAlias = "tuple[PreTrainedModel, str]"
@@ -42,7 +38,7 @@ ENDLESS = Batch.of(prompt=["abc>"] * 8000, max_tokens=np.where(np.arange(8000) %
 """Rows for 260,000 steps, more than an engine makes while a test may last. Few end in a second, for slow readers."""
 
 
-def network(tied: bool, seed: int = 0) -> PreTrainedModel:
+def network(seed: int = 0) -> PreTrainedModel:
     """A Llama of heads that engines' kernels for CPUs know, far from its initialisation."""
     config = LlamaConfig(
         vocab_size=11,
@@ -51,7 +47,7 @@ def network(tied: bool, seed: int = 0) -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=LONGEST,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
@@ -79,7 +75,7 @@ def greedy(made: PreTrainedModel, prompts: Batch = PROMPTS) -> list[list[int]]:
     return completions
 
 
-class Told(NamedTuple):
+class Row(NamedTuple):
     """A row of a rollout, an entry for each token."""
 
     tokens: NDArray[np.int64]
@@ -88,10 +84,10 @@ class Told(NamedTuple):
     versions: NDArray[np.int64]
 
 
-def told(batch: Batch) -> list[Told]:
+def told(batch: Batch) -> list[Row]:
     columns = zip(batch.tokens, batch.loss_mask, batch.sampler_logprobs, batch.versions, strict=True)
     return [
-        Told(tokens.astype(np.int64), new.astype(np.bool_), values.astype(np.float64), versions.astype(np.int64))
+        Row(tokens.astype(np.int64), new.astype(np.bool_), values.astype(np.float64), versions.astype(np.int64))
         for tokens, new, values, versions in columns
     ]
 
@@ -117,54 +113,35 @@ def logprobs(made: PreTrainedModel, tokens: NDArray[np.int64], temperature: floa
     return np.asarray(logits.log_softmax(-1)[:-1].gather(1, chosen[:, None])[:, 0])
 
 
-@pytest.fixture(scope="module", params=[True], ids=["tied"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("model")
-    made = network(request.param)
+    made = network()
     made.save_pretrained(folder)
     character_tokenizer("abcdefgh>", LONGEST).save_pretrained(folder)
     return made, str(folder)
 
 
-class Shared(EngineSampler):
-    """Tells where its engine is."""
-
-    @endpoint
-    async def pids(self) -> Gather[NDArray[np.int64]]:
-        return np.array([self.engine_pid])
-
-
-class SharedVllm(Shared, VllmSampler):
-    """vLLM's."""
-
-
-class SharedSglang(Shared, SglangSampler):
-    """SGLang's."""
-
-
-SHARED: dict[str, type[Shared]] = {"vllm": SharedVllm, "sglang": SharedSglang}
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model: Model, backend: Any, ray_cluster: None) -> AsyncIterator[Shared]:
+async def shared(model: Model, backend: Any) -> AsyncIterator[Told]:
     """Over two ranks. It sleeps when it has no rows, which frees nothing on a CPU, and must change nothing either."""
-    engine = RayEngine()
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
+    engine = ProcessEngine()
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
     yield await mesh.shape(dp=1, tp=2).spawn(
-        SHARED[backend.name], backend.config(model=model[1], slots=16, keys={"sleep": True})
+        TOLD[backend.name], backend.config(model=model[1], slots=16, keys={"sleep": True})
     )
     await engine.close()
 
 
-async def begun(sampler: Shared) -> tuple[Batch, AsyncIterator[Batch]]:
+async def begun(sampler: Told) -> tuple[Batch, AsyncIterator[Batch]]:
     """The rows that ended first, and those that are still drawn."""
     stream = aiter(sampler.generate(ENDLESS, LONG))
     return await anext(stream), stream
 
 
-async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: Model) -> None:
+async def test_two_ranks_along_tp_compute_what_one_does(shared: Told, model: Model) -> None:
     made, _ = model
-    other = network(bool(made.config.tie_word_embeddings), seed=1)
+    other = network(seed=1)
     assert completions(await rollout(shared, PROMPTS, GREEDY)) == greedy(made)
     first, others = await begun(shared)
     places = await shared.load(weights(other, 2))
@@ -180,9 +157,9 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
         np.testing.assert_allclose(row.logprobs[row.new], logprobs(other, row.tokens)[row.new[1:]], atol=1e-4)
 
 
-async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
+async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Told) -> None:
     """The last test that can use this engine."""
-    engine = psutil.Process(int((await shared.pids())[0]))
+    engine = psutil.Process(int((await shared.pid())[0]))
     # By order of start, because titles cannot be set everywhere. Ranks start before SGLang's detokenizer.
     children = [each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline())]
     started = sorted(children, key=lambda each: (each.create_time(), each.pid))
@@ -196,7 +173,7 @@ async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: S
         await every(others)
     with pytest.raises(RankFailed, match=died):
         await rollout(shared, PROMPTS, GREEDY)
-    _, alive = psutil.wait_procs([engine, *started], timeout=20)
+    _, alive = psutil.wait_procs([engine, *started], timeout=600)
     assert not alive
 
 

@@ -8,26 +8,38 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import pytest_asyncio
 
 import meshrl_sglang
 from meshrl import PolicyConfig
 from meshrl.engines.hosting.messages import reserved_port
-from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, name_of
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, interruptions, rows
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl_torch.policy import TorchPolicy
+from tests.conformance.kits import keep
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3000)]
 
 UNSEEDED = (draws.seeds, draws.calls_beside)
 """What hangs on a row's seed, which SGLang reads in its deterministic mode alone; a CPU has no kernels for that."""
-START = 300.0
-"""Seconds that a server has."""
+COVERING: Sequence[Check] = [
+    draws.greedy,
+    draws.sampler_log_probs,
+    draws.seeds,
+    rows.columns,
+    rows.ends_of_rows,
+    rows.stop_texts,
+    rows.rows_that_go_on,
+    interruptions.an_abort,
+    interruptions.numbers_around_a_load,
+    interruptions.a_prompt_that_was_read_before,
+    interruptions.weights_of_another_model,
+]
+OTHERS = [check for check in SAMPLER if check not in COVERING]
 
 
 class Server(NamedTuple):
@@ -92,7 +104,7 @@ def variables(name: str) -> dict[str, str]:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:  # noqa: S310 -- an address of this test
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:  # noqa: S310 -- an address of this test
             return int(answer.status) == 200
     except (urllib.error.URLError, OSError):
         return False
@@ -112,15 +124,14 @@ def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=variables(backend.name), start_new_session=True, cwd=place
             )
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + START
+        url = f"http://127.0.0.1:{port}"
         while not answers(url):
-            lasts = process.poll() is None and time.monotonic() < until
-            assert lasts, (place / "log").read_text(errors="replace")[-3000:]
+            assert process.poll() is None, (place / "log").read_text(errors="replace")[-3000:]
             time.sleep(0.5)
         yield Server(backend.name, url, place / "shared", process.pid)
         os.killpg(process.pid, 15)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+            process.wait(60)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         process.wait()
@@ -141,22 +152,18 @@ def untied(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), "utf-8")
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def harness(server: Server, harness_of: Callable[[Subject], Awaitable[Harness]]) -> Harness:
+@pytest.mark.parametrize("checks", [COVERING, pytest.param(OTHERS, marks=pytest.mark.wide)], ids=["covering", "others"])
+async def test_the_sampler_conforms(
+    server: Server, harness_of: Callable[[Subject], Awaitable[Harness]], checks: Sequence[Check]
+) -> None:
     options = {"urls": [server.url], "weights": str(server.weights)}
     subject = Subject(
         "http",
         keys={"http": options},
-        seconds=240,
+        seconds=600,
         temperatures={"vllm": (0.01, 2.0), "sglang": (1e-6, float("inf"))}[server.name],
         replays=False,
         restrictions={"vllm": 0, "sglang": 1}[server.name],
     )
-    return await harness_of(subject)
-
-
-@pytest.mark.parametrize("check", [pytest.param(check, id=name_of(check)) for check in SAMPLER])
-async def test_the_sampler_conforms(harness: Harness, server: Server, check: Check) -> None:
-    if server.name == "sglang" and check in UNSEEDED:
-        pytest.skip("SGLang's server draws by no seed of a row")
-    await harness.run(check)
+    asked = [check for check in checks if server.name != "sglang" or check not in UNSEEDED]
+    await keep(await harness_of(subject), asked)

@@ -16,8 +16,8 @@ from meshrl.user_code import import_file
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The folder of a script."""
-    for name, text in {"train.py": "", "letters.toml": "", "big.safetensors": "", "notes.md": ""}.items():
-        (tmp_path / name).write_text(text, "utf-8")
+    for name in ("train.py", "letters.toml", "big.safetensors", "notes.md"):
+        (tmp_path / name).write_text("", "utf-8")
     return tmp_path
 
 
@@ -27,50 +27,40 @@ def names(folder: Path) -> list[str]:
     return sorted(zipfile.ZipFile(io.BytesIO(package.content)).namelist())
 
 
-def test_code_and_what_configures_it_are_carried_and_no_data(project: Path) -> None:
-    assert names(project) == ["0/letters.toml", "0/train.py"]
+def written(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
 
 
-def test_what_is_ignored_and_runs_and_environments_are_left_out(project: Path) -> None:
-    for file in ("runs/one/metrics.jsonl", "env/pyvenv.cfg", ".git/config", "kept/.gitignore", "made/kept.txt"):
-        (project / file).parent.mkdir(parents=True)
-        (project / file).write_text("secret.*\n" if "ignore" in file else "", "utf-8")
-    for file in ("runs/one/own.py", "env/own.py", ".git/own.py", "kept/secret.json", "kept/own.py", "made/own.py"):
-        (project / file).write_text("", "utf-8")
-    (project / ".gitignore").write_text("made/\n", "utf-8")
-    assert names(project) == ["0/kept/own.py", "0/letters.toml", "0/train.py"]
-    assert names(project / "kept") == ["0/own.py"]
-
-
-def test_what_a_repository_ignores_is_left_out_of_a_folder_in_it(project: Path) -> None:
-    (project / ".git").mkdir()
-    (project / ".gitignore").write_text("secret.py\n", "utf-8")
-    (project / "inner").mkdir()
-    for name in ("own.py", "secret.py"):
-        (project / "inner" / name).write_text("", "utf-8")
-    assert names(project / "inner") == ["0/own.py"]
-
-
-def test_a_deeper_folder_takes_back_what_one_above_ignores(project: Path) -> None:
-    (project / ".git").mkdir()
-    (project / ".gitignore").write_text("*.json\nown.py\n", "utf-8")
-    inner = project / "inner"
-    inner.mkdir()
-    (inner / ".gitignore").write_text("!config.json\n!secret.json\nsecret.json\n", "utf-8")
-    for name in ("config.json", "other.json", "own.py", "secret.json"):
-        (inner / name).write_text("", "utf-8")
-    assert names(project) == ["0/inner/config.json", "0/letters.toml", "0/train.py"]
-    assert names(inner) == ["0/config.json"]
-
-
-def test_a_link_is_followed_and_one_that_leads_nowhere_is_left_out(
+def test_code_and_what_configures_it_are_carried_also_by_a_link_and_no_data(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    assert names(project) == ["0/letters.toml", "0/train.py"]
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "own.py").write_text("", "utf-8")
     (project / "linked.py").symlink_to(elsewhere / "own.py")
     (project / "nowhere.py").symlink_to(elsewhere / "gone.py")
     assert names(project) == ["0/letters.toml", "0/linked.py", "0/train.py"]
+
+
+def test_what_is_ignored_and_runs_and_environments_are_left_out(project: Path) -> None:
+    beside = ("runs/one/metrics.jsonl", "env/pyvenv.cfg", "made/kept.txt")
+    code = ("runs/one/own.py", "env/own.py", ".git/own.py", "kept/secret.json", "kept/own.py", "made/own.py")
+    written(project, **dict.fromkeys((*beside, *code), ""))
+    written(project, **{"kept/.gitignore": "secret.*\n", ".gitignore": "made/\n"})
+    assert names(project) == ["0/kept/own.py", "0/letters.toml", "0/train.py"]
+    assert names(project / "kept") == ["0/own.py"]
+
+
+def test_a_folder_of_a_repository_obeys_what_is_above_it_unless_it_takes_that_back(project: Path) -> None:
+    (project / ".git").mkdir()
+    written(project, **{".gitignore": "*.json\nown.py\n"})
+    written(project, **{"inner/.gitignore": "!config.json\n!secret.json\nsecret.json\n"})
+    code = ("config.json", "other.json", "own.py", "secret.json", "plain.py")
+    written(project / "inner", **dict.fromkeys(code, ""))
+    assert names(project) == ["0/inner/config.json", "0/inner/plain.py", "0/letters.toml", "0/train.py"]
+    assert names(project / "inner") == ["0/config.json", "0/plain.py"]
 
 
 def test_the_name_is_that_of_the_content(project: Path) -> None:
@@ -106,9 +96,8 @@ def test_large_files_of_data_are_left_out_and_named_and_do_not_end_the_run(
 def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file in ("lib/meshrl_test_mine/__init__.py", "lib/meshrl_test_mine/words.py", "lib/other.py", "apart/one.py"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text("", "utf-8")
+    files = ("lib/meshrl_test_mine/__init__.py", "lib/meshrl_test_mine/words.py", "lib/other.py", "apart/one.py")
+    written(tmp_path, **dict.fromkeys(files, ""))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "lib")])
     mine = __import__("meshrl_test_mine.words")
     one = import_file(tmp_path / "apart" / "one.py")
@@ -124,30 +113,22 @@ def test_what_is_installed_and_meshrl_itself_are_not_carried() -> None:
     assert packaged([Path(pytest.__file__).parent], theirs) is None
 
 
-def test_an_imported_module_is_carried_whatever_is_ignored_and_installed_packages_beside_it_are_not(
-    tmp_path: Path,
-) -> None:
-    for file in ("mine/one.py", "mine/site-packages/six.py", "mine/kept/conda-meta/history", "mine/kept/other.py"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text("", "utf-8")
-    (tmp_path / "mine" / ".gitignore").write_text("one.py\n", "utf-8")
-    module = import_file(tmp_path / "mine" / "one.py")
-    other = import_file(tmp_path / "mine" / "site-packages" / "six.py")
-    package = packaged([], {each.__name__: each for each in (module, other)})
-    assert package
-    assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == ["0/one.py"]
-
-
-def test_of_a_module_in_a_home_folder_nothing_else_there_is_carried(
+def test_an_imported_module_is_carried_whatever_is_ignored_and_not_all_that_lies_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code, "_TOO_WIDE", {tmp_path})
-    for file in ("reward.py", "other.py"):
-        (tmp_path / file).write_text("", "utf-8")
-    module = import_file(tmp_path / "reward.py")
-    package = packaged([tmp_path], {module.__name__: module})
-    assert package
-    assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == ["0/reward.py"]
+    files = ("one.py", "site-packages/six.py", "kept/conda-meta/history", "kept/other.py")
+    written(tmp_path / "mine", **{**dict.fromkeys(files, ""), ".gitignore": "one.py\n"})
+    written(tmp_path / "home", **{"reward.py": "", "other.py": ""})
+    monkeypatch.setattr(code, "_TOO_WIDE", {tmp_path / "home"})
+    for folders, imported, expected in (
+        ([], ["mine/one.py", "mine/site-packages/six.py"], "one.py"),
+        ([tmp_path / "home"], ["home/reward.py"], "reward.py"),
+    ):
+        package = packaged(
+            folders, {each.__name__: each for each in (import_file(tmp_path / file) for file in imported)}
+        )
+        assert package
+        assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == [f"0/{expected}"]
 
 
 def test_a_machine_that_has_all_of_a_folder_uses_it_and_no_copy(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,25 +18,31 @@ import ray
 
 from meshrl import (
     Actor,
+    Batch,
+    ClippedLoss,
     CollectiveActor,
     DataLost,
     Mesh,
     MeshStopped,
+    NewModel,
+    Policy,
+    PolicyConfig,
+    Ragged,
     RankDied,
-    Resources,
+    RankFailed,
     Run,
     RunConfig,
+    at,
     current_rank,
     endpoint,
     respawn,
 )
 from meshrl.engines.ray import RayEngine
-from tests.engines.test_deaths import Probe, kill, pids_of, until
+from meshrl_fsdp.policy import FsdpPolicy
+from tests.ray.conftest import NO_CORE, Probe, ended, until
 
 if TYPE_CHECKING:
     from meshrl.engines.ray.channel import RayChannel
-
-NO_CORE = Resources(cpus=0)
 
 T = TypeVar("T")
 
@@ -51,32 +58,6 @@ class Meets(Actor, CollectiveActor):
         if current_rank().index == 1:
             os._exit(1)
         raise RuntimeError("connection closed by peer")
-
-
-def present() -> set[object]:
-    """The placement groups of this test's cluster, and the processes of its ranks."""
-    groups = ray.util.placement_group_table().items()
-    found: set[object] = {name for name, group in groups if group["state"] != "REMOVED"}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            title = "".join(process.cmdline()[:1])  # of its class, or of the call that began last
-            if title.startswith("ray::") and not title.startswith("ray::IDLE"):
-                found.add(process.pid)
-    return found
-
-
-@pytest.fixture
-def before(ray_cluster: None) -> set[object]:
-    """What was there before the test: other tests on this cluster keep ranks for the whole session."""
-    return present()
-
-
-async def nothing_is_left(before: set[object], *pids: int) -> bool:
-    for _ in range(200):
-        if present() <= before and not any(map(psutil.pid_exists, pids)):
-            return True
-        await asyncio.sleep(0.05)
-    return False
 
 
 @pytest.mark.usefixtures("from_afar")
@@ -100,24 +81,16 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
     assert "connection closed by peer" in str(died.value.__cause__)
 
 
-async def test_a_mesh_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:
-    mesh = await Mesh.reserve(engine, 2, NO_CORE)
-    probe = await mesh.spawn(Probe)
-    pids = await pids_of(probe)
-    call = asyncio.create_task(probe.hang())
-    await probe.add()
-    await until(lambda: set(pids) < present() - before)  # the title of a process is not whole while it is written
-    await mesh.stop()
-    with pytest.raises(MeshStopped):
-        await call
-    with pytest.raises(MeshStopped):
-        await probe.add()
-    with pytest.raises(MeshStopped, match="its mesh is stopped"):
-        await respawn(probe)
-    with pytest.raises(MeshStopped, match="its mesh is stopped"):
-        await mesh.spawn(Probe)
-    assert await nothing_is_left(before, *pids)
-    await mesh.stop()
+def present() -> set[object]:
+    """The placement groups of this test's cluster, and the processes of its ranks."""
+    groups = ray.util.placement_group_table().items()
+    found: set[object] = {name for name, group in groups if group["state"] != "REMOVED"}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            title = "".join(process.cmdline()[:1])  # of its class, or of the call that began last
+            if title.startswith("ray::") and not title.startswith("ray::IDLE"):
+                found.add(process.pid)
+    return found
 
 
 def stored() -> float:
@@ -126,30 +99,42 @@ def stored() -> float:
     return float(total - free)
 
 
-async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(before: set[object], tmp_path: Path) -> None:
-    pids: list[int] = []
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> None:
+    """A mesh that is stopped while it is called, a run that ends by a death, a start that is cancelled."""
+    before = present()
+    engine, pids = RayEngine(), list[int]()
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    probe = await mesh.spawn(Probe)
+    pids += (await probe.pid()).tolist()
+    call = asyncio.create_task(probe.hang())
+    await until(lambda: set(pids) < present() - before)  # the title of a process is not whole while it is written
+    await mesh.stop()
+    for stopped in (call, probe.pid(), respawn(probe), mesh.spawn(Probe)):
+        with pytest.raises(MeshStopped):
+            await stopped
+    await until(lambda: present() <= before)
 
     async def train() -> None:
         async with Run(RunConfig(folder=str(tmp_path), engine="ray")) as run:
             probe = await (await run.mesh(2, NO_CORE)).spawn(Probe)
-            pids.extend(await pids_of(probe))
+            pids.extend((await probe.pid()).tolist())
             batch = await probe.make(500_000)
-            await kill(pids[1])
+            os.kill(pids[-1], signal.SIGKILL)
+            await until(lambda: ended(pids[-1]))
             await probe.take(batch)
 
     with pytest.raises(RankDied):
         await train()
-    assert await nothing_is_left(before, *pids)
-    await until(lambda: stored() <= 1_000_000)  # the batch had 8 MB
+    await until(lambda: present() <= before and stored() <= 1_000_000)  # the batch had 8 MB
 
-
-async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:
     reserving = asyncio.create_task(Mesh.reserve(engine, 2, NO_CORE))
     await until(lambda: not present() <= before)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reserving
-    assert await nothing_is_left(before)
+    await until(lambda: present() <= before and all(map(ended, pids)))
+    await engine.close()
 
 
 async def test_a_closed_engine_joins_no_other_cluster(
@@ -165,12 +150,42 @@ async def test_a_closed_engine_joins_no_other_cluster(
             await batch.load()
 
 
+def rollouts(tokens: Ragged) -> Batch:
+    """Rows of 9 tokens."""
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(np.arange(len(tokens.values)) % 9 > 2, tokens.offsets),
+        sampler_logprobs=Ragged(np.full(len(tokens.values), -2.0, np.float32), tokens.offsets),
+        advantages=np.ones(len(tokens), np.float32),
+    )
+
+
+async def until_it_fails(policy: Policy, batch: Batch) -> None:
+    while True:  # Ray notices a death a moment later
+        await policy.logprobs(batch)
+
+
+async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
+    """And a policy trains on ranks of Ray."""
+    engine = RayEngine(inline_bytes=0)
+    model = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+    policy = await (await Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2).spawn(FsdpPolicy, PolicyConfig(model=model))
+    maker = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
+    batch = (await maker.make(9)).assign(loss_mask=Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
+    with pytest.raises(RankDied):
+        await at(maker, dp=1).die()
+    with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
+        await until_it_fails(policy, batch)
+    await policy.update(rollouts(Ragged.of([np.arange(2, 11)] * 2, np.int32)), ClippedLoss())
+    assert (await policy.weights()).version == 1
+    await engine.close()
+
+
 SCRIPT = """
 import asyncio, os
+import numpy as np
 from meshrl import Actor, Gather, Mesh, Resources, endpoint
 from meshrl.engines.ray import RayEngine
-from tests.engines.test_deaths import Probe, kill, pids_of, until
-import numpy as np
 
 class Mine(Actor):
     @endpoint
@@ -188,9 +203,14 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("await asyncio.sleep(100)", -9), ("raise SystemExit(3)", 3)],
+    [
+        ("await asyncio.Event().wait()", -signal.SIGKILL),
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.wide),
+    ],
+    ids=["killed", "failed"],
 )
 def test_a_controller_takes_its_ranks_with_it(tmp_path: Path, end: str, status: int) -> None:
     """Killed, or failed and never closed: its own cluster ends too. Its classes are a script's own."""
@@ -200,13 +220,11 @@ def test_a_controller_takes_its_ranks_with_it(tmp_path: Path, end: str, status: 
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as started:
         assert started.stdout is not None
         found = next((line for line in started.stdout if line.startswith("pids")), "")
-        if status == -9:
+        if status == -signal.SIGKILL:
             started.kill()
-        started.communicate(timeout=60)
+        started.communicate()
     assert started.returncode == status
     pids = [int(word) for word in found.split()[1:]]
     assert len(pids) == 4
-    deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} some still run"
+    while not all(map(ended, pids)):
         time.sleep(0.1)

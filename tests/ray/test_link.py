@@ -1,21 +1,16 @@
 """Two ends of a process group: values in pieces, several at once, and what is told when one end is no more."""
 
-import asyncio
-import gc
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
 
 from meshrl.engines.ray.flow import PIECE, Flow
 from meshrl.engines.ray.link import Link, Meeting
-from meshrl.engines.ray.relay import _linked
 
 HERE = "127.0.0.1"
 
@@ -42,8 +37,8 @@ def begun(carry: Callable[[Flow, int], None], value: Flow, number: int, *, fails
 
 
 def test_values_go_one_way_at_once_and_are_handed_on_while_they_come() -> None:
-    second, last = Link(HERE, 30), Link(HERE, 30)
-    first, middle = Link(HERE, 30, second.meeting), Link(HERE, 30, last.meeting)
+    second, last = Link(HERE, 600), Link(HERE, 600)
+    first, middle = Link(HERE, 600, second.meeting), Link(HERE, 600, last.meeting)
     words = [PIECE, PIECE // 3]
     for _ in range(2):
         made = [flow(each, here=True) for each in words]
@@ -66,7 +61,7 @@ from meshrl.engines.ray.flow import PIECE, Flow
 from meshrl.engines.ray.link import Link, Meeting
 value = Flow(b"", [np.zeros(3 * PIECE, np.uint8)], here=False)
 value.came(2)
-link = Link("127.0.0.1", 30, Meeting("", "127.0.0.1", int(sys.argv[1])))
+link = Link("127.0.0.1", 600, Meeting("", "127.0.0.1", int(sys.argv[1])))
 threading.Thread(target=link.send, args=(value, 0)).start()
 sys.stdin.readline()
 os._exit(1)
@@ -75,7 +70,7 @@ os._exit(1)
 
 
 def test_a_sender_that_dies_fails_what_is_under_way_and_the_link() -> None:
-    link = Link(HERE, 30)
+    link = Link(HERE, 600)
     command = [sys.executable, "-c", SENDER, str(link.meeting.port)]
     sender = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     value = Flow(b"", [np.ones(3 * PIECE, np.uint8)], here=False)
@@ -102,6 +97,8 @@ def test_what_does_not_come_within_the_patience_has_failed() -> None:
     waits.join()
     with pytest.raises(RuntimeError, match="Timed out"):
         second.receive(flow(1, here=False), 1)
+    with pytest.raises(RuntimeError):
+        Link(HERE, 0.5, Meeting("", HERE, 9))  # where nobody is
 
 
 def test_a_value_that_fails_on_its_way_fails_on_the_next_machine() -> None:
@@ -118,20 +115,3 @@ def test_a_value_that_fails_on_its_way_fails_on_the_next_machine() -> None:
     ends.join()
     assert ahead.whole.exception()
     assert first.failed == "as asked"
-
-
-async def test_a_link_that_nobody_uses_any_more_is_let_go_with_its_port() -> None:
-    links = dict[str, asyncio.Task[Link]]()
-    port = (await _linked(links, "one", partial(Link, HERE, 30), 600)).meeting.port
-    assert (await _linked(links, "one", partial(Link, HERE, 30), 600)).meeting.port == port
-    links["one"].result().used -= 601
-    await _linked(links, "other", partial(Link, HERE, 30), 600)
-    assert list(links) == ["other"]
-    gc.collect()
-    with pytest.raises(ConnectionRefusedError), socket.create_connection((HERE, port)):
-        pass
-
-
-def test_nobody_at_the_meeting_is_an_error() -> None:
-    with pytest.raises(RuntimeError):
-        Link(HERE, 0.5, Meeting("", HERE, 9))

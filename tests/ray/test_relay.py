@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Resources, Same, Sum, Weights, at, endpoint, respawn
+from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Same, Sum, Weights, at, endpoint, respawn
 from meshrl.engines.hosting import Door, Gone, Place, boot
 from meshrl.engines.ray import RayEngine, nodes, refs
 from meshrl.engines.ray.channel import RayChannel
@@ -18,6 +18,7 @@ from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.relay import LARGE, unless_silent
 from meshrl.engines.ray.route import Handle, Stop, near
 from meshrl.mesh import pool
+from tests.ray.conftest import NO_CORE
 
 COLLECTIVES, STORE = "collectives", "the object store"
 WORDS = LARGE // 4 + 3
@@ -65,54 +66,43 @@ class Model(Actor):
         os._exit(1)
 
 
-@pytest.fixture
-async def made(mesh: Mesh) -> Model:
-    return at(await mesh.spawn(Model), dp=0)
-
-
-@pytest.fixture
-async def taken(engine: RayEngine) -> Model:
-    return await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Model)
-
-
-async def test_weights_come_whole_to_each_machine_and_lie_in_its_shared_memory(made: Model, taken: Model) -> None:
-    for number in range(3):
+async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died(mesh: Mesh, engine: RayEngine) -> None:
+    """They lie in its shared memory. A machine that comes late has them from one that has them, or had them."""
+    made = at(await mesh.spawn(Model), dp=0)
+    taken = await (await Mesh.reserve(engine, 3, NO_CORE)).spawn(Model)
+    for number in range(2):
         assert await taken.take(await made.weights(number)) == (number, COLLECTIVES)
-    assert (await (await made.weights(5)).load()).tensors["large"][-1] == 5
-
-
-async def test_values_that_come_at_the_same_time_all_come_so(made: Model, taken: Model) -> None:
     weights = [await made.weights(number) for number in range(8)]
-    told = await asyncio.gather(*(taken.take(each) for each in weights))
-    assert told == [(number, COLLECTIVES) for number in range(8)]
+    together = await asyncio.gather(*(taken.take(each) for each in weights))
+    assert together == [(number, COLLECTIVES) for number in range(8)]
+    assert (await weights[5].load()).tensors["large"][-1] == 5
 
-
-async def test_a_machine_that_comes_late_has_them_from_one_that_has_them_or_had_them(made: Model, taken: Model) -> None:
-    weights = await made.weights(5)
+    late = await made.weights(5)
     for number in range(3):
-        assert await at(taken, dp=number).take(weights) == (5, COLLECTIVES)
+        assert await at(taken, dp=number).take(late) == (5, COLLECTIVES)
         await asyncio.sleep(2 * number)
 
-
-async def test_a_machine_on_the_way_that_died_is_replaced_and_new_weights_go_by_it(made: Model, taken: Model) -> None:
-    weights = await made.weights(7)
-    assert await at(taken, dp=0).take(weights) == (7, COLLECTIVES)
+    last = await made.weights(7)
+    assert await at(taken, dp=0).take(last) == (7, COLLECTIVES)
     with pytest.raises(RankDied):
         await at(taken, dp=0).die()
-    assert await at(taken, dp=1).take(weights) == (7, STORE)
+    assert await at(taken, dp=1).take(last) == (7, STORE)
     await respawn(taken)
     assert await taken.take(await made.weights(8)) == (8, COLLECTIVES)
 
 
-async def test_where_torch_is_not_installed_they_come_by_rays_store(made: Model, engine: RayEngine) -> None:
-    taken = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Model, has_torch=False)
+@pytest.mark.wide
+async def test_where_torch_is_not_installed_they_come_by_rays_store(mesh: Mesh, engine: RayEngine) -> None:
+    made = at(await mesh.spawn(Model), dp=0)
+    taken = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Model, has_torch=False)
     assert await taken.take(await made.weights(1)) == (1, STORE)
 
 
+@pytest.mark.wide
 async def test_a_machine_on_the_way_that_is_stopped_and_lives_holds_up_nobody(ray_cluster: None) -> None:
     engine = RayEngine(patience=3)
     try:
-        made, one, other = [await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Model) for _ in range(3)]
+        made, one, other = [await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Model) for _ in range(3)]
         weights = await made.weights(6)
         for each in (one, other):  # so that the two are connected: Ray itself gives up new connections
             assert (await each.take(weights))[0] == 6

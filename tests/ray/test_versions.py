@@ -38,17 +38,17 @@ def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed(["torch", "other"])["torch"] == "2.13.0"
 
 
-def test_what_is_missing_here_is_not_asked_of_a_node() -> None:
-    assert "no-such-package" not in Versions(["no-such-package"], 1.0)._here
-
-
 async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(self: Versions, _: str) -> dict[str, str]:
-        await asyncio.sleep(0.05)
-        return {**self._here, "torch": "1.2.3"}
+    asked = list[object]()
+
+    async def ask(_: Versions, node: str) -> dict[str, str]:
+        asked.append(node)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        return {**installed(["meshrl", "torch"]), "torch": "1.2.3"}
 
     monkeypatch.setattr(Versions, "_ask", ask)
-    versions = Versions([], 0.001)
+    versions = Versions(["no-such-package"], 0.001)  # which is not asked of a node
     assert not await versions.check({"n1": "10.0.0.2"})
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 +torch"):
         await versions.check({"n1": "10.0.0.2"}, have_ranks=True)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshrl.engines.hosting.messages import reserved_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WORDS = [first + second for first in "abcdefgh" for second in "abcdefgh"]
 CONFIG = """
@@ -63,7 +63,7 @@ class Served(NamedTuple):
 
     def ask(self, prompt: list[int], **asked: object) -> list[int]:
         """The tokens of a completion."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
         try:
             connection.request(
@@ -77,7 +77,7 @@ class Served(NamedTuple):
 
     def status(self, path: str, method: str = "POST") -> int:
         """What somebody is told who has no key."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             connection.request(method, f"/{path}", "{}", {"Content-Type": "application/json"})
             return connection.getresponse().status
@@ -160,6 +160,6 @@ def test_a_run_is_served_and_followed(served: Served) -> None:
     assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == after
 
     served.server.terminate()  # as Ctrl-C, which who starts tests in the background has turned off
-    assert served.server.wait(60) == 0
+    assert served.server.wait() == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", served.port))

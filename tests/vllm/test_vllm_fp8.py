@@ -7,54 +7,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from meshrl import Batch, ModelError, PolicyConfig, SamplerConfig, Sampling, rollout, with_options
+from meshrl import Batch, ModelError, PolicyConfig
 from meshrl.errors import EngineDied
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf import fp8
-from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
-from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 from tests.senders import sending
+from tests.vllm.networks import SHAPE, config_of, drawn, saved
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 TIED, BIASED = LlamaConfig(**SHAPE, tie_word_embeddings=True), Qwen2Config(**SHAPE)
-PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
-TOKENIZER = character_tokenizer("abcdefgh>", 256)
-
-
-def saved(config: PretrainedConfig, seed: int, folder: Path) -> PreTrainedModel:
-    """A network far from its initialisation, and in a folder."""
-    torch.manual_seed(seed)
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    made.save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    return made
 
 
 class InFp8(nn.Module):
@@ -112,17 +78,12 @@ def is_exact(network: PreTrainedModel, batch: Batch) -> bool:
 
 
 def made(folder: Path, python: str | None, **keys: Any) -> VllmSampler:
-    own = VllmConfig(python=python, kv_cache_mib=32, quantization="fp8")
-    return VllmSampler(with_options(SamplerConfig(backend="vllm", model=str(folder), slots=16, **keys), own))
+    return VllmSampler(config_of(folder, python, {"quantization": "fp8"}, **keys))
 
 
 @pytest.fixture(autouse=True)
 def rank() -> None:
     rank_context.set(Rank(threads=1))
-
-
-async def drawn(sampler: VllmSampler) -> Batch:
-    return await (await rollout(sampler, PROMPTS, Sampling(max_tokens=20, temperature=0, ignore_eos=True))).load()
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -131,7 +92,7 @@ def same(one: Batch, other: Batch) -> bool:
     return all(np.array_equal(*both) for both in zip(*pairs, strict=True))
 
 
-@pytest.mark.parametrize("config", [TIED, BIASED], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [pytest.param(TIED, marks=pytest.mark.wide), BIASED], ids=["tied", "biased"])
 async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_broadcast(
     config: PretrainedConfig, tmp_path: Path, python: str | None
 ) -> None:
@@ -156,6 +117,7 @@ async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_bro
     sampler.close()
 
 
+@pytest.mark.wide
 async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_path: Path, python: str | None) -> None:
     network = saved(BIASED, 0, tmp_path)
     weights = await TorchPolicy(PolicyConfig(model=str(tmp_path))).weights()
@@ -170,6 +132,7 @@ async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_
     sampler.close()
 
 
+@pytest.mark.wide
 async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -> None:
     network = saved(TIED, 0, tmp_path)
     sampler = made(tmp_path, python, dtype="bfloat16")
@@ -182,8 +145,7 @@ async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -
 
 async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path, python: str | None) -> None:
     network = saved(TIED, 0, tmp_path)
-    config = SamplerConfig(backend="vllm", model=str(tmp_path), slots=16)
-    sampler = VllmSampler(with_options(config, VllmConfig(python=python, kv_cache_mib=32)))
+    sampler = VllmSampler(config_of(tmp_path, python))
     before = await drawn(sampler)
     with sending(2, 1 << 14, fp8.matrices(network)) as senders:
         offer = senders.offer(dict(network.named_parameters()), 1)

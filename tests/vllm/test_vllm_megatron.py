@@ -11,40 +11,36 @@ from meshrl import (
     PolicyConfig,
     ReferenceConfig,
     Resources,
-    SamplerConfig,
     Sampling,
     rollout,
-    with_options,
 )
-from meshrl.data import Batch
-from meshrl.engines.ray import RayEngine
+from meshrl.engines.processes import ProcessEngine
 from meshrl.testing.conformance.material import LOSS, by_hand
 from meshrl.testing.conformance.material import Model as Material
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
-from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
+from tests.vllm.networks import PROMPTS, config_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
-PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 
 
-@pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"dp": 1, "tp": 2}, pytest.param({"dp": 1, "pp": 2}, marks=pytest.mark.wide)], ids=str
+)
 async def test_vllm_draws_from_the_weights_of_a_policy_in_any_layout(
-    ray_cluster: None, tmp_path: Path, python: str | None, axes: dict[str, int]
+    tmp_path: Path, python: str | None, axes: dict[str, int]
 ) -> None:
     await TorchPolicy(PolicyConfig(model=NEW)).save(str(tmp_path / "old"))
-    ray = RayEngine()
-    mesh = await Mesh.reserve(ray, 2, Resources(cpus=0))
+    engine = ProcessEngine()
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
     options = {"model": str(tmp_path / "old"), "optimizer": {"lr": 0.02, "max_grad_norm": None}}
     policy = await mesh.shape(**axes).spawn(MegatronPolicy, PolicyConfig.model_validate(options))
-    beside = await Mesh.reserve(ray, 1, Resources(cpus=0))
-    engine = VllmConfig(python=python, kv_cache_mib=32)
-    table = SamplerConfig(backend="vllm", model=str(tmp_path / "old"), slots=4)
-    sampler = await beside.spawn(VllmSampler, with_options(table, engine))
+    beside = await Mesh.reserve(engine, 1, Resources(cpus=0))
+    sampler = await beside.spawn(VllmSampler, config_of(tmp_path / "old", python))
 
     batch = await policy.logprobs(by_hand(Material("", "", 11, 40), [(12, 9), (20, 15), (7, 4), (16, 8)]))
     await policy.update(batch, LOSS)
@@ -60,4 +56,4 @@ async def test_vllm_draws_from_the_weights_of_a_policy_in_any_layout(
     assert drawn.ragged("sampler_logprobs").values[learned] == pytest.approx(said, abs=1e-4)
     fresh = TorchPolicy(PolicyConfig(model=str(tmp_path / "new")))
     assert (await fresh.weights()).fingerprint() == (await weights.load()).fingerprint()
-    await ray.close()
+    await engine.close()

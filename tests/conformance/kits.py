@@ -1,0 +1,92 @@
+"""Checks of the conformance suite, several in one test, which tells all that are broken; and one more of them."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.errors import MeshrlError
+from meshrl.roles import registry
+from meshrl.testing import PromiseBroken
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, name_of
+from meshrl.testing.conformance.compare import close
+
+
+async def keep(harness: Harness, checks: Iterable[Check], model: str | None = None) -> None:
+    """Run each check, whatever became of those before it."""
+    broken: list[Exception] = []
+    for check in checks:
+        try:
+            await harness.run(check, model)
+        except (AssertionError, MeshrlError) as error:
+            error.add_note(f"in {name_of(check)} of {harness.subject}")
+            broken.append(error)
+    if broken:
+        raise ExceptionGroup(f"{harness.subject} breaks {len(broken)} of its promises", broken)
+
+
+def asked(subject: Subject, checks: Sequence[Check], every: Sequence[Check] = (), model: str = "small") -> list[object]:
+    """A test of these checks, and one that is wide of all others of `every`. Tests of one subject follow each other.
+
+    Those of several ranks share the processes of one worker.
+    """
+    ranks = [pytest.mark.process, pytest.mark.xdist_group("warm")] * (subject.engine == "processes")
+    others = [check for check in every if check not in checks]
+    made = [pytest.param(subject, model, checks, id=f"{subject}-{model}", marks=ranks)] if checks else []
+    if others:
+        marks = [*ranks, pytest.mark.wide, pytest.mark.slow]
+        made.append(pytest.param(subject, model, others, id=f"{subject}-{model}-others", marks=marks))
+    return list(made)
+
+
+async def log_probs_of_transformers(trial: Trial) -> None:
+    """`logprobs` are what transformers computes, one row at a time."""
+    (batch,) = await trial.batches(1)
+    scored = await (await (await trial.own.policy()).logprobs(batch)).load()
+    network = AutoModelForCausalLM.from_pretrained(trial.model.folder, attn_implementation="eager")
+    expected: list[np.ndarray] = []
+    for tokens, temperature in zip(batch.tokens, batch.row("temperature").tolist(), strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            logprobs = (network(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        expected += [np.zeros(1, np.float32), logprobs.gather(1, ids[1:, None])[:, 0].numpy()]
+    close("log-probs", scored.ragged("logprobs").values, np.concatenate(expected), trial.tolerance)
+
+
+async def missed(
+    bugs: Iterable[tuple[type, str]], kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type, crashes: type | None
+) -> list[str]:
+    """Those of the bugs that the check of this name does not tell: of the class `waits` by its hanging."""
+    checks = {name_of(check): check for check in kit}
+    found: list[str] = []
+    for bug, name in bugs:
+        subject = Subject(planted(plant, bug), seconds=1 if bug is waits else 60)
+        try:
+            async with Harness(subject) as harness:
+                await harness.run(checks[name])
+            told = "nothing"
+        except PromiseBroken as broken:
+            told = "a hang" if "it hangs" in str(broken) else "a broken promise"
+        except MeshrlError:
+            told = "a crash"
+        expected = {waits: "a hang", crashes: "a crash"}.get(bug, "a broken promise")
+        if told != expected:
+            found.append(f"{bug.__name__}: {name} tells {told}, not {expected}")
+    return found
+
+
+def planted(plant: pytest.MonkeyPatch, bug: type) -> str:
+    """Make a backend of this class, and torch's for the roles beside it. Returns its name."""
+    module = ModuleType("planted")
+    roles = {"Policy": "policy", "Critic": "critic", "Reference": "reference"}
+    torch_roles = {role: f"meshrl_torch.{name}:Torch{role}" for role, name in roles.items()}
+    (own,) = [role for role in (*roles, "Sampler") if f"Torch{role}" in {base.__name__ for base in bug.__mro__}]
+    others = {} if own == "Sampler" else torch_roles
+    vars(module).update(ROLES={**others, own: "planted:Planted"}, Planted=bug)
+    plant.setitem(sys.modules, "planted", module)
+    plant.setattr(registry, "backends", lambda: {"torch": "meshrl_torch", "planted": "planted"})
+    return "planted"
