@@ -165,8 +165,9 @@ async def test_requests_that_are_refused_in_words(talk: Talk) -> None:
         ({"logprobs": True, "top_logprobs": 3}, r"top_logprobs"),
     ]
     for given, why in cases:
+        request: dict[str, Any] = {"model": "any", "messages": [USER], **given}
         with pytest.raises(openai.BadRequestError, match=why) as caught:
-            await talk.client.chat.completions.create(**{"model": "any", "messages": [USER], **given})
+            await talk.client.chat.completions.create(**request)
         assert caught.value.type == "invalid_request_error"
     malformed = (b"", b"{", b"[]", b'"\\ud83d"', b"\xff", b"[" * 100_000, b'{"messages": 1}')
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=talk.gateway.app)) as http:

@@ -70,5 +70,6 @@ async def test_requests_that_are_refused_in_words(talk: Talk) -> None:
         ({"input": []}, "there are no messages"),
     ]
     for given, why in cases:
+        request: dict[str, Any] = {"model": "any", "input": "hello", **given}
         with pytest.raises(openai.BadRequestError, match=why):
-            await talk.client.responses.create(**{"model": "any", "input": "hello", **given})
+            await talk.client.responses.create(**request)
