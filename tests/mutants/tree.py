@@ -1,0 +1,64 @@
+"""Private copies of the product and a suite's tests, which mutants are written into."""
+
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from hashlib import sha256
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Final, Literal
+
+from tests.mutants.mutant import ROOT, Mutant
+
+Suite = Literal["before", "after"]
+BEFORE: Final = "d2169cfc"
+"""The last revision with the earlier tests. Its product is the present one."""
+
+
+class Tree:
+    """A copy, with an environment whose meshrl is the copy's."""
+
+    def __init__(self, suite: Suite, cache: Path, number: int) -> None:
+        """Make it in a folder of `cache`. `number`: of this one among copies of the same."""
+        packed = _output(["git", "archive", BEFORE]) if suite == "before" else _present()
+        self.version: Final = f"{suite}-{sha256(packed).hexdigest()[:12]}"
+        self.folder: Final = cache / f"{self.version}-{number}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _output(["tar", "-x", "-C", str(self.folder)], packed)  # again, because it may hold a mutant
+        if not (self.folder / ".venv").exists():
+            self._make_environment(ROOT / ".venv", self.folder / ".venv")
+
+    @contextmanager
+    def holding(self, mutant: Mutant) -> Generator[None]:
+        """Hold a mutant for a while. Python compiles its file again."""
+        path = self.folder / mutant.file
+        plain, compiled = path.read_text(), Path(cache_from_source(str(path)))
+        try:
+            path.write_text(mutant.applied(plain))
+            compiled.unlink(missing_ok=True)
+            yield
+        finally:
+            path.write_text(plain)
+            compiled.unlink(missing_ok=True)
+
+    def _make_environment(self, old: Path, new: Path) -> None:
+        """Make an environment of links to the packages of another one."""
+        (packages,) = old.glob("lib/python*/site-packages")
+        for each in [*packages.iterdir(), *(old / "bin").glob("python*")]:
+            place = new / each.relative_to(old)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(each.resolve())
+        own = new / packages.relative_to(old) / "_meshrl.pth"
+        own.unlink()  # a link
+        own.write_text(f"{self.folder}\n{self.folder / 'backends'}\n")
+        (new / "pyvenv.cfg").write_bytes((old / "pyvenv.cfg").read_bytes())
+
+
+def _present() -> bytes:
+    names = _output(["git", "ls-files", "-coz", "--exclude-standard"]).split(b"\0")
+    there = b"\0".join(sorted(each for each in names if each and (ROOT / each.decode()).is_file()))
+    return _output(["tar", "-c", "--mtime=@1700000000", "--exclude=tests/mutants", "--null", "-T", "-"], there)
+
+
+def _output(command: list[str], given: bytes = b"") -> bytes:
+    return subprocess.run(command, cwd=ROOT, input=given, check=True, stdout=subprocess.PIPE).stdout
