@@ -1,5 +1,7 @@
 """What holds for every test of a backend."""
 
+from collections.abc import Callable
+
 import pytest
 
 from meshrl.mesh import Rank, rank_context
@@ -9,3 +11,13 @@ from meshrl.mesh import Rank, rank_context
 def _one_thread() -> None:
     """Ranks take as many threads as they have cores: with one, results do not hang on the machine."""
     rank_context.set(Rank(threads=1))
+
+
+@pytest.fixture(scope="session")
+def small(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model of two layers, far from its initialisation."""
+    from transformers import LlamaConfig  # noqa: PLC0415 -- slow to import
+
+    from tests.backends.material import SHAPE  # noqa: PLC0415
+
+    return random_model(LlamaConfig(**SHAPE), tmp_path_factory.mktemp("small") / "model")

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshrl.errors import ModelError
 from meshrl_hf.boxes import Box, Boxes, Ranges, write_boxes
@@ -76,21 +74,12 @@ def test_what_is_written_in_one_tiling_is_read_in_any_other(
             assert torch.equal(box.tensor, boxed(box.name, tensors[box.name], box.ranges).tensor)
 
 
-def halves(folder: Path) -> Tensor:
+def write_halves(folder: Path) -> None:
     """A tensor [4, 3] in two files."""
     whole = torch.arange(12.0).reshape(4, 3)
     for number in range(2):
         part = Box("model/w", (4, 3), (2 * number, 0), whole[2 * number : 2 * number + 2])
         write_boxes(folder / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", [part])
-    return whole
-
-
-def test_torch_reads_what_was_written(tmp_path: Path) -> None:
-    whole = halves(tmp_path)
-    taken = {"model/w": torch.zeros(4, 3)}
-    with pytest.warns(UserWarning, match=r"torch.distributed is (disabled|unavailable)"):
-        load(taken, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(taken["model/w"], whole)
 
 
 def test_whole_tensors_are_read_in_parts_and_cast(tmp_path: Path) -> None:
@@ -104,7 +93,7 @@ def test_whole_tensors_are_read_in_parts_and_cast(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_told_and_nothing_is_read(tmp_path: Path) -> None:
-    halves(tmp_path)
+    write_halves(tmp_path)
     next(iter(sorted(tmp_path.iterdir()))).unlink()
     found = Boxes(tmp_path)
     assert found.missing("model/w") == [((0, 2), (0, 3))]
@@ -121,7 +110,7 @@ def test_what_is_missing_is_told_and_nothing_is_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_or_read_is_told(tmp_path: Path) -> None:
-    halves(tmp_path)
+    write_halves(tmp_path)
     found, file = Boxes(tmp_path), min(tmp_path.iterdir())
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(SafetensorError):

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshrl import Batch, CrossEntropy, DataError, LocalEngine, Mesh, ModelError, Policy, PolicyConfig, Resources
+from meshrl import Batch, CrossEntropy, DataError, ModelError, PolicyConfig
 from meshrl_hf.dialogues import encode_messages
 from meshrl_hf.text import END, Words, character_tokenizer, encode_completions, encode_prompts
 from meshrl_torch.policy import TorchPolicy
+from tests.backends.material import SHAPE
 
 CHARACTERS = "abcdSUA:\n"
 TEMPLATE = (
@@ -68,11 +70,8 @@ def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion() -> None:
     prompt = encode_prompts(one.tokenizer, ["ab"], chat={})[0]
     whole = [*prompt, *encode_completions(one.tokenizer, ["ba"])[0]]
     assert found.tolist()[: len(whole)] == whole
-
-
-def test_no_rows_give_no_rows() -> None:
-    found = encode_messages(words(), Batch.of(messages=[]))
-    assert (len(found), len(found.tokens), len(found.loss_mask)) == (0, 0, 0)
+    none = encode_messages(one, Batch.of(messages=[]))
+    assert (len(none), len(none.tokens), len(none.loss_mask)) == (0, 0, 0)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() -> None:
@@ -83,9 +82,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() ->
     assert shown(one, encode_messages(one, long.assign(learn=["last"]))) == ["U:ab./A:./U:c./A:[cc.]/"]
 
 
-@pytest.mark.parametrize(
-    ("row", "learn", "message"),
-    [
+def test_a_wrong_row_is_refused_in_words() -> None:
+    cases: list[tuple[object, str, str]] = [
         (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
         (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
         ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
@@ -93,39 +91,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() ->
         ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
         (messages("U:" + "ab" * 40, "A:b"), "all", "row 0 has 89 tokens and the model takes at most 64"),
         (messages("U:z", "A:b"), "all", "the text .* has 'z', which the tokenizer does not know"),
-    ],
-)
-def test_a_wrong_row_is_refused_in_words(row: object, learn: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        encode_messages(words(), Batch.of(messages=[row], learn=[learn]))
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
+    ]
+    for row, learn, message in cases:
+        with pytest.raises(DataError, match=message):
+            encode_messages(words(), Batch.of(messages=[row], learn=[learn]))
     with pytest.raises(ModelError, match="`messages` are rendered by the chat template"):
         encode_messages(replace(words(), tokenizer=character_tokenizer(CHARACTERS, 8)), Batch.of(messages=[[]]))
 
 
 async def test_a_policy_learns_from_dialogues(tmp_path: Path) -> None:
-    shape = LlamaConfig(
-        vocab_size=len(CHARACTERS) + 2,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=END,
-    )
-    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    shape: dict[str, Any] = {**SHAPE, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     words().tokenizer.save_pretrained(tmp_path)
     rows = Batch.of(messages=[messages(f"U:{a}{b}", f"A:{b}", "U:d", f"A:{a}") for a in "abc" for b in "abc"])
-    engine = LocalEngine()
-    try:
-        mesh = await Mesh.reserve(engine, 1, Resources(cpus=1))
-        config = PolicyConfig.model_validate({"model": str(tmp_path), "optimizer": {"lr": 0.02}})
-        policy: Policy = await mesh.spawn(TorchPolicy, config)
-        batch = await policy.encode(rows)
-        losses = [(await policy.update(batch, CrossEntropy()))["loss"] for _ in range(20)]
-        assert losses[-1] < losses[0] / 2
-        assert int((await batch.load("loss_mask")).loss_mask.values.sum()) == 9 * 4
-    finally:
-        await engine.close()
+    config = PolicyConfig.model_validate({"model": str(tmp_path), "optimizer": {"lr": 0.02}})
+    policy = TorchPolicy(config)
+    batch = await policy.encode(rows)
+    losses = [(await policy.update(batch, CrossEntropy()))["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+    assert int(batch.loss_mask.values.sum()) == 9 * 4

@@ -49,18 +49,21 @@ def counted(shape: PretrainedConfig, length: int) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize(
-    ("shape", "more"), [(LLAMA, 0), (EXPERTS, ROUTER), (SHARED, ROUTER + 2 * 64 * 2), (NEAR, 0), (EVERYWHERE, 0)]
-)
-def test_they_are_those_of_a_pass(shape: PretrainedConfig, more: int, tmp_path: Path) -> None:
-    shape.save_pretrained(tmp_path)
-    flops = flops_of(PolicyConfig(model=str(tmp_path)))
-    short, long = counted(shape, 20), counted(shape, 40)
-    assert (flops.per_pair + flops.per_near_pair) * 20**2 == (long - 2 * short) / 2
-    assert flops.per_token + more == pytest.approx((4 * short - long) / 40, rel=1e-3)  # the angles of positions too
-    near = 1.0 if shape is EVERYWHERE else KINDS.count("sliding_attention") / len(KINDS) if shape is NEAR else 0.0
-    assert flops.per_near_pair == pytest.approx(near * (flops.per_pair + flops.per_near_pair))
-    assert flops.window == (7 if near else 0)
-    without_head = flops.per_token - 2 * 64 * 53
-    for config in (CriticConfig(model=str(tmp_path)), RewardModelConfig(model=str(tmp_path))):
-        assert flops_of(config).per_token == without_head
+def test_they_are_those_of_a_pass(tmp_path: Path) -> None:
+    more = {"qwen3_moe": ROUTER, "qwen2_moe": ROUTER + 2 * 64 * 2}
+    near = {"mistral": 1.0, "gemma3_text": KINDS.count("sliding_attention") / len(KINDS)}
+    for shape in (LLAMA, EXPERTS, SHARED, NEAR, EVERYWHERE):
+        shape.save_pretrained(tmp_path)
+        flops = flops_of(PolicyConfig(model=str(tmp_path)))
+        short, long = counted(shape, 20), counted(shape, 40)
+        assert (flops.per_pair + flops.per_near_pair) * 20**2 == (long - 2 * short) / 2, shape.model_type
+        alone = (4 * short - long) / 40
+        assert flops.per_token + more.get(shape.model_type, 0) == pytest.approx(
+            alone, rel=1e-3
+        )  # the angles of positions too
+        share = near.get(shape.model_type, 0.0)
+        assert flops.per_near_pair == pytest.approx(share * (flops.per_pair + flops.per_near_pair))
+        assert flops.window == (7 if share else 0)
+        without_head = flops.per_token - 2 * 64 * 53
+        for config in (CriticConfig(model=str(tmp_path)), RewardModelConfig(model=str(tmp_path))):
+            assert flops_of(config).per_token == without_head

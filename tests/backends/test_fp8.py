@@ -1,5 +1,6 @@
 """Matrices in FP8: how exact they are, and how a policy's ranks send them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from meshrl import PolicyConfig
 from meshrl.errors import ConfigError, ModelError
-from meshrl_hf import fp8, live_weights
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import fp8
 from meshrl_hf.boxes import Box
 from meshrl_hf.buckets import planned
 from meshrl_hf.collective import place_in, view
@@ -40,14 +42,11 @@ def test_each_number_is_near_and_each_rows_largest_keeps_its_place(
         assert numbers.float().abs().amax(1).tolist() == [448] * rows
 
 
-def test_rows_of_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
+def test_rows_of_zeros_stay_zeros_and_scales_are_float32_whatever_the_default_is() -> None:
     numbers, scales = fp8.quantized(torch.tensor([[0.0, 0.0], [1.0, torch.nan]]))
     assert (numbers[0].float() == 0).all()
     assert (scales[0] > 0).all()
     assert (numbers[1].float() * scales[1]).isnan().any()
-
-
-def test_scales_are_float32_whatever_the_default_is() -> None:
     matrix = torch.randn(3, 5)
     known = fp8.quantized(matrix)[1]
     torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads a model
@@ -57,28 +56,29 @@ def test_scales_are_float32_whatever_the_default_is() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_they_are_those_of_linear_layers_without_the_head() -> None:
+def test_they_are_those_of_linear_layers_without_the_head_and_other_models_are_refused(
+    random_model: Callable[..., str], tmp_path: Path
+) -> None:
     network = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, **HEADS, tie_word_embeddings=False))
     found = fp8.matrices(network)
     assert "lm_head.weight" in dict(network.named_parameters())
     assert len(found) == 2 * 7
     assert all(".layers." in name and name.endswith("proj.weight") for name in found)
-
-
-def test_a_model_that_multiplies_with_other_tensors_is_refused(tmp_path: Path) -> None:
     for tied in (True, False):
         network = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=tied))
         assert fp8.refusal(network) == ""
     mixture = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, **HEADS, num_local_experts=4))
     assert "such as model.layers.0.mlp" in fp8.refusal(mixture)
-    GPT2Config(vocab_size=11, n_positions=16, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    config = PolicyConfig(model=str(tmp_path), weight_sync="broadcast", weight_sync_dtype="fp8")
+    sizes: dict[str, Any] = {"vocab_size": 11, "n_positions": 48, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    gpt2 = random_model(GPT2Config(**sizes, eos_token_id=1), tmp_path)
+    config = PolicyConfig(model=gpt2, weight_sync="broadcast", weight_sync_dtype="fp8")
     with pytest.raises(ConfigError, match=r"FP8: 4 of its tensors .*, such as transformer\.h\.0\..*Remove"):
-        live_weights._in_fp8(config)
+        FsdpPolicy(config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [LIMIT, 1 << 16])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, LIMIT), (torch.bfloat16, LIMIT), (torch.bfloat16, 1 << 16)]
+)
 def test_buckets_have_the_rows_that_the_whole_matrix_would_have(dtype: torch.dtype, limit: int) -> None:
     torch.manual_seed(0)
     matrix, wide, plain = torch.randn(70, 30), torch.randn(3, 700), torch.randn(20, 30)

@@ -1,26 +1,23 @@
-"""Whose memory readers of a broadcast open, and how buckets are handed over."""
+"""Whose memory readers of a broadcast open, and how buckets are handed over. tests/gpu asks the same of GPUs."""
 
 import os
 import secrets
 import signal
 import socket
-import threading
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import wraps
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from meshrl_hf import handover
 from meshrl_hf.handover import Desk, Handing, Slots, Taking, Unopened, desk_of, open_slots
 from meshrl_hf.reach import Where, on_gpus, routes
 
 CPU = torch.device("cpu")
+LONG = 600.0
+"""Seconds that nothing takes."""
 places = st.builds(
     lambda machine, gpu, seen: Where(machine, machine + gpu, [machine + each for each in {gpu, *seen}]),
     st.sampled_from(["", "host1", "host2"]),
@@ -48,9 +45,8 @@ def test_readers_get_buckets_only_by_ranks_whose_memory_they_open(
 HERE, THERE = [Where("here", f"gpu{each}", [f"gpu{each}"]) for each in range(2)], Where("there", "gpu9", ["gpu9"])
 
 
-@pytest.mark.parametrize(
-    ("policy", "readers", "together"),
-    [
+def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
+    for policy, readers, together in (
         (HERE, HERE, True),  # each on the GPU of a rank, which receives the other's buckets for it
         (HERE, [THERE], True),
         (HERE, [THERE, HERE[0]], True),
@@ -60,110 +56,79 @@ HERE, THERE = [Where("here", f"gpu{each}", [f"gpu{each}"]) for each in range(2)]
         ([Where("here")], HERE, False),
         ([HERE[0], HERE[0]], HERE[:1], True),  # no group is needed
         ([HERE[0], HERE[0]], [THERE], False),
-    ],
-)
-def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one(
-    policy: list[Where], readers: list[Where], together: bool
-) -> None:
-    assert on_gpus(policy, readers) == together
+    ):
+        assert on_gpus(policy, readers) == together, (policy, readers)
 
 
-class Forgetful(dict[str, Slots]):
-    """Keeps nothing, as if ranks were other processes."""
+class Ranks:
+    """Desks of a policy's ranks in this process, each of which admits in a thread."""
 
-    def __setitem__(self, name: str, slots: Slots) -> None:
-        pass
+    def __init__(self) -> None:
+        self.names = secrets.token_hex(8)
+        self._threads = ThreadPoolExecutor()
+
+    def admit(self, *tokens: str, rank: int = 0, seconds: float = LONG) -> "Future[Handing]":
+        """Make a rank's desk, and admit readers to three slots, whose bytes are 10, 11 and 12."""
+        slots = Slots(3, 64, CPU, shared=True)
+        slots.tensor.copy_(torch.arange(10, 13, dtype=torch.uint8)[:, None])
+        desk = Desk(desk_of(self.names, rank))
+        return self._threads.submit(desk.admit, "key", tokens, slots, seconds)
+
+    def taking(self, token: str) -> Taking:
+        """A reader at the first rank's desk."""
+        made = Taking(desk_of(self.names, 0), "key", token, CPU, LONG)
+        made.open()
+        return made
 
 
 @pytest.fixture
-def desk(request: pytest.FixtureRequest) -> Desk:
-    return Desk(f"test-{request.node.name}-{threading.get_native_id()}")
+def ranks() -> Ranks:
+    return Ranks()
 
 
-def name_of(desk: Desk) -> str:
-    return str(desk._listening.getsockname()[1:].decode())
-
-
-def taking(desk: Desk, token: str, *, opened: bool = True) -> Taking:
-    """A reader at the desk."""
-    made = Taking(name_of(desk), "key", token, CPU, 20)
-    if opened:
-        made.open()
-    return made
-
-
-def admitting(desk: Desk, slots: Slots, tokens: list[str], seconds: float = 20) -> Callable[[], Handing]:
-    """Begin to admit. Returns what waits for the end."""
-    told: list[Handing | OSError] = []
-
-    def admit() -> None:
-        try:
-            told.append(desk.admit("key", tokens, slots, seconds))
-        except OSError as error:
-            told.append(error)
-
-    thread = threading.Thread(target=admit)
-    thread.start()
-
-    def result() -> Handing:
-        thread.join()
-        if isinstance(told[0], OSError):
-            raise told[0]
-        return told[0]
-
-    return result
-
-
-def test_buckets_that_come_before_their_turn_are_kept_and_freed_by_slot(desk: Desk) -> None:
-    slots = Slots(3, 64, CPU, shared=True)
-    admitted = admitting(desk, slots, ["a"])
-    with taking(desk, "a") as reader, admitted() as handing:
+def test_buckets_that_come_before_their_turn_are_kept_and_freed_by_slot(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
+    with ranks.taking("a") as reader, admitted.result() as handing:
         for slot, (rank, number) in enumerate([(1, 0), (0, 0), (1, 1)]):
-            slots.tensor[slot] = 10 * rank + number + 1
             handing.give(["a"], rank, number, slot)
-        assert reader.bucket(0, 0, 5).tolist() == [1] * 5
+        assert reader.bucket(0, 0, 5).tolist() == [11] * 5
         reader.done()
         handing.wait(["a"], 1)
-        assert handing._open == {"a": {0, 2}}
-        assert reader.bucket(1, 0, 64).tolist() == [11] * 64
+        assert reader.bucket(1, 0, 64).tolist() == [10] * 64
         assert reader.bucket(1, 1, 1).tolist() == [12]
         reader.done()
         handing.wait(["a"], 2)
-        assert handing._open == {"a": {0}}
 
 
-def test_strangers_and_readers_of_earlier_passes_are_sent_away(desk: Desk) -> None:
-    slots = Slots(1, 64, CPU, shared=True)
-    admitted = admitting(desk, slots, ["a"])
+def test_strangers_and_readers_of_earlier_passes_are_sent_away(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
     said = [b"", b"\0", b"\5\0\0\0junk!", b"\2\0\0\0{}"]
     said += [len(each).to_bytes(4, "little") + each for each in (b'["key", "b"]', b'["old", "a"]', b'["key"]')]
     for each in said:
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(20)
-            stranger.connect(f"\0{name_of(desk)}")
+            stranger.connect(f"\0{desk_of(ranks.names, 0)}")
             stranger.sendall(each)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
-    with taking(desk, "a"), admitted() as handing:
-        assert list(handing._readers) == ["a"]
+    with ranks.taking("a") as reader, admitted.result() as handing:
+        handing.give(["a"], 0, 0, 2)
+        assert reader.bucket(0, 0, 1).tolist() == [12]
 
 
-def test_another_users_processes_are_sent_away(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Slots(1, 64, CPU, shared=True)
+def test_another_users_processes_are_sent_away(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getuid", lambda: 123456)
-    admitted = admitting(desk, slots, ["a"], seconds=0.2)
+    admitted = ranks.admit("a", seconds=0.2)
     with pytest.raises(ConnectionError, match="belongs to another user"):
-        taking(desk, "a")
+        ranks.taking("a")
     with pytest.raises(TimeoutError):
-        admitted()
+        admitted.result()
 
 
-def test_each_side_sees_that_the_other_is_gone(desk: Desk) -> None:
-    slots = Slots(1, 64, CPU, shared=True)
-    admitted = admitting(desk, slots, ["a", "b"])
-    with taking(desk, "a") as reader:
-        with taking(desk, "b"):
-            handing = admitted()
+def test_each_side_sees_that_the_other_is_gone(ranks: Ranks) -> None:
+    admitted = ranks.admit("a", "b")
+    with ranks.taking("a") as reader:
+        with ranks.taking("b"):
+            handing = admitted.result()
             handing.give(["a", "b"], 0, 0, 0)
         with handing, pytest.raises(ConnectionError, match="a reader has ended its part"):
             handing.wait(["b"], 0)
@@ -172,10 +137,10 @@ def test_each_side_sees_that_the_other_is_gone(desk: Desk) -> None:
             reader.bucket(0, 1, 64)
 
 
-def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(desk: Desk) -> None:
-    admitted = admitting(desk, Slots(1, 64, CPU, shared=True), ["a"])
-    with taking(desk, "a") as reader:
-        handing = admitted()
+def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
+    with ranks.taking("a") as reader:
+        handing = admitted.result()
         child = os.fork()
         if not child:
             signal.pause()
@@ -189,59 +154,16 @@ def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(desk: Desk) -> 
             os.waitpid(child, 0)
 
 
-def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(desk: Desk) -> None:
-    names = secrets.token_hex(8)
-    desks = {rank: Desk(desk_of(names, rank)) for rank in (0, 2)}
-    waiting = [admitting(each, Slots(1, 64, CPU, shared=True), ["a"]) for each in desks.values()]
+def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(ranks: Ranks) -> None:
+    waiting = [ranks.admit("a", rank=rank) for rank in (0, 2)]
     with ExitStack() as stack, pytest.raises(Unopened, match=r"cannot be opened: .* refused"):
-        open_slots(stack, names, range(3), "key", "a", CPU, 20)
-    stack.close()
+        open_slots(stack, ranks.names, range(3), "key", "a", CPU, LONG)
 
-    def use(admitted: Callable[[], Handing]) -> None:
-        with admitted() as handing:
+    def use(admitted: "Future[Handing]") -> None:
+        with admitted.result() as handing:
             handing.give(["a"], 0, 0, 0)
             handing.wait(["a"], 0)
 
     for each in waiting:
         with pytest.raises(ConnectionError):
             use(each)
-
-
-def test_memory_on_a_gpu_is_opened_by_the_handle_that_torch_makes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's two functions stand for themselves, with the arguments that they have."""
-    slots, opened = Slots(2, 64, CPU, shared=False), dict[str, Any]()
-    fields = {
-        "storage_handle": b"\0\xff", "storage_size_bytes": 128, "storage_offset_bytes": 512, "ref_counter_handle": b"r",
-        "ref_counter_offset": 3, "event_handle": b"", "event_sync_required": True,
-    }  # fmt: skip
-
-    def reduce(tensor: torch.Tensor) -> tuple[object, tuple[object, ...]]:
-        start = (torch.Tensor, tensor.shape, tensor.stride(), 0, torch.TypedStorage, tensor.dtype, 7)
-        storage = list(fields.values())
-        return rebuild_cuda_tensor, (*start, *storage[:3], False, *storage[3:])
-
-    @wraps(rebuild_cuda_tensor)
-    def rebuild(**arguments: Any) -> torch.Tensor:
-        opened.update(arguments)
-        return slots.tensor
-
-    monkeypatch.setattr(handover, "reduce_tensor", reduce)
-    monkeypatch.setattr(handover, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(handover, "_here", Forgetful())
-    monkeypatch.setattr(Where, "of", lambda _: Where("here", "gpu1", ["gpu0", "gpu1"]))
-    admitted = admitting(desk, slots, ["a"])
-    with taking(desk, "a") as reader, admitted() as handing:
-        handing.give(["a"], 0, 0, 1)
-        assert reader.bucket(0, 0, 64).data_ptr() == slots.tensor[1].data_ptr()
-    assert {name: opened[name] for name in fields} == fields
-    assert opened["storage_device"] == 1  # of the reader's own, which may have another number in the rank
-    assert (opened["tensor_size"], opened["tensor_stride"], opened["dtype"]) == ((2, 64), (64, 1), torch.uint8)
-
-
-def test_a_reader_in_the_ranks_own_process_needs_no_handle(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Slots(1, 64, CPU, shared=False)
-    monkeypatch.setattr(Slots, "form", {"count": 1, "nbytes": 64, "gpu": "gpu1", "handle": {}})
-    admitted = admitting(desk, slots, ["a"])
-    with taking(desk, "a") as reader, admitted() as handing:
-        handing.give(["a"], 0, 0, 0)
-        assert reader.bucket(0, 0, 64).data_ptr() == slots.tensor.data_ptr()

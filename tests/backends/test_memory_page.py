@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -20,21 +19,14 @@ json.dump([page["written"](), page["ASKED"], told], sys.stdout)
 """
 
 
-@pytest.fixture(scope="module")
-def told() -> Any:
-    """The page, and by model and ranks what each term is: told by a process that is in no process group."""
+@pytest.mark.wide
+@pytest.mark.slow
+def test_the_page_says_what_is_told_and_each_formula_comes_within_a_tenth() -> None:
+    """By a process that is in no process group."""
     answer = subprocess.run([sys.executable, "-c", PRINT], cwd=ROOT, capture_output=True, check=True)
-    return json.loads(answer.stdout)
-
-
-@pytest.mark.timeout(600)
-def test_the_page_says_what_is_told(told: Any) -> None:
-    assert told[0] == (ROOT / "docs/gpu.md").read_text("utf-8"), "run python docs/memory.py"
-
-
-@pytest.mark.timeout(600)
-def test_each_formula_of_the_page_comes_within_a_tenth(told: Any) -> None:
-    for (model, ranks), terms in zip(told[1], told[2], strict=True):
+    page, asked, told = json.loads(answer.stdout)
+    assert page == (ROOT / "docs/gpu.md").read_text("utf-8"), "run python docs/memory.py"
+    for (model, ranks), terms in zip(asked, told, strict=True):
         shape = AutoConfig.from_pretrained(ROOT / "tests/data/models" / model)
         own, hidden, layers = parameters_of(shape) / ranks, shape.hidden_size, shape.num_hidden_layers
         ends = 2 * shape.vocab_size * hidden + hidden

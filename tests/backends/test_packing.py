@@ -1,21 +1,24 @@
 """Packed rows: each token is read after the tokens that are before it in its row, and what rows share is read once."""
 
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from meshrl import Batch, CrossEntropy, NewModel, OptimizerConfig, PolicyConfig, Ragged
+from meshrl import Batch, CrossEntropy, OptimizerConfig, PolicyConfig, Ragged
 from meshrl_hf import packing
 from meshrl_hf.packing import MicroBatch, Split, ends, learned, micro_batches, whole
 from meshrl_megatron.balance import Balance
 from meshrl_torch.policy import TorchPolicy
+from tests.backends.material import SHAPE, by_row, floats, norm_of
 
-MODEL = NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=64, layers=2, heads=4, max_tokens=256)
 LONG = packing._WORTH + 6
 SPLITS: list[Split] = [micro_batches, Balance(per_token=1000.0, per_pair=16.0, fewest=3)]
 
@@ -103,9 +106,7 @@ def test_what_branches_share_is_read_once() -> None:
     assert micro.ids.numel() == LONG + 2 + (apart + 1) + 1
     (micro,) = micro_batches(tokens, learned(tokens, mask, apart=True), mask, 1000)
     assert micro.ids.numel() == LONG + 2 + (apart + 1) + LONG
-
-
-def test_a_small_part_of_a_row_is_not_shared() -> None:
+    # A part that is small beside the rest of its row is not shared.
     rows = [[*[1] * packing._WORTH, *[other] * packing._WORTH * packing._PARTS] for other in (2, 3)]
     tokens = Ragged.of(rows, np.int32)
     (micro,) = micro_batches(tokens, whole(tokens, None), None, 1000)
@@ -123,21 +124,18 @@ def test_branches_meet_wherever_they_are_in_the_batch() -> None:
     assert [micro.ids.numel() for micro in micros] == [280 + 3 * 19] * 4
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_log_probs_and_gradients_are_those_of_each_row_alone(seed: int) -> None:
-    batch = branches(Random(seed))
-    optimizer = OptimizerConfig(max_grad_norm=None)
-    trainer, plain = (TorchPolicy(PolicyConfig(model=MODEL, optimizer=optimizer)) for _ in range(2))
-    network = plain._passes.model.network
-    network.set_attn_implementation("eager")
-    expected: list[torch.Tensor] = []
-    for row in batch.tokens:
-        ids = torch.from_numpy(row.astype(np.int64))
-        logits = log_softmax(network(input_ids=ids[None]).logits[0, :-1], -1)
-        expected += [torch.zeros(1), logits.gather(1, ids[1:, None])[:, 0]]
-    told = np.asarray((await trainer.logprobs(batch)).ragged("logprobs").values, np.float32)
-    np.testing.assert_allclose(told, torch.cat(expected).detach().numpy(), atol=1e-5)
-    torch.cat(expected)[torch.from_numpy(np.array(batch.loss_mask.values))].mean().neg().backward()
-    metrics = await trainer.update(batch, CrossEntropy())
-    gradients = [each.grad for each in network.parameters() if each.grad is not None]
-    assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
+async def test_log_probs_and_gradients_are_those_of_each_row_alone(
+    random_model: Callable[..., str], tmp_path: Path
+) -> None:
+    shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": 256}
+    folder = random_model(LlamaConfig(**shape), tmp_path / "model")
+    for seed in range(2):
+        batch = branches(Random(seed))
+        trainer = TorchPolicy(PolicyConfig(model=folder, optimizer=OptimizerConfig(max_grad_norm=None)))
+        network = AutoModelForCausalLM.from_pretrained(folder)
+        expected = torch.cat(by_row(network, batch))
+        told = floats((await trainer.logprobs(batch)).ragged("logprobs").values)
+        np.testing.assert_allclose(told, expected.detach().numpy(), atol=2e-5)
+        expected[torch.from_numpy(np.array(batch.loss_mask.values))].mean().neg().backward()
+        metrics = await trainer.update(batch, CrossEntropy())
+        assert metrics["grad_norm"] == pytest.approx(norm_of(network), rel=1e-5)

@@ -1,6 +1,7 @@
 """A reward that holds a model: its scores are transformers' own, row by row, and a row that it cannot judge is data."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import structlog.testing
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,34 +23,17 @@ from transformers import (
 
 from meshrl import Batch, PolicyConfig, Reward, RewardModelConfig
 from meshrl.errors import DataError, ModelError
-from meshrl_fsdp import loading
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.reward import FsdpReward
-from meshrl_hf.attention import Attend
-from meshrl_hf.model import LanguageModel
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reward import TorchReward
+from tests.backends import material
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 12,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 48,
-    "num_labels": 1,
-}
+SHAPE: dict[str, Any] = {**material.SHAPE, "vocab_size": 12, "hidden_size": 16, "head_dim": 4, "num_labels": 1}
 GPT2: dict[str, Any] = {
-    "vocab_size": 12,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 48,
-    "num_labels": 1,
-}
+    "vocab_size": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 48, "num_labels": 1,
+}  # fmt: skip
 JUDGES = [
     LlamaConfig(**SHAPE),
     Qwen3Config(**SHAPE),
@@ -79,12 +63,6 @@ def save(folder: Path, config: PretrainedConfig, auto: Any = AutoModelForSequenc
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module", params=JUDGES, ids=lambda config: f"{type(config).__name__} {config.pad_token_id}")
-def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a judge."""
-    return save(tmp_path_factory.mktemp("judge") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -117,61 +95,38 @@ WITHOUT_EMPTY = ROWS.select([0, 1, 2, 3, 5, 6, 7])
 """Without the row whose prompt has no token, which a judge needs a template for."""
 
 
-@pytest.mark.parametrize("backend", ["torch", "fsdp"])
-@pytest.mark.parametrize("chat", [False, True])
-async def test_a_score_is_what_transformers_gives_the_row_alone(judge: str, backend: str, chat: bool) -> None:
-    batch = ROWS if chat else WITHOUT_EMPTY
-    expected = by_row(judge, chat, batch)
-    assert np.ptp(expected) > 0.1
-    found = await reward(judge, backend, chat=chat).score(batch)
-    assert found.rewards.dtype == np.float32
-    np.testing.assert_allclose(found.rewards, expected, atol=1e-5)
-    assert found.objects("reward_error") == (None,) * len(batch)
+@pytest.mark.parametrize("config", JUDGES, ids=lambda config: f"{type(config).__name__} {config.pad_token_id}")
+async def test_a_score_is_what_transformers_gives_the_row_alone(config: PretrainedConfig, tmp_path: Path) -> None:
+    judge = save(tmp_path / "judge", config)
+    for chat, batch in ((True, ROWS), (False, WITHOUT_EMPTY)):
+        expected = by_row(judge, chat, batch)
+        assert np.ptp(expected) > 0.1
+        for backend in ("torch", "fsdp"):
+            found = await reward(judge, backend, chat=chat).score(batch)
+            assert found.rewards.dtype == np.float32
+            np.testing.assert_allclose(found.rewards, expected, atol=1e-5)
+            assert found.objects("reward_error") == (None,) * len(batch)
 
 
-@pytest.mark.parametrize("budget", [1, 16, 48])
-async def test_micro_batches_and_the_order_of_rows_leave_the_scores(llama: str, budget: int) -> None:
+async def test_neither_micro_batches_nor_the_order_of_rows_nor_sharding_change_the_scores(llama: str) -> None:
     expected = np.array(by_row(llama, chat=True))
-    order = np.random.default_rng(budget).permutation(len(ROWS))
-    found = await reward(llama, micro_batch_tokens=budget, chat=True).score(ROWS.select(order))
-    np.testing.assert_allclose(found.rewards, expected[order], atol=1e-5)
-
-
-async def test_no_rows_have_no_rewards(llama: str) -> None:
-    found = await reward(llama).score(ROWS.select([]))
-    assert len(found) == 0
-    assert found.rewards.dtype == np.float32
-
-
-async def test_a_prompt_that_rows_share_is_read_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = TorchReward(RewardModelConfig(model=llama))
-    read: list[int] = []
-
-    def hidden(model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend, *rest: Any) -> Tensor:
-        read.append(ids.shape[1])
-        return plain(model, ids, positions, attend, *rest)
-
-    plain = LanguageModel.hidden
-    monkeypatch.setattr(LanguageModel, "hidden", hidden)
-    await made.score(Batch.of(prompt=["abcdefgh"] * 3, completion=["a", "b", "cc"]))
-    assert sum(read) == 8 + 2 + 2 + 3
-
-
-async def test_a_cut_completion_is_judged_as_a_whole_one(llama: str) -> None:
+    for budget in (1, 16, 48):
+        order = np.random.default_rng(budget).permutation(len(ROWS))
+        found = await reward(llama, micro_batch_tokens=budget, chat=True).score(ROWS.select(order))
+        np.testing.assert_allclose(found.rewards, expected[order], atol=1e-5)
     cut = ROWS.assign(truncated=np.ones(len(ROWS), np.bool_))
-    found, expected = [await reward(llama, chat=True).score(batch) for batch in (cut, ROWS)]
-    assert found.rewards.tolist() == expected.rewards.tolist()
-
-
-async def test_bfloat16_is_near(llama: str) -> None:
-    expected = by_row(llama, chat=True)
+    made = reward(llama, "fsdp", chat=True, fsdp=FsdpConfig(reshard_after_forward=False))
+    for batch in (ROWS, cut):  # a cut completion is judged as a whole one
+        np.testing.assert_allclose((await made.score(batch)).rewards, expected, atol=1e-5)
     for backend in ("torch", "fsdp"):
         found = await reward(llama, backend, chat=True, dtype="bfloat16").score(ROWS)
         assert 1e-5 < np.abs(found.rewards - expected).max() < 0.1
+    none = await made.score(ROWS.select([]))
+    assert len(none) == 0
+    assert none.rewards.dtype == np.float32
 
 
-@pytest.mark.parametrize("backend", ["torch", "fsdp"])
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(("backend", "chat"), [("torch", False), ("fsdp", True)])
 async def test_a_row_that_cannot_be_judged_gets_nothing_and_costs_the_others_nothing(
     llama: str, backend: str, chat: bool
 ) -> None:
@@ -192,12 +147,13 @@ async def test_a_row_that_cannot_be_judged_gets_nothing_and_costs_the_others_not
 
 
 async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> None:
-    made = TorchReward(RewardModelConfig(model=llama))
-    (error,) = (await made.score(ROWS.select([4]))).objects("reward_error")
+    (error,) = (await reward(llama).score(ROWS.select([4]))).objects("reward_error")
     assert "the prompt '' has no token" in str(error)
-    with torch.no_grad():
-        made._judge.head.weight[0, 0] = torch.inf
-    found = await made.score(WITHOUT_EMPTY)
+    broken = shutil.copytree(llama, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["score.weight"][0, 0] = torch.inf
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    found = await reward(str(broken)).score(WITHOUT_EMPTY)
     assert not found.rewards.any()
     assert set(found.objects("reward_error")) <= {
         f"the score is {each}, and a reward must be finite" for each in ("inf", "-inf", "nan")
@@ -213,9 +169,6 @@ async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> N
     assert "the chat template refuses a row: TemplateError: no turns" in str(refused)
     assert "the row has the token 12 and the model knows 0 to 11" in str(unknown)
     assert none is None
-
-
-async def test_what_is_no_text_is_the_scripts_mistake(llama: str) -> None:
     with pytest.raises(DataError, match="`completion` of row 1 is 3"):
         await reward(llama).score(Batch.of(prompt=["a", "b"], completion=["a", 3]))
 
@@ -236,28 +189,9 @@ def test_folders_that_hold_no_judge(llama: str, tmp_path: Path) -> None:
         json.dumps({**LlamaConfig(**SHAPE).to_dict(), "architectures": None})
     )
     refuse(causal, r"its files lack 1 tensors \(score.weight, ...\), which would be random")
-    sizes: dict[str, Any] = {
-        "vocab_size": 12,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_labels": 1,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["num_labels"] = 1
     bert = save(tmp_path / "bert", BertConfig(**sizes, intermediate_size=16))
     refuse(bert, r"is a BertForSequenceClassification, whose head is not a linear layer named `score`|cannot be loaded")
     with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
         TorchPolicy(PolicyConfig(model=llama))
-
-
-async def test_a_sharded_judge_reads_its_own_part_of_the_files(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load", None)  # what reads a whole model
-    np.testing.assert_allclose(
-        (await reward(llama, "fsdp", chat=True).score(ROWS)).rewards, by_row(llama, chat=True), atol=1e-5
-    )
-
-
-async def test_options_of_sharding_leave_the_scores(llama: str) -> None:
-    expected = by_row(llama, chat=True)
-    made = reward(llama, "fsdp", chat=True, fsdp=FsdpConfig(reshard_after_forward=False))
-    for _ in range(2):
-        np.testing.assert_allclose((await made.score(ROWS)).rewards, expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Updates of the torch policy that fail, are refused or are cancelled: none leaves anything behind."""
+"""Updates of the torch policy: what they ask of log-probs, corrected ones, and failed ones, which leave nothing."""
 
 import asyncio
 from collections.abc import Mapping
@@ -6,56 +6,38 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
-from meshrl import Batch, ClippedLoss, CrossEntropy, NewModel, PolicyConfig, Ragged, ValueLoss
-from meshrl.errors import DataError, ModelError
-from meshrl.losses import Normalise, Predicts, TokenLoss
+from meshrl import Batch, ClippedLoss, PolicyConfig, Ragged, ReferenceConfig
+from meshrl.data import Source
+from meshrl.errors import DataError
+from meshrl.losses import Correction, Normalise, Predicts, TokenLoss, effective_sample_size, spread
 from meshrl_torch.policy import TorchPolicy
-
-MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-
-
-def policy(**changes: object) -> TorchPolicy:
-    return TorchPolicy(PolicyConfig.model_validate({"model": MODEL, **changes}))
+from meshrl_torch.reference import TorchReference
+from tests.backends import material
+from tests.backends.material import MODEL, SGD, floats
 
 
-def rollouts(rows: int = 14, seed: int = 0) -> Batch:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 17, rows)
-    tokens = Ragged.of([rng.integers(2, 11, length) for length in lengths], np.int32)
-    return Batch.of(
-        tokens=tokens,
-        loss_mask=Ragged.of([np.arange(length) >= length // 2 for length in lengths], np.bool_),
-        sampler_logprobs=Ragged(rng.normal(-2, 0.3, len(tokens.values)).astype(np.float32), tokens.offsets),
-        advantages=rng.normal(size=rows).astype(np.float32),
-    )
+def policy(micro_batch_tokens: int = 1000) -> TorchPolicy:
+    return TorchPolicy(PolicyConfig(model=MODEL, optimizer=SGD, micro_batch_tokens=micro_batch_tokens))
+
+
+def rollouts(seed: int = 0) -> Batch:
+    """Of a sampler, whose log-probs are near those of a new model."""
+    batch = material.rollouts(seed=seed)
+    logprobs = np.random.default_rng(seed).normal(-2.3, 0.4, len(batch.tokens.values)).astype(np.float32)
+    return batch.assign(sampler_logprobs=Ragged(logprobs, batch.tokens.offsets, source=Source("sampler")))
 
 
 @dataclass(frozen=True)
-class Broken:
+class Late:
+    """Fails after the first micro-batch has left its gradient."""
+
     predicts: Predicts = "logprobs"
     normalise: Normalise = "token-mean"
     constant: None = None
     columns: tuple[str, ...] = ()
-
-    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        return TokenLoss(logprobs / 0, {})
-
-
-async def test_a_gradient_that_is_not_finite_makes_no_step() -> None:
-    trainer = policy()
-    before = (await trainer.weights()).fingerprint()
-    with pytest.raises(ModelError, match=r"step 0 is not finite: its norm is (nan|inf)"):
-        await trainer.update(rollouts(), Broken())
-    assert (await trainer.weights()).fingerprint() == before
-    await trainer.update(rollouts(), ClippedLoss())
-
-
-@dataclass(frozen=True)
-class Late(Broken):
-    """Fails after the first micro-batch has left its gradient."""
-
     calls: list[int] = field(default_factory=list)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
@@ -66,7 +48,7 @@ class Late(Broken):
 
 
 async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
-    failed, fresh = policy(micro_batch_tokens=40), policy(micro_batch_tokens=40)
+    failed, fresh = policy(40), policy(40)
     with pytest.raises(ZeroDivisionError):
         await failed.update(rollouts(), Late())
     for trainer in (failed, fresh):
@@ -75,7 +57,7 @@ async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
 
 
 @dataclass(frozen=True)
-class Named(Broken):
+class Named(Late):
     """Has a metric of this name."""
 
     name: str = "loss"
@@ -84,54 +66,76 @@ class Named(Broken):
         return TokenLoss(-logprobs, {self.name: logprobs.detach()})
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "rows", "tokens"])
-async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step(name: str) -> None:
+async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step() -> None:
     trainer = policy()
-    with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update reports"):
-        await trainer.update(rollouts(), Named(name=name))
+    for name in ("loss", "grad_norm", "lr", "rows", "tokens"):
+        with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update reports"):
+            await trainer.update(rollouts(), Named(name=name))
     assert (await trainer.weights()) == (await policy().weights())
 
 
 async def test_numpys_own_dtypes_are_taken() -> None:
-    trainer, wide = policy(), policy()
-    batch = rollouts()
+    trainer, wide, batch = policy(), policy(), rollouts()
     advantages = np.asarray(batch.row("advantages"), np.float64)
-    assert await wide.update(batch.assign(advantages=advantages), ClippedLoss()) == await trainer.update(
-        batch, ClippedLoss()
-    )
+    found = await wide.update(batch.assign(advantages=advantages), ClippedLoss())
+    assert found == await trainer.update(batch, ClippedLoss())
 
 
-async def test_a_column_of_other_rows_than_the_tokens_is_refused() -> None:
-    batch = rollouts()
-    short = Ragged(np.zeros(len(batch), np.float32), np.arange(len(batch) + 1))
-    with pytest.raises(DataError, match=r"row 0 has \d+ tokens and 1 in `advantages`"):
-        await policy().update(batch.assign(advantages=short), ClippedLoss())
+async def test_log_probs_say_which_model_computed_them_and_an_update_refuses_those_of_another() -> None:
+    trainer, reference = policy(), TorchReference(ReferenceConfig(model=MODEL))
+    batch = await reference.logprobs(await trainer.logprobs(rollouts()))
+    assert batch.source("logprobs") == Source.trainer(0)
+    assert batch.source("reference_logprobs") == Source("reference")
+    await trainer.update(batch, ClippedLoss(anchor="trainer", kl=0.1))
+    assert (await trainer.logprobs(batch)).source("logprobs") == Source.trainer(1)
+    mistaken = batch.assign(logprobs=batch.sampler_logprobs)
+    with pytest.raises(
+        DataError, match=r"must come from the trainer, but .* by the sampler: call `batch = await policy"
+    ):
+        await trainer.update(mistaken, ClippedLoss(anchor="trainer"))
 
 
-async def test_a_critics_loss_is_refused() -> None:
-    with pytest.raises(DataError, match="ValueLoss is a loss of `values`"):
-        await policy().update(rollouts(), ValueLoss())
-
-
-async def test_a_cancelled_update_ends_between_micro_batches_and_changes_nothing() -> None:
-    trainer, fresh = policy(micro_batch_tokens=40), policy(micro_batch_tokens=40)
-    cancelled, next_ = (asyncio.create_task(trainer.update(rollouts(), ClippedLoss())) for _ in range(2))
+async def test_weights_and_logprobs_wait_for_the_update_that_runs() -> None:
+    trainer = policy(20)
+    update = asyncio.create_task(trainer.update(rollouts(), ClippedLoss()))
     await asyncio.sleep(0)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert await next_ == await fresh.update(rollouts(), ClippedLoss())
-    assert await trainer.weights() == await fresh.weights()
+    weights, scored = await asyncio.gather(trainer.weights(), trainer.logprobs(rollouts()))
+    assert update.done()
+    assert weights.version == 1
+    assert scored.source("logprobs") == Source.trainer(1)
 
 
-@pytest.mark.parametrize(
-    ("mask", "text"),
-    [
-        ([[1, 1, 1], [0]], "row 0 is True at the first token"),
-        ([[0, 0, 0], [0]], "nothing to learn: `loss_mask` is False for all 4 tokens of 2 rows"),
-    ],
-)
-async def test_masks_that_cannot_be_learned(mask: list[list[int]], text: str) -> None:
-    tokens = Ragged.of([[2, 3, 4], [5]], np.int32)
-    with pytest.raises(DataError, match=text):
-        await policy().update(Batch.of(tokens=tokens, loss_mask=Ragged.of(mask, np.bool_)), CrossEntropy())
+def test_tokens_are_given_the_numbers_of_their_rows() -> None:
+    tokens = Ragged.of([[2] * length for length in (3, 4, 5, 6)], np.int32)  # rows start at 0, 3, 7 and 12
+    batch = Batch.of(tokens=tokens, loss_mask=Ragged.of([np.arange(len(row)) >= 2 for row in tokens], np.bool_))
+    assert spread(batch, "rows", np.array([14, 15, 4, 5, 13])).tolist() == [1, 1, 0, 0, 1]
+    assert spread(batch, "rows", np.array([2, 6, 11])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+async def test_a_corrected_step_does_not_depend_on_micro_batches(level: str) -> None:
+    correction = Correction.model_validate({"level": level, "how": "mask", "low": 0.5, "high": 1.5})
+    loss = ClippedLoss(anchor="trainer", correction=correction)
+    steps = []
+    for budget in (1000, 20):
+        trainer = policy(budget)
+        metrics = await trainer.update(await trainer.logprobs(rollouts()), loss)
+        steps.append((metrics, (await trainer.weights()).tensors))
+    (one, whole), (several, divided) = steps
+    assert several.means() == pytest.approx(one.means(), rel=1e-5, abs=1e-6)
+    for name, array in whole.items():
+        np.testing.assert_allclose(floats(divided[name]), floats(array), rtol=0, atol=1e-6)
+    assert 0 < one["correction_clipped"] < 1
+    assert 0 < effective_sample_size(one) < 1
+
+
+async def test_the_diagnostics_tell_the_anchor_from_the_sampler() -> None:
+    trainer = policy()
+    batch = await trainer.logprobs(rollouts())
+    metrics = await trainer.update(batch, ClippedLoss(anchor="trainer"))
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    mask = torch.from_numpy(np.array(batch.loss_mask.values))
+    gap = torch.from_numpy(floats(batch.ragged("logprobs").values) - floats(batch.sampler_logprobs.values))[mask]
+    assert metrics["sampler_ratio"] == pytest.approx(gap.exp().mean().item(), rel=1e-5)
+    assert metrics["sampler_kl"] == pytest.approx((gap.expm1() - gap).mean().item(), rel=1e-4)

@@ -1,12 +1,41 @@
-"""What stands for SGLang's kernels on a CPU."""
+"""What is particular to SGLang: its kernels' stand-ins on a CPU, and what it says of a tensor that it was given."""
 
 import struct
+import sys
 from importlib import resources
 from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from meshrl_sglang.proof import read_back
+
 _WORD = 0xFFFFFFFF
+
+
+class Manager:
+    """SGLang's, which tells what it was given."""
+
+    def __init__(self, told: object) -> None:
+        self.told = told
+
+    async def get_weights_by_name(self, asked: SimpleNamespace) -> object:
+        assert asked.name == "head"
+        return self.told
+
+
+async def test_a_tensor_that_is_another_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    asked = SimpleNamespace(GetWeightsByNameReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", asked)
+    sent = [("head", torch.arange(6.0).reshape(3, 2))]
+    await read_back(Manager([[0.0, 1.0], [2.0, 3.0]]), sent)
+    with pytest.raises(RuntimeError, match="another `head`"):
+        await read_back(Manager([[0.0, 1.0], [2.0, 4.0]]), sent)
+    with pytest.raises(RuntimeError, match="cannot tell `head`"):
+        await read_back(Manager(None), sent)
 
 
 def murmur3(key: bytes) -> int:
