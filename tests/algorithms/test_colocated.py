@@ -9,27 +9,24 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from random import Random
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Sampling, Task
-from meshrl.config import validate
 from meshrl.losses import Loss
-from meshrl.roles import ReferenceConfig
 from meshrl.testing import (
     FakePolicy,
-    FakeReference,
     FakeReward,
     FakeRun,
     FakeSampler,
-    Scenario,
     ScheduleFailed,
     explore,
 )
 from meshrl.weights import Weights
-from tests.algorithms.test_explored import script, task
+from tests.algorithms.pages import FAKES, numbers, play
 
 BUDGET = 20
 PARAMETERS, GRADIENTS, ACTIVATIONS, MOMENTS = 4, 4, 7, 8
@@ -121,49 +118,24 @@ class Sleeper(FakeSampler):
 
 async def train(seed: int, *, ahead: int = 0, stay: bool = False, late: bool = False, epochs: int = 1) -> None:
     random, ledger = Random(seed), Ledger()
-    fake = {"backend": "fake", "model": "none"}
-    table = {
-        "task": {"source": "none"}, "policy": fake, "reward": {"backend": "fake"}, "sampling": {"n": 2}, "prompts": 2,
-        "ahead": ahead, "steps": 4, "epochs": epochs, "minibatches": epochs,
-    }  # fmt: skip
-    config = validate(script("grpo").schema, table, "test")
+    sizes = {"sampling": {"n": 2}, "prompts": 2, "ahead": ahead, "steps": 4, "epochs": epochs, "minibatches": epochs}
     policy, sampler = Learner(ledger, random, stay=stay), Sleeper(ledger, random, late=late)
-    reference = FakeReference(ReferenceConfig(model="none"))
-    run = FakeRun(policy, sampler, FakeReward(RewardConfig()), reference, seed=seed)
-    with patch.object(Task, "load", lambda _: task()):
-        await script("grpo").function(run, config)
+    run = FakeRun(policy, sampler, FakeReward(RewardConfig()), seed=seed)
+    await play("grpo", run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
     assert len(run.recorded) == 4
     assert dict(ledger.held) == {"parameters": PARAMETERS, **({"moments": MOMENTS} if stay else {})}
     assert ledger.most == PARAMETERS + GRADIENTS + MOMENTS
 
 
-async def one_after_the_other(seed: int) -> None:
-    await train(seed)
+@pytest.mark.parametrize("seeds", [40, pytest.param(400, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_policy_and_sampler_stay_within_the_memory_of_their_gpus(epochs: int, seeds: int) -> None:
+    explore(partial(train, epochs=epochs), seeds=seeds)
 
 
-async def in_parts(seed: int) -> None:
-    await train(seed, epochs=2)
-
-
-@pytest.mark.parametrize("scenario", [one_after_the_other, in_parts])
-def test_policy_and_sampler_stay_within_the_memory_of_their_gpus(scenario: Scenario) -> None:
-    explore(scenario, seeds=200)
-
-
-async def both_at_once(seed: int) -> None:
-    await train(seed, ahead=1)
-
-
-async def moments_that_stay(seed: int) -> None:
-    await train(seed, stay=True)
-
-
-async def asleep_too_late(seed: int) -> None:
-    await train(seed, late=True)
-
-
-@pytest.mark.parametrize("scenario", [both_at_once, moments_that_stay, asleep_too_late])
-def test_the_ledger_finds_a_planted_overdraft(scenario: Scenario) -> None:
+@pytest.mark.parametrize("fault", [{"ahead": 1}, {"stay": True}, {"late": True}], ids=str)
+def test_the_ledger_finds_a_planted_overdraft(fault: dict[str, Any]) -> None:
+    """Both at once, moments that stay on the GPUs, and a sampler that falls asleep too late."""
     with pytest.raises(ScheduleFailed) as failure:
-        explore(scenario, seeds=50)
+        explore(partial(train, **fault), seeds=50)
     assert re.search(r"are 2\d of 20", repr(failure.value.__cause__))

@@ -10,34 +10,23 @@ from unittest.mock import patch
 import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, SamplerConfig, Task
-from meshrl.config import validate
 from meshrl.errors import DataError, MeshrlError, RankFailed
 from meshrl.losses import Loss
 from meshrl.report.content import make_content
 from meshrl.report.reading import read_run
-from meshrl.run.jobs import load_script, shipped_scripts
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
+from tests.algorithms.pages import FAKE, FAKES, lines, numbers, play
 
-SCRIPTS = shipped_scripts()
-GRPO = load_script(SCRIPTS["grpo"])
-FAKE = {"backend": "fake", "model": "none"}
 TORCH = {"model": {"characters": "0123456789+=", "hidden_size": 16, "ffn_size": 24, "layers": 2, "heads": 2}}
 ALONE: dict[str, object] = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 1}}}
 """A sampler on a mesh of its own."""
+TASK = Task(train=numbers(0, 40), held_out=numbers(40, 6))
+HELD_OUT = TASK.held_out.objects("prompt")
 
 
-def rows(first: int, count: int) -> Batch:
-    numbers = range(first, first + count)
-    return Batch.of(prompt=[f"{n}+1=" for n in numbers], answer=[str(n + 1) for n in numbers], row=[{}] * count)
-
-
-TASK = Task(train=rows(0, 40), held_out=rows(40, 6))
-
-
-async def train(run: Run, roles: dict[str, object], **chosen: object) -> None:
-    table = {"task": {"source": "none"}, "prompts": 4, "sampling": {"n": 2, "max_tokens": 4}, **roles, **chosen}
-    with patch.object(Task, "load", lambda _: TASK):
-        await GRPO.function(run, validate(GRPO.schema, table, "test"))
+async def train(run: Run | FakeRun, roles: dict[str, object], **chosen: object) -> None:
+    sizes = {"prompts": 4, "sampling": {"n": 2, "max_tokens": 4}}
+    await play("grpo", run, {"task": {"source": "none"}, **sizes, **roles, **chosen}, TASK)
 
 
 async def trained(
@@ -49,15 +38,9 @@ async def trained(
     return folder / name
 
 
-def lines(file: Path) -> list[dict[str, float]]:
-    """Without times."""
-    found: list[dict[str, float]] = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    return [{key: line[key] for key in line if key not in ("seconds", "step_s")} for line in found]
-
-
-def fakes(reward: str = "fake") -> dict[str, object]:
+def fakes() -> dict[str, object]:
     roomy = {"n": 2, "max_tokens": 16}  # for an answer and its end
-    return {"policy": FAKE, "sampler": FAKE, "reward": {"backend": reward}, "sampling": roomy}
+    return {**FAKES, "sampling": roomy}
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -104,53 +87,31 @@ def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[st
     return simulate(script)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_its_prompts_are_never_trained_on(ahead: int) -> None:
-    batches, found, _ = updates(0.25, ahead=ahead, evaluation={"every": 1, "n": 2})
-    assert len(found) == 9
-    prompts = {prompt for batch in batches for prompt in batch.objects("prompt")}
-    assert prompts <= set(TASK.train.objects("prompt"))
-    assert not prompts & set(TASK.held_out.objects("prompt"))
-    assert [len(batch) for batch in batches] == [8] * 8
+def test_its_prompts_are_never_trained_on() -> None:
+    for ahead in (0, 2):
+        batches, found, _ = updates(0.25, ahead=ahead, evaluation={"every": 1, "n": 2})
+        assert len(found) == 9
+        prompts = {prompt for batch in batches for prompt in batch.objects("prompt")}
+        assert prompts <= set(TASK.train.objects("prompt"))
+        assert not prompts & set(HELD_OUT)
+        assert [len(batch) for batch in batches] == [8] * 8
 
 
-def test_steps_wait_for_none_that_is_over_in_time() -> None:
+def test_steps_wait_for_one_that_is_not_over_when_the_next_is_due_or_where_they_are_told_to() -> None:
+    """An evaluation takes 4.5 s, and a step 4 s; the last one comes after all steps."""
     batches, _, alone = updates(0.25)
-    same, found, beside = updates(0.25, evaluation={"every": 4, "n": 2})  # 4.5 s beside four steps of 4 s
-    assert [line["step"] for line in found] == [0, 4, 8]
-    assert found[0]["eval/version_newest"] > found[0]["eval/version_oldest"]  # new weights came meanwhile
+    same, beside, took = updates(0.25, evaluation={"every": 4, "n": 2})
+    assert took == alone + 4.5
     assert same == batches
-    assert beside == alone + 4.5  # of the last one, after all steps
-
-
-def test_one_that_is_not_over_when_the_next_is_due_is_waited_for() -> None:
-    _, found, took = updates(0.25, evaluation={"every": 1, "n": 2})
-    assert [line["step"] for line in found] == list(range(9))
-    assert took == updates(0.25)[2] + 8 * 0.5 + 4.5  # each step of 4 s waits half a second
-
-
-def test_steps_that_wait_for_it_give_it_one_version() -> None:
-    batches, _, alone = updates(0.25)
-    same, found, took = updates(0.25, evaluation={"every": 4, "n": 2, "pause_training": True})
-    assert [(line["eval/version_oldest"], line["eval/version_newest"]) for line in found] == [(0, 0), (4, 4), (8, 8)]
-    assert same == batches
+    assert [line["step"] for line in beside] == [0, 4, 8]
+    assert beside[0]["eval/version_newest"] > beside[0]["eval/version_oldest"]  # new weights came meanwhile
+    _, often, took = updates(0.25, evaluation={"every": 1, "n": 2})
+    assert took == alone + 8 * 0.5 + 4.5  # each step waits half a second
+    assert [line["step"] for line in often] == list(range(9))
+    same, paused, took = updates(0.25, evaluation={"every": 4, "n": 2, "pause_training": True})
     assert took == alone + 3 * 4.5
-
-
-async def test_what_fails_in_it_ends_the_run(tmp_path: Path) -> None:
-    score = FakeReward.score
-
-    async def forgetful(self: FakeReward, batch: Batch) -> Batch:
-        if batch.objects("prompt")[0] in TASK.held_out.objects("prompt"):
-            raise RuntimeError("no idea")
-        return await score(self, batch)
-
-    fails = pytest.raises(MeshrlError, match=r"(?s)the evaluation after 0 steps failed: RankFailed.*no idea")
-    with patch.object(FakeReward, "score", forgetful), fails:
-        await trained(tmp_path, "mine", fakes(), {}, steps=9, evaluation={"every": 2, "n": 2})
-    summary = json.loads((tmp_path / "mine" / "summary.json").read_bytes())
-    assert summary["status"] == "failed"
-    assert "the evaluation after 0 steps failed" in summary["error"]
+    assert [(line["eval/version_oldest"], line["eval/version_newest"]) for line in paused] == [(0, 0), (4, 4), (8, 8)]
+    assert same == batches
 
 
 async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> None:
@@ -174,7 +135,7 @@ async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> No
     assert await ran("killed", resume=True) == whole
 
 
-async def test_a_checkpoint_that_is_due_is_written_before_a_failed_evaluation_ends_the_run(tmp_path: Path) -> None:
+async def test_what_fails_in_it_ends_the_run_after_a_checkpoint_that_is_due(tmp_path: Path) -> None:
     update, score, due = FakePolicy.update, FakeReward.score, threading.Event()
 
     async def telling(self: FakePolicy, batch: Batch, loss: Loss) -> Metrics:
@@ -184,7 +145,7 @@ async def test_a_checkpoint_that_is_due_is_written_before_a_failed_evaluation_en
         return metrics
 
     async def failing_then(self: FakeReward, batch: Batch) -> Batch:
-        if batch.objects("prompt")[0] in TASK.held_out.objects("prompt"):
+        if batch.objects("prompt")[0] in HELD_OUT:
             await asyncio.to_thread(due.wait)
             raise RuntimeError("no idea")
         return await score(self, batch)
@@ -193,9 +154,12 @@ async def test_a_checkpoint_that_is_due_is_written_before_a_failed_evaluation_en
         chosen: dict[str, object] = {"steps": 8, "evaluation": {"every": 4, "n": 2}}
         return await trained(tmp_path, name, fakes(), {"checkpoint_every": 4, **settings}, **chosen)
 
-    fails = pytest.raises(MeshrlError, match="the evaluation after 0 steps failed")
+    fails = pytest.raises(MeshrlError, match=r"(?s)the evaluation after 0 steps failed: RankFailed.*no idea")
     with patch.object(FakePolicy, "update", telling), patch.object(FakeReward, "score", failing_then), fails:
         await ran("mine")
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_bytes())
+    assert summary["status"] == "failed"
+    assert "the evaluation after 0 steps failed" in summary["error"]
     assert len(lines(tmp_path / "mine" / "metrics.jsonl")) == 4
     folder, whole = await ran("mine", resume=True), await ran("whole")
     assert [line["step"] for line in lines(folder / "evaluations.jsonl")] == [4, 8]
@@ -218,16 +182,17 @@ def outcome(folder: Path) -> tuple[list[dict[str, float]], bytes]:
 
 @pytest.mark.bits
 async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) -> None:
-    without = await trained(tmp_path, "without", torch_roles(tmp_path), ALONE, steps=5)
+    without = await trained(tmp_path, "without", torch_roles(tmp_path), ALONE, steps=3)
     every = {"every": 1, "n": 2}
-    beside = await trained(tmp_path, "with", torch_roles(tmp_path), ALONE, steps=5, evaluation=every)
+    beside = await trained(tmp_path, "with", torch_roles(tmp_path), ALONE, steps=3, evaluation=every)
     assert outcome(beside) == outcome(without)
     assert all(line["grad_norm"] > 0 for line in outcome(without)[0])
-    assert len(lines(beside / "evaluations.jsonl")) == 6
+    assert len(lines(beside / "evaluations.jsonl")) == 4
     assert not (without / "evaluations.jsonl").exists()
 
 
 @pytest.mark.bits
+@pytest.mark.wide
 async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None:
     chosen: dict[str, object] = {"steps": 5, "ahead": 2, "evaluation": {"every": 1, "n": 2}}
     first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)
@@ -240,11 +205,9 @@ async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None
 
 async def tuned(folder: Path, every: Mapping[str, object] | None, **settings: object) -> Path:
     """A run of `sft`, which publishes weights for an evaluation alone."""
-    sft = load_script(SCRIPTS["sft"])
     table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "rows": 4, "steps": 9}
-    with patch.object(Task, "load", lambda _: TASK):
-        async with Run(RunConfig.model_validate({"folder": str(folder), **settings})) as run:
-            await sft.function(run, validate(sft.schema, {**table, "evaluation": every}, "test"))
+    async with Run(RunConfig.model_validate({"folder": str(folder), **settings})) as run:
+        await play("sft", run, {**table, "evaluation": every}, TASK)
     return run.folder
 
 
@@ -267,24 +230,13 @@ async def test_a_page_that_does_not_publish_itself_is_judged_by_its_newest_weigh
 
 
 async def test_episodes_are_judged_by_their_own_rewards(tmp_path: Path) -> None:
-    multiturn = load_script(SCRIPTS["multiturn"])
     roles = {"policy": FAKE, "sampler": FAKE, "environment": {"source": "retry", "turns": 3}}
-    every = {"every": 4, "n": 2}
-    table = {"task": {"source": "none"}, **roles, "prompts": 4, "steps": 8, "sampling": {"n": 2}, "evaluation": every}
-    with patch.object(Task, "load", lambda _: TASK):
-        async with Run(RunConfig(folder=str(tmp_path))) as run:
-            await multiturn.function(run, validate(multiturn.schema, table, "test"))
+    sizes = {"prompts": 4, "steps": 8, "sampling": {"n": 2}, "evaluation": {"every": 4, "n": 2}}
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        await play("multiturn", run, {"task": {"source": "none"}, **roles, **sizes}, TASK)
     found = lines(tmp_path / "run" / "evaluations.jsonl")
     assert [line["step"] for line in found] == [0, 4, 8]
     assert found[-1]["eval/reward"] == 1
-
-
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_each_page_that_samples_has_it(name: str) -> None:
-    page = SCRIPTS[name].read_text("utf-8")
-    ways = ("held_out(run, sampler, ", "held_out(run, agents, ", "evaluate_during(run, config.evaluation, sampler, ")
-    measured = any(f"rl.{way}" in page for way in ways)
-    assert measured == ("run.spawn(rl.Sampler, " in page)
 
 
 def test_a_greedy_run_is_sampled_all_the_same() -> None:
@@ -296,7 +248,7 @@ def test_a_greedy_run_is_sampled_all_the_same() -> None:
 async def test_what_each_held_out_prompt_got_in_the_end_is_kept(tmp_path: Path) -> None:
     folder = await trained(tmp_path, "mine", fakes(), {}, steps=12)
     found = lines(folder / "held_out.jsonl")
-    assert [line["prompt"] for line in found] == list(TASK.held_out.objects("prompt"))
+    assert [line["prompt"] for line in found] == list(HELD_OUT)
     summary = json.loads((folder / "summary.json").read_bytes())
     for kind, name in (("greedy", "exact_match_after"), ("sampled", "exact_match_sampled_after")):
         assert sum(line[kind] for line in found) / len(found) == pytest.approx(summary[name])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import cli
 from meshrl.errors import DataError
 from meshrl.run import plan_fork
+from tests.algorithms.pages import lines, meshrl
 
 STEPS = 8
 CONFIG = """
@@ -27,43 +27,45 @@ REWARD = """
 def reward(prompt, completion, row):
     return sum(letter.isdigit() for letter in completion) / 4
 """
-TIMES = {"seconds", "step_s", "sampler_pause_s"}
 
 
-def meshrl(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run has ended, for tests to copy."""
+    folder = tmp_path_factory.mktemp("earlier")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
+        Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
+        Path("digits.py").write_text(REWARD, "utf-8")
+        Path("mine.toml").write_text(CONFIG.replace("STEPS", str(STEPS)).replace("NEW", NEW), "utf-8")
+        assert meshrl("run", "mine.toml") == 0
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: Path) -> None:
+    shutil.copytree(earlier, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
-    Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
-    Path("digits.py").write_text(REWARD, "utf-8")
-    Path("mine.toml").write_text(CONFIG.replace("STEPS", str(STEPS)).replace("NEW", NEW), "utf-8")
-    assert meshrl("run", "mine.toml") == 0
 
 
 def numbers(run: str) -> list[dict[str, float]]:
-    lines = (Path("runs") / run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return lines(Path("runs") / run / "metrics.jsonl")
 
 
 def weights(run: str) -> bytes:
     return (Path("runs") / run / "model/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("step", [2, 3, 5, STEPS])
-def test_a_fork_without_changes_ends_as_the_run_it_comes_from(step: int) -> None:
+def test_a_fork_without_changes_ends_as_the_run_it_comes_from() -> None:
     """Before the first checkpoint, at one, between two, and at the end."""
-    assert meshrl("fork", "earlier", "--step", str(step)) == 0
-    forked = f"earlier-at-{step}"
-    assert numbers(forked) == numbers("earlier")
-    assert weights(forked) == weights("earlier")
-    assert meshrl("audit", forked) == 0
+    for step in (2, 5, STEPS):
+        assert meshrl("fork", "earlier", "--step", str(step)) == 0
+    assert meshrl("fork", "earlier", "--step", "3", "--name", "42") == 0, "a name may look like a number"
+    for forked in ("earlier-at-2", "42", "earlier-at-5", f"earlier-at-{STEPS}"):
+        assert numbers(forked) == numbers("earlier"), forked
+        assert weights(forked) == weights("earlier"), forked
+        assert meshrl("audit", forked) == 0
 
 
 def test_a_damaged_checkpoint_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,35 +93,37 @@ def test_a_fork_with_a_change_is_alike_up_to_the_step_and_tells_where_it_comes_f
 
 def prompts(run: str) -> list[str]:
     """Of each step, in order."""
-    lines = (Path("runs") / run / "samples.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
+    return [line["prompt"] for line in lines(Path("runs") / run / "samples.jsonl")]
 
 
 def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -> None:
-    """At a checkpoint, and between two; twice, it is the same."""
-    for step in (3, 5):
-        for name in (f"first-{step}", f"again-{step}"):
-            assert (
-                meshrl("fork", "earlier", "--step", str(step), "--name", name, "run.seed=7", "run.samples_every=1") == 0
-            )
-            assert meshrl("audit", name) == 0
-        first = numbers(f"first-{step}")
-        assert first[:step] == numbers("earlier")[:step]
-        assert first[step:] != numbers("earlier")[step:]
-        assert first == numbers(f"again-{step}")
-        assert weights(f"first-{step}") == weights(f"again-{step}")
-    assert meshrl("run", "mine.toml", "run.name=seven", "run.seed=7", "run.samples_every=1") == 0
-    for step in (3, 5):
-        forked = prompts(f"first-{step}")
-        assert forked[-4 * (STEPS - step) :] == prompts("seven")[: 4 * (STEPS - step)]
-    assert meshrl("run", "runs/first-5/config.toml", f"steps={STEPS + 2}") == 0  # it goes on with its new seed
-    assert len(numbers("first-5")) == STEPS + 2
-    assert prompts("first-5")[-8:] == prompts("seven")[4 * (STEPS - 5) : 4 * (STEPS - 5) + 8]
-    assert meshrl("audit", "first-5") == 0
+    """At a checkpoint, and between two, where it is the same twice."""
+    seven = ("run.seed=7", "run.samples_every=1")
+    assert meshrl("run", "mine.toml", "run.name=seven", *seven) == 0
+    for name, step in {"at-3": 3, "at-5": 5, "again-5": 5}.items():
+        assert meshrl("fork", "earlier", "--step", str(step), "--name", name, *seven) == 0
+        assert meshrl("audit", name) == 0
+        assert numbers(name)[:step] == numbers("earlier")[:step]
+        assert numbers(name)[step:] != numbers("earlier")[step:]
+        assert prompts(name)[-4 * (STEPS - step) :] == prompts("seven")[: 4 * (STEPS - step)]
+    assert numbers("at-5") == numbers("again-5")
+    assert weights("at-5") == weights("again-5")
+    assert meshrl("run", "runs/at-5/config.toml", f"steps={STEPS + 2}") == 0  # it goes on with its new seed
+    assert len(numbers("at-5")) == STEPS + 2
+    assert prompts("at-5")[-8:] == prompts("seven")[4 * (STEPS - 5) : 4 * (STEPS - 5) + 8]
+    assert meshrl("audit", "at-5") == 0
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def names() -> list[str]:
+    return sorted(path.name for path in Path("runs").iterdir() if not path.name.startswith("."))
 
 
 def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    there, before = sorted(Path("runs").iterdir()), content(Path("runs/earlier"))
+    there, before = names(), content(Path("runs/earlier"))
     for arguments, told in (
         (["--step", "9"], "runs/earlier has steps = 8"),
         (["--step", "5", "--name", "earlier"], "earlier exists already"),
@@ -131,9 +135,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     ):
         assert meshrl("fork", "earlier", *arguments) != 0
         assert told in capsys.readouterr().err
-    assert [path for path in sorted(Path("runs").iterdir()) if not path.name.startswith(".")] == [
-        path for path in there if not path.name.startswith(".")
-    ]
+    assert names() == there
     assert content(Path("runs/earlier")) == before
     assert not Path("y").exists()
 
@@ -166,15 +168,6 @@ def test_a_fork_is_next_to_a_run_that_was_moved() -> None:
     assert not Path("runs").exists()
     (there / "runs").rename("runs")
     assert numbers("earlier-at-5") == numbers("earlier")
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_name_may_look_like_a_number() -> None:
-    assert meshrl("fork", "earlier", "--step", "3", "--name", "42") == 0
-    assert numbers("42") == numbers("earlier")
 
 
 def test_what_is_removed_or_comes_while_a_fork_is_copied_is_told() -> None:

@@ -1,39 +1,20 @@
 """What a page gives to `policy.update`, row by row against the paper in float64, and in which order roles are asked."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias, cast
-from unittest.mock import patch
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from meshrl import (
-    Batch,
-    Loss,
-    MeshConfig,
-    Metrics,
-    PolicyConfig,
-    Ragged,
-    ReferenceConfig,
-    RewardConfig,
-    Run,
-    RunConfig,
-    SamplerConfig,
-    Task,
-)
-from meshrl.config import validate
+import meshrl as rl
 from meshrl.data import Source
-from meshrl.run.jobs import load_script
 from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
+from tests.algorithms.pages import FAKES, numbers, play
 
 Floats: TypeAlias = NDArray[np.float64]
 
-ALGORITHMS = Path(__file__).parents[2] / "algorithms"
-FAKE = {"backend": "fake", "model": "none"}
 KL = 0.3
 MAX_TOKENS, OVERLONG = 8, 4
 
@@ -52,15 +33,15 @@ class Told(FakePolicy):
     """A policy of known log-probs that notes when it is asked."""
 
     def __init__(self, skill: float, asked: list[str]) -> None:
-        super().__init__(PolicyConfig(model="none"), skill=skill)
+        super().__init__(rl.PolicyConfig(model="none"), skill=skill)
         self.asked = asked
 
-    async def logprobs(self, batch: Batch) -> Batch:
+    async def logprobs(self, batch: rl.Batch) -> rl.Batch:
         self.asked.append("policy.logprobs")
-        column = Ragged.of([logprobs(row, "policy") for row in batch.tokens], np.float32)
-        return batch.assign(logprobs=Ragged(column.values, column.offsets, source=Source.trainer(self.version)))
+        column = rl.Ragged.of([logprobs(row, "policy") for row in batch.tokens], np.float32)
+        return batch.assign(logprobs=rl.Ragged(column.values, column.offsets, source=Source.trainer(self.version)))
 
-    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+    async def update(self, batch: rl.Batch, loss: rl.Loss) -> rl.Metrics:
         self.asked.append("policy.update")
         return await super().update(batch, loss)
 
@@ -69,19 +50,19 @@ class ToldReference(FakeReference):
     """A reference of known log-probs that notes when it is asked."""
 
     def __init__(self, asked: list[str]) -> None:
-        super().__init__(ReferenceConfig(model="none"))
+        super().__init__(rl.ReferenceConfig(model="none"))
         self.asked = asked
 
-    async def logprobs(self, batch: Batch) -> Batch:
+    async def logprobs(self, batch: rl.Batch) -> rl.Batch:
         self.asked.append("reference.logprobs")
-        column = Ragged.of([logprobs(row, "reference") for row in batch.tokens], np.float32)
-        return batch.assign(reference_logprobs=Ragged(column.values, column.offsets, source=Source("reference")))
+        column = rl.Ragged.of([logprobs(row, "reference") for row in batch.tokens], np.float32)
+        return batch.assign(reference_logprobs=rl.Ragged(column.values, column.offsets, source=Source("reference")))
 
 
 class Graded(FakeReward):
     """A reward of many values."""
 
-    async def score(self, batch: Batch) -> Batch:
+    async def score(self, batch: rl.Batch) -> rl.Batch:
         scores = [reward(text) for text in cast("tuple[str, ...]", batch.objects("completion"))]
         return batch.assign(rewards=np.array(scores, np.float32), reward_error=[None] * len(batch))
 
@@ -102,24 +83,15 @@ class Row:
         return reward(self.completion)
 
 
-async def run_page(name: str, policy: Told, table: Mapping[str, object]) -> list[Batch]:
+async def given_by(name: str, policy: Told, table: Mapping[str, object]) -> list[rl.Batch]:
     """What the page gives to `policy.update`; with a reference where it is to have one."""
-    script = load_script(ALGORITHMS / f"{name}.py")
-    config = validate(
-        script.schema,
-        {"task": {"source": "none"}, "policy": FAKE, "reward": {"backend": "fake"}, **table},
-        "test",
-    )
-    rows = Batch.of(prompt=[f"{n}+1=" for n in range(12)], answer=[f"{n + 1}" for n in range(12)], row=[{}] * 12)
-    task = Task(train=rows, held_out=rows.select([0, 1]))
     reference = [ToldReference(policy.asked)] if "kl" in table or "loss" in table else []
-    sampler = FakeSampler(SamplerConfig(model="none"))
-    with patch.object(Task, "load", lambda _: task):
-        await script.function(FakeRun(policy, sampler, Graded(RewardConfig()), *reference), config)
+    run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), Graded(rl.RewardConfig()), *reference)
+    await play(name, run, {**FAKES, **table}, rl.Task(train=numbers(0, 12), held_out=numbers(0, 2)))
     return list(policy.updates)
 
 
-def rows_of(updates: Sequence[Batch]) -> list[Row]:
+def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
     """The rows of all updates; an advantage of a row is that of each of its tokens."""
     rows = []
     for batch in updates:
@@ -129,7 +101,7 @@ def rows_of(updates: Sequence[Batch]) -> list[Row]:
         given = batch["advantages"]
         for at, tokens in enumerate(batch.tokens):
             mask = np.asarray(batch.loss_mask[at], np.bool_)
-            whole = given[at] if isinstance(given, Ragged) else np.where(mask, batch.row("advantages")[at], 0)
+            whole = given[at] if isinstance(given, rl.Ragged) else np.where(mask, batch.row("advantages")[at], 0)
             advantages = np.asarray(whole, np.float64)
             assert not advantages[~mask].any()
             apart = logprobs(tokens, "policy").astype(float) - logprobs(tokens, "reference").astype(float)
@@ -241,65 +213,32 @@ PAPERS: dict[str, Callable[[Sequence[Row], float, float], list[Floats]]] = {
 }
 
 
-@pytest.mark.parametrize("skill", [0.4, 0.6])
-@pytest.mark.parametrize(
-    ("name", "kl"),
-    [(name, 0.0) for name in PAPERS] + [("rloo", KL), ("remax", KL), ("reinforce_pp", KL)],
-)
-async def test_a_pages_advantages_are_the_papers(name: str, kl: float, skill: float) -> None:
-    table: dict[str, object] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": MAX_TOKENS}}
-    if kl:
-        table["kl"] = kl
+@pytest.mark.parametrize("name", PAPERS)
+async def test_a_pages_advantages_are_the_papers(name: str) -> None:
+    """Without and with a KL in the reward, and where the greedy completion is wrong and where it is right."""
+    table: dict[str, Any] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": MAX_TOKENS}}
     if name == "dapo":
         table["overlong_buffer"] = OVERLONG
-    rows = rows_of(
-        await run_page(name, Told(skill, []), table)
-    )  # of one epoch, in as many parts as the page ships with
-    assert len(rows) == 24
-    assert len({row.reward for row in rows}) > 4
-    expected = PAPERS[name](rows, kl, skill)
-    for row, own in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(row.advantages, own, rtol=1e-5, atol=1e-6)
+    for kl in (0.0, KL) if name in ("rloo", "remax", "reinforce_pp") else (0.0,):
+        for skill in (0.4, 0.6):
+            # Of one epoch, in as many parts as the page ships with.
+            rows = rows_of(await given_by(name, Told(skill, []), {**table, "kl": kl} if kl else table))
+            assert len(rows) == 24
+            assert len({row.reward for row in rows}) > 4
+            expected = PAPERS[name](rows, kl, skill)
+            for row, own in zip(rows, expected, strict=True):
+                np.testing.assert_allclose(row.advantages, own, rtol=1e-5, atol=1e-6, err_msg=f"{kl=}, {skill=}")
 
 
 @pytest.mark.parametrize("name", ["rloo", "remax"])
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
+async def test_only_a_kl_asks_for_log_probs_and_before_the_update(name: str) -> None:
+    table: dict[str, Any] = {"steps": 3, "prompts": 4, "sampling": {"n": 2, "max_tokens": 8}}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["policy.update"]),
         ({"loss": {"kl": 0.1}}, ["reference.logprobs", "policy.update"]),
         ({"kl": 0.1}, ["policy.logprobs", "reference.logprobs", "policy.update"]),
-    ],
-    ids=["no KL", "in the loss", "in the reward"],
-)
-async def test_only_a_kl_asks_for_log_probs_and_before_the_update(
-    name: str, table: dict[str, object], expected: list[str]
-) -> None:
-    policy = Told(0.4, [])
-    await run_page(name, policy, {"steps": 3, "prompts": 4, "sampling": {"n": 2, "max_tokens": 8}, **table})
-    assert policy.asked == expected * 3
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("name", ["rloo", "remax"])
-async def test_a_page_with_the_kl_in_the_reward_learns_where_columns_stay_on_their_ranks(
-    tmp_path: Path, name: str, ahead: int
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(100)))
-    table = {
-        **dict.fromkeys(("policy", "sampler", "reference"), FAKE),
-        "reward": {"backend": "fake"},
-        "task": {"source": str(rows), "held_out": 8, "held_out_fraction": 0.2},
-        "sampling": {"n": 4, "max_tokens": 8},
-        "prompts": 8,
-        "steps": 6,
-        "ahead": ahead,
-        "kl": 0.1,
-    }
-    script = load_script(ALGORITHMS / f"{name}.py")
-    keys = RunConfig(folder=str(tmp_path), name=name, inline_bytes=0, meshes={"main": MeshConfig(cpus=1)})
-    async with Run(keys) as run:
-        await script.function(run, validate(script.schema, table, "test"))
-    summary = json.loads((tmp_path / name / "summary.json").read_bytes())
-    assert (summary["exact_match_before"], summary["exact_match_after"]) == (0.0, 1.0)
+    ]
+    for chosen, expected in cases:
+        policy = Told(0.4, [])
+        await given_by(name, policy, {**table, **chosen})
+        assert policy.asked == expected * 3, chosen

@@ -1,19 +1,15 @@
 """Several updates of a batch: which rows each page gives to `policy.update`, and when it publishes."""
 
 from itertools import chain, count
-from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from meshrl import Batch, CriticConfig, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Task
-from meshrl.config import validate
-from meshrl.run.jobs import load_script
 from meshrl.testing import FakeCritic, FakePolicy, FakeReward, FakeRun, FakeSampler, Witness
+from tests.algorithms.pages import ALGORITHMS, FAKES, NAMES, numbers, play
 
-ALGORITHMS = Path(__file__).parents[2] / "algorithms"
-PAGES = sorted(page.stem for page in ALGORITHMS.glob("*.py") if "minibatches: int" in page.read_text("utf-8"))
+PAGES = [name for name in NAMES if "minibatches: int" in (ALGORITHMS / f"{name}.py").read_text("utf-8")]
 EPOCHS, PARTS, STEPS, PROMPTS, N = 3, 2, 3, 5, 2
 
 
@@ -49,25 +45,12 @@ def numbers_of(batch: Batch) -> list[int]:
 
 @pytest.mark.parametrize("name", PAGES)
 async def test_each_epoch_is_the_batch_in_parts_and_each_step_one_publication(name: str) -> None:
-    script = load_script(ALGORITHMS / f"{name}.py")
-    fake = {"backend": "fake", "model": "none"}
-    table = {
-        "task": {"source": "none"},
-        "policy": fake,
-        "reward": {"backend": "fake"},
-        "sampling": {"n": N},
-        "prompts": PROMPTS,
-        "steps": STEPS,
-        "epochs": EPOCHS,
-        "minibatches": PARTS,
-    }
-    rows = Batch.of(prompt=[f"{k}+1=" for k in range(20)], answer=[f"{k + 1}" for k in range(20)], row=[{}] * 20)
+    sizes = {"sampling": {"n": N}, "prompts": PROMPTS, "steps": STEPS, "epochs": EPOCHS, "minibatches": PARTS}
     policy = FakePolicy(PolicyConfig(model="none"))
     witness = Witness(policy)
     critic = FakeCritic(CriticConfig(model="none"))
     run = Kept(witness, critic, FakeSampler(SamplerConfig(model="none")), Numbered(RewardConfig()))
-    with patch.object(Task, "load", lambda _: Task(train=rows, held_out=rows.select([0, 1]))):
-        await script.function(run, validate(script.schema, table, "test"))
+    await play(name, run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
 
     updates = EPOCHS * PARTS  # of a step
     assert witness.versions == [step * updates for step in range(STEPS + 1)]

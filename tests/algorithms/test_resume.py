@@ -1,71 +1,66 @@
-"""A run that is killed again and again, and gone on with, ends as one that was never interrupted: to the bit."""
+"""A run that is killed, and gone on with or goes on by itself, ends as one that was never interrupted: to the bit."""
 
 import json
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from structlog.testing import capture_logs
+
+from meshrl import RunConfig
+from meshrl.run import audit_run, run_job
+from meshrl.run.jobs import load_job
+from tests.algorithms.pages import lines, write_task
 
 # Reads commands, a line of JSON each, and runs each in a child of its own: what they import is imported once. A child
-# is `meshrl ARGUMENTS`, and is killed when the moment comes for the `last` time.
+# is `meshrl ARGUMENTS`, and kills itself when its moment comes: at the first update of a step, when a checkpoint is to
+# get its name, of which half is written, or as soon as there is a checkpoint of that name.
 PARENT = """
-import asyncio, json, os, signal, sys
+import asyncio, json, os, pydoc, signal, sys
 from itertools import count
 from pathlib import Path
+import meshrl_fsdp
+import meshrl_torch
 import reasoning_gym
-import meshrl_hf.state
-from meshrl.run.checkpoints import Checkpoints
 from meshrl.cli import main
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import spread_state
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.sampler import TorchSampler
 
-def run(folder, moment, last, arguments):
-    came = count(1)
+ROLES = [backend.ROLES[role] for backend in (meshrl_torch, meshrl_fsdp) for role in ("Policy", "Critic", "Sampler")
+         if role in backend.ROLES]
+CLASSES = [pydoc.locate(place.replace(":", ".")) for place in ROLES]
 
-    def perhaps_die(now, *half_done):
-        if moment == now and next(came) == last:
-            for file in half_done:
-                Path(file).write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    save_file, save, clean_up = meshrl_hf.state.save_file, spread_state.write_boxes, Checkpoints._clean_up
+def run(folder, moment, arguments):
+    updates = count(1)
 
     def dying(update):
         async def updating(self, batch, loss):
             metrics = await update(self, batch, loss)
-            while moment == "in a step" and any(Path("runs").glob("*/checkpoints/.*")):
-                await asyncio.sleep(0.01)  # a checkpoint is written meanwhile: which comes first is to be known here
-            perhaps_die("in a step")
+            if moment == f"update {next(updates)}":
+                while any(Path("runs").glob("*/checkpoints/.*")):
+                    await asyncio.sleep(0.01)  # a checkpoint is written meanwhile, which is to be known to be there
+                os.kill(os.getpid(), signal.SIGKILL)
             return metrics
         return updating
 
-    def saving(tensors, file):
-        perhaps_die("while a checkpoint is written", file)
-        save_file(tensors, file)
+    def watch(event, arguments):
+        if event == "os.kill":  # this one's own
+            return
+        if moment == "half written" and event == "os.rename" and "/.step-" in str(arguments[0]):
+            next(Path(arguments[0]).rglob("*.safetensors")).write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment.startswith("step-") and os.path.isdir(f"runs/killed/checkpoints/{moment}"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def saving_boxes(file, boxes):
-        perhaps_die("while a checkpoint is written", file)
-        save(file, boxes)
-
-    def cleaning_up(self):
-        if self._actors:  # not before the run begins
-            perhaps_die("between two steps")
-        clean_up(self)
-
-    for policy in TorchPolicy, FsdpPolicy:
+    for policy in [each for each in CLASSES if each.__name__.endswith("Policy")]:
         policy.update = dying(policy.update)
-    meshrl_hf.state.save_file, spread_state.write_boxes = saving, saving_boxes
-    Checkpoints._clean_up = cleaning_up
     os.chdir(folder)
+    sys.addaudithook(watch)
     main(arguments)
 
 for line in sys.stdin:
@@ -87,7 +82,7 @@ samples_every = 1
 cpus = 1
 
 [task]
-source = "words.jsonl"
+source = "rows.jsonl"
 held_out = 8
 held_out_fraction = 0.2
 
@@ -111,13 +106,32 @@ MORE = {
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
     "sft": ["rows=8"],
 }
+# The reward is judged in the process of the policy.
 REWARD = """
+import os, signal
+from pathlib import Path
+
 def right_letters(prompt, completion, row):
+    about_to = Path(__file__).with_name("about to die")
+    if about_to.exists() and len(Path(about_to.read_text()).read_bytes().splitlines()) == 3:
+        about_to.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
 
 
 Start = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs read: `ALGORITHM.toml`, rows and a reward."""
+    monkeypatch.chdir(tmp_path)
+    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(200)]
+    write_task(tmp_path, [{"question": f"{word}>", "answer": word[::-1]} for word in words])
+    Path("rewards.py").write_text(REWARD, "utf-8")
+    for algorithm in ("grpo", "ppo", "sft"):
+        Path(f"{algorithm}.toml").write_text(CONFIG.format(algorithm=algorithm), "utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +146,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         assert parent.stdout
         tell, hear = parent.stdin, parent.stdout
 
-        def command(folder: Path, config: str, arguments: Sequence[str], moment: str = "", last: int = 0) -> int:
+        def command(folder: Path, config: str, arguments: Sequence[str], moment: str = "") -> int:
             words = ["run", config, *arguments]
-            print(json.dumps({"folder": str(folder), "moment": moment, "last": last, "arguments": words}), file=tell)
+            print(json.dumps({"folder": str(folder), "moment": moment, "arguments": words}), file=tell)
             tell.flush()
             while not (line := hear.readline().strip()).removeprefix("-").isdigit():
                 assert parent.poll() is None, said.read_text("utf-8")  # else it is what the command printed
@@ -145,12 +159,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         tell.close()
 
 
-def outcome(folder: Path) -> dict[str, Sequence[object] | Mapping[str, object] | str]:
+def outcome(folder: Path) -> dict[str, Any]:
     """All that a run leaves but for times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     summary = json.loads((folder / "summary.json").read_bytes())
     return {
-        "metrics": [{key: line[key] for key in line if key not in ("seconds", "step_s")} for line in lines],
+        "metrics": lines(folder / "metrics.jsonl"),
         "samples": (folder / "samples.jsonl").read_text("utf-8") if (folder / "samples.jsonl").exists() else "",
         "summary": {key: summary[key] for key in summary if key != "wall_s"},
         "files": {
@@ -162,32 +175,53 @@ def outcome(folder: Path) -> dict[str, Sequence[object] | Mapping[str, object] |
 
 @pytest.mark.bits
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", sorted(MORE))
+@pytest.mark.parametrize(
+    "case", ["ppo", *(pytest.param(case, marks=pytest.mark.wide) for case in sorted(MORE) if case != "ppo")]
+)
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, start: Start, case: str) -> None:
     algorithm = case[:4].strip()
-    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(200)]
-    rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
-    (tmp_path / "mine.toml").write_text(CONFIG.format(algorithm=algorithm), "utf-8")
-
-    assert start(tmp_path, "mine.toml", [*MORE[case], "run.name=whole"]) == 0
+    assert start(tmp_path, f"{algorithm}.toml", [*MORE[case], "run.name=whole"]) == 0
     updates = 2 if "minibatches=2" in MORE[case] else 1  # of the policy in a step
-    actors = 2 if algorithm == "ppo" else 1  # in a checkpoint
-    for moment, last, whole in [
-        ("in a step", 1, []),
-        ("in a step", 2 * updates + 1, ["step-000002"]),  # the first update of the third step
-        ("while a checkpoint is written", actors, ["step-000002"]),
-        ("between two steps", 2, ["step-000002", "step-000004", "step-000006"]),
-    ]:
-        resumed = [*MORE[case], "run.name=killed", "run.resume=true"]
-        assert start(tmp_path, "mine.toml", resumed, moment, last) == -signal.SIGKILL, moment
-        assert sorted(path.name for path in (tmp_path / "runs/killed/checkpoints").glob("step-*")) == whole, moment
-    assert start(tmp_path, "mine.toml", resumed) == 0
+    resumed = [*MORE[case], "run.name=killed", "run.resume=true"]
+    for moment, newest in {
+        "update 1": "",
+        f"update {2 * updates + 1}": "step-000002",  # the first of the third step
+        "half written": "step-000002",
+        "step-000006": "step-000006",
+    }.items():
+        assert start(tmp_path, f"{algorithm}.toml", resumed, moment) == -signal.SIGKILL, moment
+        checkpoints = (path.name for path in Path("runs/killed/checkpoints").glob("step-*"))
+        assert max(checkpoints, default="") == newest, moment
+    assert start(tmp_path, f"{algorithm}.toml", resumed) == 0
     expected = outcome(tmp_path / "runs/whole")
     state = "shard-00001-model-00001-of-00001" if "fsdp" in case else "state"
     assert {f"checkpoints/step-000006/0-policy/{state}.safetensors", "model/model.safetensors"} <= set(
         expected["files"]
     )
     assert outcome(tmp_path / "runs/killed") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", pytest.param("ray", marks=pytest.mark.wide)])
+async def test_a_run_whose_policy_is_killed_goes_on_by_itself(engine: str, request: pytest.FixtureRequest) -> None:
+    if engine == "ray":
+        request.getfixturevalue("ray_cluster")
+
+    async def run(name: str) -> Path:
+        settings = ["steps=5", "run.log=[]", "run.restarts=1", f"run.engine={engine}", f"run.name={name}"]
+        return (await run_job(load_job(Path("grpo.toml"), [*MORE["grpo"], *settings], RunConfig))).folder.absolute()
+
+    with capture_logs() as logged:
+        whole = await run("whole")
+        Path("about to die").write_text(str(Path("runs/killed/metrics.jsonl").absolute()), "utf-8")
+        killed = await run("killed")
+    assert not Path("about to die").exists()
+    (told,) = [line for line in logged if "a machine failed" in line["event"]]
+    assert "died" in told["error"]
+    assert json.loads((killed / "summary.json").read_bytes())["restarts"] == 1
+    audit = audit_run(killed)
+    assert audit.holds
+    assert audit.resumed == 1
+    files = outcome(whole)["files"]
+    assert {"checkpoints/step-000005/0-policy/state.safetensors", "model/model.safetensors"} <= set(files)
+    assert outcome(killed)["files"] == files

@@ -1,5 +1,7 @@
 """The columns of a batch: their kinds, what they refuse, and choosing rows and columns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,9 +72,8 @@ def test_standard_columns_have_one_dtype() -> None:
     assert not batch.tokens.values.flags.writeable
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
+def test_columns_that_cannot_be_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"x": np.array(1.0)}, "`x` is one number, 1.0"),
         ({"x": [np.zeros(2), np.zeros(3)]}, r"`x` is a list of arrays: .* Ragged.of"),
         ({"x": "text"}, "`x` is str: give a numpy array"),
@@ -87,11 +88,10 @@ def test_standard_columns_have_one_dtype() -> None:
             {"tokens": Ragged.of([[1], [2, 3]], np.int32), "versions": Ragged.of([[0], [0]], np.int32)},
             "row 1 has 2 tokens and 1 in `versions`",
         ),
-    ],
-)
-def test_columns_that_cannot_be_are_refused(column: dict[str, Column], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Batch(column)
+    ]
+    for columns, message in cases:
+        with pytest.raises(DataError, match=message):
+            Batch(columns)
 
 
 def test_assign_only_and_drop() -> None:
@@ -117,14 +117,16 @@ def test_select_by_number_or_mask() -> None:
     assert len(batch.select([])) == 0
     assert batch.select([]).names == batch.names
     assert batch.select(range(4)).tokens is batch.tokens, "all rows in order are not copied"
-    with pytest.raises(DataError, match=r"no row 4 in 4 rows \(0 to 3"):
-        batch.select([0, 4])
-    with pytest.raises(DataError, match="a mask of 2 bools for a batch of 4 rows"):
-        batch.select([True, False])
-    with pytest.raises(DataError, match=r"selected by float64\[1\]"):
-        batch.select([0.5])
-    with pytest.raises(DataError, match=r"selected by int64\[1, 1\]"):
-        batch.select([[1]])
+    wrong: list[tuple[Any, str]] = [
+        ([0, 4], r"no row 4 in 4 rows \(0 to 3"),
+        ([-5], "no row -5 in 4 rows"),
+        ([True, False], "a mask of 2 bools for a batch of 4 rows"),
+        ([0.5], r"selected by float64\[1\]"),
+        ([[1]], r"selected by int64\[1, 1\]"),
+    ]
+    for rows, message in wrong:
+        with pytest.raises(DataError, match=message):
+            batch.select(rows)
     with pytest.raises(DataError, match="repeated -1 times"):
         batch.repeat(-1)
 

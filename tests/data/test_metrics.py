@@ -28,22 +28,14 @@ def test_the_mean_over_ranks_is_the_mean_of_all_numbers(ranks: list[list[float]]
         assert math.isnan(mean)
 
 
-def test_a_mean_of_means_would_be_wrong() -> None:
+def test_means_by_hand() -> None:
     parts = [Metrics.of(loss=(1.0, 1), lr=(0.5, 1)), Metrics.of(loss=(0.0, 3), lr=(0.5, 1))]
-    assert Metrics.mean(parts).means() == {"loss": 0.25, "lr": 0.5}
+    assert Metrics.mean(parts).means() == {"loss": 0.25, "lr": 0.5}, "a mean of means would be wrong"
     assert Metrics.mean(parts).entries["loss"] == (1.0, 4.0)
-
-
-def test_a_part_may_lack_a_name() -> None:
-    assert Metrics.mean([Metrics.of(a=(1, 2)), Metrics.of(b=(3, 4)), Metrics({})]).means() == {"a": 0.5, "b": 0.75}
+    lacking = [Metrics.of(a=(1, 2)), Metrics.of(b=(3, 4)), Metrics({})]
+    assert Metrics.mean(lacking).means() == {"a": 0.5, "b": 0.75}
     assert Metrics.mean([]).means() == {}
-
-
-def test_counts_of_zero_give_nan() -> None:
     assert math.isnan(Metrics.of(loss=(0, 0))["loss"])
-
-
-def test_numbers_become_python_floats() -> None:
     metrics = Metrics({"a/b": (3, 2)})
     assert [type(number) for number in metrics.entries["a/b"]] == [float, float]
     assert metrics["a/b"] == 1.5

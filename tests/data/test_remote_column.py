@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,18 +13,7 @@ from hypothesis import strategies as st
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.mesh import Ref
-
-
-def rollouts(rows: int = 4) -> Batch:
-    """A batch with standard columns; row i has i + 1 tokens."""
-    lengths = range(1, rows + 1)
-    return Batch.of(
-        prompt=[f"prompt {i}" for i in range(rows)],
-        tokens=Ragged.of([np.arange(n) + 10 * n for n in lengths], np.int32),
-        loss_mask=Ragged.of([[False] * (n - 1) + [True] for n in lengths], bool),
-        rewards=np.arange(rows, dtype=np.float32),
-        groups=np.arange(rows) // 2,
-    )
+from tests.data.test_batch import batches, rollouts
 
 
 class Kept(Ref):
@@ -47,22 +35,6 @@ class Kept(Ref):
 
 def travelled(batch: Batch) -> Batch:
     return cast("Batch", pickle.loads(pickle.dumps(batch, 5)))  # noqa: S301 -- its own
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """Any number of rows with a column of every kind, ragged ones with shared and with their own lengths."""
-    rows = draw(st.integers(0, 9))
-    lengths, own = (draw(st.lists(st.integers(0, 6), min_size=rows, max_size=rows)) for _ in range(2))
-    return Batch.of(
-        prompt=draw(st.lists(st.text(max_size=20), min_size=rows, max_size=rows)),
-        row=[{"number": row} for row in range(rows)],
-        tokens=Ragged.of([np.arange(n) for n in lengths], np.int32),
-        loss_mask=Ragged.of([np.arange(n) % 2 for n in lengths], np.bool_),
-        scores=Ragged.of([np.ones((n, 2)) * n for n in own], ml_dtypes.bfloat16),
-        rewards=np.arange(rows, dtype=np.float32),
-        pairs=np.arange(2 * rows).reshape(rows, 2),
-    )
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 60]))

@@ -1,9 +1,9 @@
-"""Losses against numbers worked out by hand, torch's autograd and the definitions in the papers."""
+"""Losses against numbers worked out by hand, what is proved of estimators, and what a loss tells of itself."""
 
 import math
 import re
-from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,33 +11,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.config import validate
-from meshrl.data import Ragged
+import meshrl as rl
+from meshrl.config import Config, validate
+from meshrl.data import Metrics, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import (
-    ClippedLoss,
-    CrossEntropy,
-    KlEstimator,
-    Loss,
     Normalise,
+    Predicts,
+    TokenLoss,
+    check_predicts,
     clipped_surrogate,
-    cross_entropy,
     kl_k1,
     kl_k2,
     kl_k3,
+    reverse_kl,
     token_weights,
 )
 
-RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5, 4.0)
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def of_ratio(*ratios: float) -> torch.Tensor:
     """Log-probs whose ratio to log-probs of zero is as given."""
-    return torch.tensor([math.log(ratio) for ratio in ratios], dtype=torch.float64, requires_grad=True)
-
-
-def zeros(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.float64)
+    return column(*map(math.log, ratios)).requires_grad_()
 
 
 def gradient(loss: torch.Tensor, parameter: torch.Tensor) -> list[float]:
@@ -45,34 +43,30 @@ def gradient(loss: torch.Tensor, parameter: torch.Tensor) -> list[float]:
     return [float(value) for value in answer]
 
 
-def test_the_clipped_surrogate_of_a_good_token_stops_above_its_bound() -> None:
-    logprobs = of_ratio(*RATIOS)
-    loss = clipped_surrogate(logprobs, zeros(6), torch.full((6,), 2.0).double(), 0.2, 0.2)
-    assert loss.tolist() == pytest.approx([-1.0, -1.8, -2.0, -2.2, -2.4, -2.4])
-    assert gradient(loss, logprobs) == pytest.approx([-1.0, -1.8, -2.0, -2.2, 0.0, 0.0])
+# --- the clipped surrogate
 
 
-def test_the_clipped_surrogate_of_a_bad_token_stops_below_its_bound() -> None:
-    logprobs = of_ratio(*RATIOS)
-    loss = clipped_surrogate(logprobs, zeros(6), torch.full((6,), -2.0).double(), 0.2, 0.2)
-    assert loss.tolist() == pytest.approx([1.6, 1.8, 2.0, 2.2, 3.0, 8.0])
-    assert gradient(loss, logprobs) == pytest.approx([0.0, 1.8, 2.0, 2.2, 3.0, 8.0])
-
-
-def test_two_bounds_clip_each_side_at_its_own() -> None:
-    logprobs = of_ratio(1.25, 1.35, 0.85, 0.75)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    loss = clipped_surrogate(logprobs, zeros(4), advantages, 0.2, 0.3)
-    assert loss.tolist() == pytest.approx([-1.25, -1.3, 0.85, 0.8])
-    assert gradient(loss, logprobs) == pytest.approx([-1.25, 0.0, 0.85, 0.0])
-
-
-def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
-    logprobs = of_ratio(2.0, 4.0, 4.0)
-    advantages = torch.tensor([-1.0, -1.0, 1.0], dtype=torch.float64)
-    loss = clipped_surrogate(logprobs, zeros(3), advantages, 0.2, 0.2, dual_clip=3.0)
-    assert loss.tolist() == pytest.approx([2.0, 3.0, -1.2])
-    assert gradient(loss, logprobs) == pytest.approx([2.0, 0.0, 0.0])
+@pytest.mark.parametrize(
+    ("bounds", "advantage", "by_hand"),
+    [
+        # Of each ratio the loss and its gradient by the log-prob.
+        ((0.2, 0.2), 2.0, {0.5: (-1, -1), 0.9: (-1.8, -1.8), 1.1: (-2.2, -2.2), 1.5: (-2.4, 0), 4.0: (-2.4, 0)}),
+        ((0.2, 0.2), -2.0, {0.5: (1.6, 0), 0.9: (1.8, 1.8), 1.1: (2.2, 2.2), 1.5: (3, 3), 4.0: (8, 8)}),
+        ((0.2, 0.3), 1.0, {1.25: (-1.25, -1.25), 1.35: (-1.3, 0)}),
+        ((0.2, 0.3), -1.0, {0.85: (0.85, 0.85), 0.75: (0.8, 0)}),
+        ((0.2, 0.2, 3.0), -1.0, {2.0: (2, 2), 4.0: (3, 0)}),
+        ((0.2, 0.2, 3.0), 1.0, {4.0: (-1.2, 0)}),
+    ],
+)
+def test_the_clipped_surrogate_by_hand(
+    bounds: tuple[float, ...], advantage: float, by_hand: dict[float, tuple[float, float]]
+) -> None:
+    """It stops above its bound for a good token and below it for a bad one, whose loss a dual clip bounds."""
+    logprobs = of_ratio(*by_hand)
+    advantages = torch.full_like(logprobs, advantage)
+    loss = clipped_surrogate(logprobs, torch.zeros_like(logprobs), advantages, *bounds)
+    assert loss.tolist() == pytest.approx([value for value, _ in by_hand.values()])
+    assert gradient(loss, logprobs) == pytest.approx([slope for _, slope in by_hand.values()])
 
 
 @given(
@@ -83,7 +77,7 @@ def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone() -> None:
 def test_the_clipped_surrogate_is_a_pessimistic_bound(
     rows: list[tuple[float, float, float]], low: float, high: float
 ) -> None:
-    logprobs, old, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    logprobs, old, advantages = (column(*numbers) for numbers in zip(*rows, strict=True))
     loss = clipped_surrogate(logprobs, old, advantages, low, high)
     unclipped = -(logprobs - old).clamp(-20, 20).exp() * advantages
     assert bool((loss >= unclipped).all())
@@ -91,158 +85,263 @@ def test_the_clipped_surrogate_is_a_pessimistic_bound(
     assert bool(torch.isfinite(loss).all())
 
 
-def test_no_ratio_overflows() -> None:
-    logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
-    old = torch.tensor([-500.0, -500.0])
-    loss = ClippedLoss()(logprobs, {"sampler_logprobs": old, "advantages": torch.tensor([0.0, -1.0])})
-    assert loss.values[0] == 0
-    assert all(bool(torch.isfinite(values).all()) for values in (loss.values, *loss.metrics.values()))
-    assert all(math.isfinite(value) for value in gradient(loss.values, logprobs))
+def test_the_clipped_loss_reports_ratio_clipping_and_divergence() -> None:
+    ratios = (1.5, 0.5, 1.5, 0.5, 5.0)
+    logprobs = of_ratio(*ratios)
+    columns = {"sampler_logprobs": column(*[0] * 5), "advantages": column(1, 1, -1, -1, -1)}
+    loss = rl.ClippedLoss(clip=0.2, dual_clip=3.0)(logprobs, columns)
+    assert loss.metrics["ratio"].tolist() == pytest.approx(ratios)
+    assert loss.metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert loss.metrics["kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios])
+    assert set(loss.metrics) == {"ratio", "clip_fraction", "kl"}
+    assert [not slope for slope in gradient(loss.values, logprobs)] == [True, False, False, True, True]
+
+
+# --- estimators of the KL
+
+logits_of_two = st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8)
 
 
 def test_the_kl_estimators_by_hand() -> None:
-    policy, reference = torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double()
+    policy, reference = of_ratio(0.5), of_ratio(0.25)
     assert kl_k1(policy, reference).item() == pytest.approx(math.log(2))
     assert kl_k2(policy, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
     assert kl_k3(policy, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
 
 
+@given(logits_of_two)
+def test_estimators_of_the_kl_are_unbiased_or_have_its_gradient(rows: list[tuple[float, float]]) -> None:
+    """Over the policy's tokens: k1, k3 and a loss of `reverse_kl` are the KL, k2 and `reverse_kl` have its gradient.
+
+    k3 has that of the KL of the reference from the policy, and k1 has none.
+    """
+    logits, other = (column(*numbers) for numbers in zip(*rows, strict=True))
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(0), other.log_softmax(0)
+    fixed = policy.detach().exp()
+    p, q = fixed.numpy(), reference.exp().numpy()
+    kl = float(np.sum(p * np.log(p / q)))
+    of_kl, of_reverse = p * (np.log(p / q) - kl), p - q  # by the logits of a softmax, worked out by hand
+    nothing = np.zeros(len(rows))
+    for estimated, value, slope in (
+        (kl_k1(policy, reference), kl, nothing),
+        (kl_k2(policy, reference), None, of_kl),
+        (kl_k3(policy, reference), kl, of_reverse),
+        (reverse_kl(policy, policy.detach(), reference), kl, of_kl),
+    ):
+        if value is not None:
+            assert (fixed * estimated).sum().item() == pytest.approx(value, abs=1e-9)
+        (found,) = torch.autograd.grad((fixed * estimated).sum(), logits, retain_graph=True)
+        np.testing.assert_allclose(found.numpy(), slope, atol=1e-9)
+
+
 @given(st.lists(st.tuples(st.floats(-18, 0), st.floats(-18, 0)), min_size=1))
 def test_k2_and_k3_are_never_negative(rows: list[tuple[float, float]]) -> None:
-    policy, reference = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    policy, reference = (column(*numbers) for numbers in zip(*rows, strict=True))
     assert bool((kl_k2(policy, reference) >= 0).all())
     assert bool((kl_k3(policy, reference) >= -1e-12).all())
 
 
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8))
-def test_k1_and_k3_are_unbiased_and_the_gradient_of_k2_is_that_of_the_kl(
-    rows: list[tuple[float, float]],
-) -> None:
-    logits, other = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    logits.requires_grad_()
-    policy, reference = logits.log_softmax(0), other.log_softmax(0)
-    probabilities = policy.exp()
-    kl = (probabilities * (policy - reference)).sum()
-    assert (probabilities * kl_k1(policy, reference)).sum().item() == pytest.approx(kl.item(), abs=1e-9)
-    assert (probabilities * kl_k3(policy, reference)).sum().item() == pytest.approx(kl.item(), abs=1e-9)
-    fixed = probabilities.detach()
-    exact = gradient(kl, logits)
-    policy, reference = logits.log_softmax(0), other.log_softmax(0)
-    assert gradient(fixed * kl_k2(policy, reference), logits) == pytest.approx(exact, abs=1e-9)
-    policy = logits.log_softmax(0)
-    assert gradient(fixed * kl_k1(policy, reference), logits) == pytest.approx([0.0] * len(rows), abs=1e-9)
+@pytest.mark.parametrize("most", [1e9, 1.5])
+def test_a_weight_makes_the_kl_to_a_teacher_unbiased_on_others_tokens_up_to_its_bound(most: float) -> None:
+    random = np.random.default_rng(7)
+    logits, sampled, taught = (torch.tensor(random.normal(size=6)).log_softmax(0) for _ in range(3))
+    student = logits.requires_grad_()
+    p, s, q = (np.exp(each.detach().numpy()) for each in (student, sampled, taught))
+    tokens = reverse_kl(student, sampled, taught, most)
+    np.testing.assert_allclose(tokens.detach(), np.minimum(p / s, most) * (np.log(p) - np.log(q)), atol=1e-12)
+    slope = gradient(sampled.exp() * tokens, student)
+    np.testing.assert_allclose(slope, s * np.minimum(p / s, most) * np.log(p / q), atol=1e-12)
 
 
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8))
-def test_the_gradient_of_k3_is_that_of_the_kl_of_the_reference_from_the_policy(rows: list[tuple[float, float]]) -> None:
-    logits, other = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    logits.requires_grad_()
-    policy, reference = logits.log_softmax(0), other.log_softmax(0)
-    exact = gradient(reference.exp() * (reference - policy), logits)
-    policy = logits.log_softmax(0)
-    assert gradient(policy.detach().exp() * kl_k3(policy, reference), logits) == pytest.approx(exact, abs=1e-9)
+def test_distillation_tells_the_kl_and_its_ratio() -> None:
+    columns = {"sampler_logprobs": column(-1.0, -3.0), "reference_logprobs": column(-0.5, -4.0)}
+    told = rl.ReverseKl()(column(-1.0, -2.0).requires_grad_(), columns)
+    assert told.values.tolist() == pytest.approx([-0.5, 2 * 2.0])
+    assert told.metrics["teacher_kl"].tolist() == [-0.5, 2.0]
+    assert told.metrics["ratio"].tolist() == pytest.approx([1.0, np.e])
+    assert not any(each.requires_grad for each in told.metrics.values())
 
 
-EQUATIONS: dict[KlEstimator, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "k2": lambda logprobs, reference: (reference - logprobs) ** 2 / 2,
-    "k3": lambda logprobs, reference: reference.exp() / logprobs.exp() - (reference - logprobs) - 1,
-}
-"""Of each token: Schulman 2020; k3 is DeepSeekMath (arXiv:2402.03300), equation 4."""
+# --- critics and reward models
 
 
-@pytest.mark.parametrize("estimator", EQUATIONS)
-def test_the_kl_in_a_loss_has_the_gradient_of_its_equation_token_by_token(estimator: KlEstimator) -> None:
-    random = torch.Generator().manual_seed(5)
-    reference, start = (-4 * torch.rand(20, generator=random, dtype=torch.float64) for _ in range(2))
-    columns = {"sampler_logprobs": start, "advantages": torch.zeros(20).double(), "reference_logprobs": reference}
-    found, expected = start.clone().requires_grad_(), start.clone().requires_grad_()
-    told = ClippedLoss(kl=0.1, kl_estimator=estimator)(found, columns).values
-    equation = 0.1 * EQUATIONS[estimator](expected, reference)
-    torch.testing.assert_close(told, equation, rtol=1e-9, atol=1e-12)
-    assert gradient(told, found) == pytest.approx(gradient(equation, expected), rel=1e-9)
+def judge(loss: rl.Loss, predicted: torch.Tensor) -> TokenLoss:
+    """What a loss says of tokens of old value 0 and return 1."""
+    return loss(predicted, {"values": torch.zeros_like(predicted), "returns": torch.ones_like(predicted)})
 
 
-def test_cross_entropy_equals_torch() -> None:
-    logits, targets = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 3, 6, 2, 2])
-    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(cross_entropy(logprobs), expected)
-    torch.testing.assert_close(CrossEntropy()(logprobs, {}).values, expected)
+def test_a_value_stops_where_it_has_moved_towards_the_return_by_more_than_the_clip() -> None:
+    # Within the clip, beyond it, past the return, and beyond it the wrong way.
+    predicted = column(0.1, 0.5, 3.0, -0.5).requires_grad_()
+    judged = judge(rl.ValueLoss(clip=0.2), predicted)
+    assert judged.values.tolist() == pytest.approx([0.405, 0.32, 2.0, 1.125])
+    assert gradient(judged.values, predicted) == pytest.approx([-0.9, 0.0, 2.0, -1.5])
+    assert judged.metrics["value_error"].tolist() == pytest.approx([0.81, 0.25, 4.0, 2.25])
+    assert judged.metrics["value_clip_fraction"].tolist() == [0, 1, 0, 0]
+    whole = judge(rl.ValueLoss(), predicted)
+    assert whole.values.tolist() == pytest.approx([0.405, 0.125, 2.0, 1.125])
+    assert gradient(whole.values, predicted) == pytest.approx([-0.9, -0.5, 2.0, -1.5])
+    assert whole.metrics["value_clip_fraction"].tolist() == [0] * 4
 
 
-def test_the_clipped_loss_reports_ratio_clipping_and_divergence() -> None:
-    logprobs = of_ratio(1.5, 0.5, 1.5, 0.5, 5.0)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    loss = ClippedLoss(clip=0.2, dual_clip=3.0)(logprobs, {"sampler_logprobs": zeros(5), "advantages": advantages})
-    assert loss.metrics["ratio"].tolist() == pytest.approx([1.5, 0.5, 1.5, 0.5, 5.0])
-    assert loss.metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
-    assert loss.metrics["kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in (1.5, 0.5, 1.5, 0.5, 5.0)])
-    assert set(loss.metrics) == {"ratio", "clip_fraction", "kl"}
-    assert not any(values.requires_grad for values in loss.metrics.values())
-    zero_where_clipped = [bool(slope) for slope in gradient(loss.values, logprobs)]
-    assert zero_where_clipped == [False, True, True, False, False]
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20), st.integers(0, 20))
+def test_the_explained_variance_adds_up_over_parts(rows: list[tuple[float, float]], cut: int) -> None:
+    def metrics(part: list[tuple[float, float]]) -> Metrics:
+        values, returns = (column(*numbers) for numbers in zip(*part, strict=True))
+        judged = rl.ValueLoss()(values, {"values": values, "returns": returns})
+        return Metrics({name: (float(each.sum()), len(part)) for name, each in judged.metrics.items()})
+
+    found = rl.explained_variance(Metrics.mean([metrics(part) for part in (rows[:cut], rows[cut:]) if part]))
+    values, returns = np.array(rows).T
+    if returns.std() > 0.1:
+        assert found == pytest.approx(1 - np.var(returns - values) / np.var(returns), rel=1e-6, abs=1e-6)
 
 
-def test_the_kl_to_the_reference_is_added_with_its_weight() -> None:
-    logprobs = of_ratio(0.5, 2.0)
-    columns = {"sampler_logprobs": logprobs.detach(), "advantages": zeros(2), "reference_logprobs": zeros(2)}
-    by_hand: dict[KlEstimator, float] = {"k2": math.log(2) ** 2 / 2, "k3": 2 - 1 - math.log(2)}
-    for estimator, expected in by_hand.items():
-        loss = ClippedLoss(kl=0.1, kl_estimator=estimator)(logprobs, columns)
-        assert loss.values[0].item() == pytest.approx(0.1 * expected)
-        assert loss.metrics["reference_kl"][0].item() == pytest.approx(expected)
-        assert not loss.metrics["reference_kl"].requires_grad
+def test_equal_returns_have_no_variance_to_explain() -> None:
+    equal = Metrics.of(value=(0.4, 4), value_error=(1.0, 4), **{"return": (0.4, 4), "return_squared": (0.04, 4)})
+    assert math.isnan(rl.explained_variance(equal))
 
 
-def test_columns_are_listed_in_a_stable_order() -> None:
-    assert ClippedLoss().columns == ("sampler_logprobs", "advantages")
-    assert ClippedLoss(kl=0.1).columns == ("sampler_logprobs", "advantages", "reference_logprobs")
-    assert CrossEntropy().columns == ()
+def test_a_step_is_told_right_where_its_score_is_on_the_labels_side() -> None:
+    scores, labels = column(0.4, -2, 1.5, 0.1, -0.3, 3, -1, 0, 0, math.nan), column(1, 0, 0.25, 1, 0, 0.75, 1, 1, 0, 0)
+    told = rl.ProcessLoss()(scores, {"labels": labels}).metrics["accuracy"]
+    assert told.tolist() == [1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
 
 
-def test_both_losses_are_losses() -> None:
-    losses: list[Loss] = [
-        ClippedLoss(normalise="sequence-mean"),
-        CrossEntropy(normalise="constant", constant=8),
+# --- numbers far from zero
+
+
+def test_numbers_far_apart_give_finite_numbers() -> None:
+    logprobs = torch.zeros(3, requires_grad=True)
+    far = {"sampler_logprobs": torch.tensor([-900.0, 900.0, -900.0]), "advantages": torch.tensor([-1.0, 1.0, 0.0])}
+    far |= {"rows": torch.arange(3)}
+    pair = {name: torch.tensor([1e4, -1e4, 0.0]) for name in ("token_scores", "margins", "pair_sums")}
+    pair |= {"least_margins": torch.zeros(3), "preferred": torch.tensor([1, 1, -1])}
+    losses: list[rl.Loss] = [
+        rl.ClippedLoss(),
+        rl.CispoLoss(),
+        rl.SequenceLoss(),
+        rl.ReinforceLoss(correction=rl.Correction(high=2.0)),
     ]
-    assert [(loss.normalise, loss.constant) for loss in losses] == [("sequence-mean", None), ("constant", 8)]
+    for loss, columns in [*((loss, far) for loss in losses), (rl.BradleyTerryLoss(), pair)]:
+        told = loss(logprobs, columns)
+        for values in (told.values, *told.metrics.values(), torch.tensor(gradient(told.values, logprobs))):
+            assert bool(torch.isfinite(values).all()), loss
+    assert rl.ClippedLoss()(logprobs, far).values[2] == 0, "an infinite ratio times no advantage would be NaN"
+    margins = column(-1e6, 1e6).requires_grad_()
+    of_margins = rl.PreferenceLoss(beta=1.0, smoothing=0.1).of_margins(margins)
+    assert of_margins.tolist() == pytest.approx([0.9e6, 0.1e6])
+    assert gradient(of_margins, margins) == pytest.approx([-0.9, 0.1])
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"clip": 0.0}, "clip = 0.0: must be greater than 0"),
-        ({"clip": 1.5}, "clip = 1.5: must be less than 1"),
-        ({"clip_high": -0.1}, "clip_high = -0.1: must be greater than 0"),
-        ({"kl": -1.0}, "kl = -1.0: must be greater than or equal to 0"),
-        ({"dual_clip": 1.0}, "dual_clip = 1.0: must be greater than 1"),
-        ({"kl_estimator": "k1"}, "kl_estimator = 'k1': must be 'k2' or 'k3'"),
-        ({"normalise": "constant"}, "which is not set: set it to the longest completion that is allowed, in tokens"),
-        ({"constant": 8}, 'constant = 8 has no effect with normalise = "token-mean"'),
-        ({"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
-    ],
-)
-def test_a_wrong_option_is_refused_in_words(table: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        validate(ClippedLoss, table, "file.toml")
+# --- what a loss says of itself, and what it refuses
 
+
+def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
+    base = ("sampler_logprobs", "advantages")
+    sequence = rl.Correction(level="sequence", high=2.0)
+    expected: list[tuple[rl.Loss, tuple[str, ...]]] = [
+        (rl.ClippedLoss(), base),
+        (rl.ClippedLoss(kl=0.1), (*base, "reference_logprobs")),
+        (rl.ClippedLoss(anchor="trainer"), ("logprobs", *base)),
+        (rl.ClippedLoss(anchor="trainer", correction=rl.Correction(high=2.0)), ("logprobs", *base)),
+        (
+            rl.ClippedLoss(anchor="trainer", correction=sequence, kl=0.1),
+            ("logprobs", *base, "reference_logprobs", "rows"),
+        ),
+        (rl.ReinforceLoss(correction=sequence), (*base, "rows")),
+        (rl.CispoLoss(kl=0.1), (*base, "reference_logprobs")),
+        (rl.SequenceLoss(anchor="trainer"), ("logprobs", "advantages", "rows")),
+        (rl.ReverseKl(), ("sampler_logprobs", "reference_logprobs")),
+        (rl.CrossEntropy(), ()),
+    ]
+    assert [loss.columns for loss, _ in expected] == [columns for _, columns in expected]
+
+
+def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
+    check_predicts(rl.ClippedLoss(), "logprobs")
+    check_predicts(rl.KtoLoss(), "logprobs")
+    check_predicts(rl.ValueLoss(), "values")
+    check_predicts(rl.BradleyTerryLoss(), "scores")
+    check_predicts(rl.ProcessLoss(), "scores")
+    mistakes: list[tuple[rl.Loss, Predicts, str]] = [
+        (rl.ValueLoss(), "logprobs", r"ValueLoss is a loss of `values`.* pass it to critic.update"),
+        (rl.CrossEntropy(), "values", r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"),
+        (rl.ValueLoss(), "scores", "loss of `values`, which a critic predicts, but this is a reward model"),
+        (
+            rl.BradleyTerryLoss(),
+            "logprobs",
+            r"pass it to reward_model\.update, and .* such as ClippedLoss, to policy\.update",
+        ),
+        (rl.CrossEntropy(), "scores", r"such as BradleyTerryLoss, to reward_model\.update"),
+    ]
+    for loss, model, told in mistakes:
+        with pytest.raises(DataError, match=told):
+            check_predicts(loss, model)
+
+
+NO_CONSTANT = "which is not set: set it to the longest completion that is allowed, in tokens"
+WRONG: list[tuple[type[Config], dict[str, Any], str]] = [
+    (rl.ClippedLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),
+    (rl.ClippedLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
+    (rl.ClippedLoss, {"clip_high": -0.1}, "clip_high = -0.1: must be greater than 0"),
+    (rl.ClippedLoss, {"kl": -1.0}, "kl = -1.0: must be greater than or equal to 0"),
+    (rl.ClippedLoss, {"dual_clip": 1.0}, "dual_clip = 1.0: must be greater than 1"),
+    (rl.ClippedLoss, {"kl_estimator": "k1"}, "kl_estimator = 'k1': must be 'k2' or 'k3'"),
+    (rl.ClippedLoss, {"normalise": "constant"}, NO_CONSTANT),
+    (rl.ClippedLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "token-mean"'),
+    (rl.ClippedLoss, {"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
+    (rl.ClippedLoss, {"anchor": "policy"}, "anchor = 'policy': must be 'sampler' or 'trainer'"),
+    (
+        rl.ClippedLoss,
+        {"correction": {"high": 2.0}},
+        'correction has no effect with anchor = "sampler": the weight pi_anc',
+    ),
+    (rl.ClippedLoss, {"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
+    (rl.Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
+    (rl.Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
+    (rl.Correction, {"high": 2.0, "how": "clip"}, "how = 'clip': must be 'truncate' or 'mask'"),
+    (rl.ConstantLoss, {"clip": 0.1}, NO_CONSTANT),
+    (rl.ReinforceLoss, {"clip": 0.2}, "no such key"),
+    (rl.ReinforceLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "sequence-sum"'),
+    (rl.CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
+    (rl.SequenceLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),
+    (rl.PreferenceLoss, {"beta": 0.0}, "beta = 0.0: must be greater than 0"),
+    (rl.PreferenceLoss, {"smoothing": 0.5}, "smoothing = 0.5: must be less than 0.5"),
+    (rl.PreferenceLoss, {"form": "dpo"}, "form = 'dpo': must be 'sigmoid', 'ipo' or 'hinge'"),
+    (
+        rl.PreferenceLoss,
+        {"form": "ipo", "smoothing": 0.1},
+        'smoothing = 0.1 has no effect with form = "ipo": set form =',
+    ),
+    (rl.BradleyTerryLoss, {"centre": -0.1}, "centre = -0.1: must be greater than or equal to 0"),
+]
+
+
+def test_a_wrong_option_is_refused_in_words() -> None:
+    for schema, table, message in WRONG:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            validate(schema, table, "file.toml")
+
+
+# --- from tokens to one number
 
 MASK = Ragged.of([[False, True, True, True], [False, False], [False, True]], np.bool_)
 
 
 def test_token_weights_by_hand() -> None:
-    mean = token_weights(MASK, "token-mean", tokens=8, rows=4)
-    assert mean.dtype == np.float32
-    np.testing.assert_allclose(mean, np.array([0, 1, 1, 1, 0, 0, 0, 1]) / 8)
-    sequences = token_weights(MASK, "sequence-mean", tokens=8, rows=4)
-    np.testing.assert_allclose(sequences, np.array([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 1]) / 4)
-    sums = token_weights(MASK, "sequence-sum", tokens=8, rows=4)
-    np.testing.assert_allclose(sums, np.array([0, 1, 1, 1, 0, 0, 0, 1]) / 4)
-    constant = token_weights(MASK, "constant", tokens=8, rows=4, constant=10)
-    np.testing.assert_allclose(constant, np.array([0, 1, 1, 1, 0, 0, 0, 1]) / 40)
-
-
-def test_rows_without_learned_tokens_weigh_nothing() -> None:
+    learned = np.array([0, 1, 1, 1, 0, 0, 0, 1])
+    by_hand: dict[Normalise, Any] = {
+        "token-mean": learned / 8,
+        "sequence-mean": np.array([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 1]) / 4,
+        "sequence-sum": learned / 4,
+        "constant": learned / 40,
+    }
+    for normalise, expected in by_hand.items():
+        found = token_weights(MASK, normalise, tokens=8, rows=4, constant=10 if normalise == "constant" else None)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, err_msg=normalise)
     nothing = Ragged.of([[False, False], []], np.bool_)
     assert token_weights(nothing, "sequence-mean", tokens=5, rows=2).tolist() == [0.0, 0.0]
     assert token_weights(nothing, "token-mean", tokens=0, rows=0).tolist() == [0.0, 0.0]
@@ -251,6 +350,8 @@ def test_rows_without_learned_tokens_weigh_nothing() -> None:
 def test_token_weights_refuse_totals_that_miss_rows_and_a_missing_constant() -> None:
     with pytest.raises(DataError, match=r"4 learned tokens in 2 rows, more than the 4 tokens and 1 rows"):
         token_weights(MASK, "token-mean", tokens=4, rows=1)
+    with pytest.raises(DataError, match=r"4 learned tokens in 2 rows, more than the 3 tokens and 2 rows"):
+        token_weights(MASK, "token-mean", tokens=3, rows=2)
     with pytest.raises(ConfigError, match="which is not set"):
         token_weights(MASK, "constant", tokens=8, rows=4)
 

@@ -1,8 +1,10 @@
-"""Where log-probs come from: a token column knows what computed it, wherever its rows go."""
+"""Where log-probs come from: a token column knows what computed it wherever its rows go, and a loss refuses others."""
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -10,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.data import Batch, Ragged, Source
-from meshrl.data.provenance import joined
+from meshrl.data import Batch, Column, Ragged, Source
 from meshrl.errors import DataError
+from meshrl.losses import ClippedLoss, Correction, CrossEntropy, check_sources
 from meshrl.mesh import Ref
 
-SAMPLER, REFERENCE = Source("sampler"), Source("reference")
+SAMPLER, REFERENCE, TRAINER = Source("sampler"), Source("reference"), Source.trainer(3)
 
 
-def scored(source: Source | None, rows: int = 3) -> Batch:
-    """Rows of 1, 2, ... tokens with `logprobs` by the source."""
-    lengths = range(1, rows + 1)
-    return Batch.of(
-        tokens=Ragged.of([np.arange(n) for n in lengths], np.int32),
-        logprobs=Ragged.of([np.zeros(n) for n in lengths], np.float32, source=source),
-    )
+def scored(**sources: Source | None) -> Batch:
+    """Three rows of 1, 2 and 3 tokens with columns of log-probs by these sources."""
+    lengths = range(1, 4)
+    columns: dict[str, Column] = {
+        name: Ragged.of([np.zeros(n) for n in lengths], np.float32, source=source) for name, source in sources.items()
+    }
+    return Batch.of(tokens=Ragged.of([np.arange(n) for n in lengths], np.int32), **columns)
 
 
 class Kept(Ref):
@@ -44,7 +46,12 @@ def through_pickle(batch: Batch) -> Batch:
     return again
 
 
-JOURNEYS: dict[str, Callable[[Batch], Batch]] = {
+def elsewhere(batch: Batch) -> Batch:
+    return batch.hold(Kept, 0)
+
+
+Journey: TypeAlias = Callable[[Batch], Batch]
+JOURNEYS: dict[str, Journey] = {
     "selecting": lambda batch: batch.select([2, 0]),
     "repeating": lambda batch: batch.repeat(2),
     "splitting and joining": lambda batch: Batch.join(batch.split(2)),
@@ -55,54 +62,51 @@ JOURNEYS: dict[str, Callable[[Batch], Batch]] = {
     "a standard dtype": lambda batch: Batch.of(
         sampler_logprobs=Ragged(batch.ragged("logprobs").values.astype(np.float64), [0, 1, 3, 6], source=SAMPLER)
     ),
-    "staying elsewhere": lambda batch: through_pickle(batch.hold(Kept, 0)),
-    "rows elsewhere": lambda batch: batch.hold(Kept, 0).select([2, 1]),
-    "parts elsewhere": lambda batch: Batch.join([part.hold(Kept, 0) for part in batch.split(2)]),
-    "parts here and elsewhere": lambda batch: Batch.concat([batch, batch.hold(Kept, 0)]),
+    "staying elsewhere": lambda batch: through_pickle(elsewhere(batch)),
+    "rows elsewhere": lambda batch: elsewhere(batch).select([2, 1]),
+    "parts elsewhere": lambda batch: Batch.join([elsewhere(part) for part in batch.split(2)]),
+    "parts here and elsewhere": lambda batch: Batch.concat([batch, elsewhere(batch)]),
 }
 
 
-@pytest.mark.parametrize("journey", JOURNEYS.values(), ids=JOURNEYS)
-async def test_the_source_goes_where_the_rows_go(journey: Callable[[Batch], Batch]) -> None:
-    batch = journey(scored(SAMPLER))
-    name = batch.names[-1]
-    assert batch.source(name) == SAMPLER
-    assert (await batch.load()).ragged(name).source == SAMPLER
+async def test_the_source_goes_where_the_rows_go() -> None:
+    for name, journey in JOURNEYS.items():
+        batch = journey(scored(logprobs=SAMPLER))
+        column = batch.names[-1]
+        assert batch.source(column) == SAMPLER, name
+        assert (await batch.load()).ragged(column).source == SAMPLER, name
 
 
 def test_a_column_by_itself_carries_it() -> None:
-    column = Ragged.of([[0.5], []], ml_dtypes.bfloat16, source=Source.trainer(3))
-    assert column.select(np.array([1, 0])).source == Source.trainer(3)
+    column = Ragged.of([[0.5], []], ml_dtypes.bfloat16, source=TRAINER)
+    assert column.select(np.array([1, 0])).source == TRAINER
     again: object = pickle.loads(pickle.dumps(column, 4))  # noqa: S301 -- its own
     assert isinstance(again, Ragged)
-    assert again.source == Source.trainer(3)
+    assert again.source == TRAINER
     assert Ragged(np.exp(column.values), column.offsets).source is None, "computed anew"
     assert column == Ragged(column.values, column.offsets), "no part of equality"
 
 
 def test_it_is_shown() -> None:
-    assert repr(scored(Source.trainer(3)).ragged("logprobs")) == "Ragged(3 rows, float32[6] by trainer@3)"
-    assert repr(scored(SAMPLER)) == "Batch(3 rows, 6 tokens: tokens ragged int32, logprobs ragged float32 by sampler)"
-    assert repr(scored(SAMPLER).hold(Kept, 0)).endswith("logprobs ragged float32 by sampler elsewhere)")
+    assert repr(scored(logprobs=TRAINER).ragged("logprobs")) == "Ragged(3 rows, float32[6] by trainer@3)"
+    batch = scored(logprobs=SAMPLER)
+    assert repr(batch) == "Batch(3 rows, 6 tokens: tokens ragged int32, logprobs ragged float32 by sampler)"
+    assert repr(elsewhere(batch)).endswith("logprobs ragged float32 by sampler elsewhere)")
     assert str(Source("trainer", 3, 5)) == "trainer@3-5"
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_trainers_of_several_versions_join_to_the_range(held: bool) -> None:
-    parts = [scored(Source.trainer(4)), scored(Source("trainer", 7, 9)), scored(Source.trainer(5))]
-    batch = Batch.concat([part.hold(Kept, 0) for part in parts] if held else parts)
+async def test_trainers_of_several_versions_join_to_the_range_and_different_models_do_not(held: bool) -> None:
+    def joined(*sources: Source | None) -> Batch:
+        parts = [scored(logprobs=source) for source in sources]
+        return Batch.concat([elsewhere(part) if held else part for part in parts])
+
+    batch = joined(Source.trainer(4), Source("trainer", 7, 9), Source.trainer(5))
     assert batch.source("logprobs") == Source("trainer", 4, 9)
     one = await batch.select([0, 1, 2]).load()
     assert one.source("logprobs") == one.ragged("logprobs").source == Source("trainer", 4, 9), "not narrowed"
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_columns_of_different_models_do_not_join(held: bool) -> None:
-    parts = [scored(SAMPLER), scored(None), scored(Source.trainer(1))]
-    if held:
-        parts = [part.hold(Kept, 0) for part in parts]
     with pytest.raises(DataError, match="`logprobs` was computed by the sampler in one part and by the trainer"):
-        Batch.concat(parts)
+        joined(SAMPLER, None, Source.trainer(1))
 
 
 SOURCES = st.one_of(
@@ -114,12 +118,15 @@ SOURCES = st.one_of(
 
 @given(st.lists(SOURCES, min_size=1), st.randoms(use_true_random=False))
 def test_joining_keeps_what_is_known_of_any_part_in_any_order(parts: list[Source | None], random: Random) -> None:
+    def joined(sources: Sequence[Source | None]) -> Source | None:
+        return Batch.concat([scored(x=source) for source in sources]).source("x")
+
     roles = {part.role for part in parts if part}
     if len(roles) > 1:
         with pytest.raises(DataError, match="by the reference in one part and by the trainer in another"):
-            joined("x", parts)
+            joined(parts)
         return
-    whole = joined("x", parts)
+    whole = joined(parts)
     assert (whole.role if whole else None) == (roles.pop() if roles else None)
     for part in parts:
         if whole and part and part.oldest is not None and part.newest is not None:
@@ -128,4 +135,60 @@ def test_joining_keeps_what_is_known_of_any_part_in_any_order(parts: list[Source
             assert whole.oldest <= part.oldest <= part.newest <= whole.newest
     shuffled = list(parts)
     random.shuffle(shuffled)
-    assert joined("x", shuffled) == whole
+    assert joined(shuffled) == whole
+
+
+# --- what a loss takes
+
+PENALISED = ClippedLoss(anchor="trainer", kl=0.1)
+
+
+def test_log_probs_of_the_models_a_loss_asks_for_are_taken() -> None:
+    corrected = ClippedLoss(anchor="trainer", kl=0.1, correction=Correction(level="sequence", high=2.0))
+    check_sources(scored(sampler_logprobs=SAMPLER, logprobs=TRAINER, reference_logprobs=REFERENCE), corrected)
+    check_sources(scored(sampler_logprobs=None, logprobs=None, reference_logprobs=None), corrected)
+    check_sources(scored(sampler_logprobs=SAMPLER, logprobs=SAMPLER), ClippedLoss())
+    check_sources(scored(), CrossEntropy())
+    check_sources(scored(sampler_logprobs=SAMPLER, logprobs=TRAINER), ClippedLoss(anchor="trainer"), 3)
+
+
+def test_log_probs_of_another_model_are_refused() -> None:
+    whole: dict[str, Source | None] = {
+        "sampler_logprobs": SAMPLER,
+        "logprobs": TRAINER,
+        "reference_logprobs": REFERENCE,
+    }
+    for changed, message in (
+        (
+            {"logprobs": SAMPLER},
+            "must come from the trainer, but the batch's were computed by the sampler: call `batch = await policy.",
+        ),
+        (
+            {"sampler_logprobs": TRAINER},
+            "ClippedLoss reads `sampler_logprobs`, which must come from the sampler, but the batch's were computed by",
+        ),
+        ({"reference_logprobs": TRAINER}, "call `batch = await reference.logprobs(batch)` before the update"),
+        (
+            {"logprobs": Source("trainer", 1, 4)},
+            "which the trainer computed at version 4, and this policy is at version 3: they are of weights that it has",
+        ),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)):
+            check_sources(scored(**(whole | changed)), PENALISED, 3)
+    lacks = "ClippedLoss reads `reference_logprobs`, which the batch does not have: call `batch = await reference"
+    with pytest.raises(DataError, match=lacks):
+        check_sources(scored(sampler_logprobs=SAMPLER, logprobs=TRAINER), PENALISED, 3)
+    no_tokens: list[Column] = [np.zeros(3, np.float32), tuple([0.0, -1.0] for _ in range(3))]
+    for column in no_tokens:
+        batch = scored(sampler_logprobs=SAMPLER).assign(logprobs=column)
+        with pytest.raises(DataError, match="reads `logprobs` of each token, but the batch's is not a token column"):
+            check_sources(batch, ClippedLoss(anchor="trainer"), 3)
+
+
+def test_joining_with_rows_of_an_unknown_source_makes_nothing_acceptable() -> None:
+    known, unknown, later = (
+        scored(sampler_logprobs=SAMPLER, logprobs=source) for source in (SAMPLER, None, Source.trainer(4))
+    )
+    for first, second in (known, unknown), (unknown, known), (later, unknown), (unknown, later):
+        with pytest.raises(DataError, match="ClippedLoss reads `logprobs`, which"):
+            check_sources(Batch.concat([first, second]), ClippedLoss(anchor="trainer"), 3)

@@ -30,6 +30,11 @@ class Everything(Actor):
     async def containers(self, values: Shard[dict[str, Batch]], more: Shard[Batch] | None = None) -> Sum[int]: ...
 
     @endpoint
+    async def arrays(
+        self, one: Shard[np.ndarray], many: Shard[list[Batch]], maybe: Shard[Batch | None, DP] = None
+    ) -> Gather[tuple[np.ndarray, np.ndarray]]: ...
+
+    @endpoint
     async def own_axis(self, batch: Shard[Batch, Stage], whole: Replicate[dict[str, int]]) -> Mean[Metrics, Stage]: ...
 
     @endpoint
@@ -47,9 +52,10 @@ class Everything(Actor):
 
 def test_marks_are_read_with_their_axes() -> None:
     contract = read_contract(Everything, {"dp": 2, "cp": 2, "stage": 1})
-    assert set(contract) == {"joint", "containers", "own_axis", "same", "nothing", "stream"}
+    assert set(contract) == {"joint", "containers", "arrays", "own_axis", "same", "nothing", "stream"}
     assert contract["joint"].shards == {"batch": ("cp", "dp")}
     assert contract["containers"].shards == {"values": ("dp",), "more": ("dp",)}
+    assert contract["arrays"].shards == {"one": ("dp",), "many": ("dp",), "maybe": ("dp",)}
     assert contract["own_axis"].shards == {"batch": ("stage",)}
     assert contract["own_axis"].result.axes == ("stage",)
     assert contract["same"].result.axes == EVERY_RANK
@@ -123,14 +129,6 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
     assert len(text.splitlines()) == 13
 
 
-def test_one_rank_needs_no_mark_on_its_result() -> None:
-    class Single(Actor):
-        @endpoint
-        async def value(self) -> int: ...
-
-    assert read_contract(Single, {"dp": 1})["value"].result.kind == "plain"
-
-
 class Role(Actor, ABC):
     @endpoint
     @abstractmethod
@@ -174,14 +172,12 @@ def test_an_override_may_repeat_the_contract_but_not_change_it() -> None:
     assert "its parameter `extra` is not in Role: give it a default" in mistakes_of(More)
 
 
-def test_arrays_optionals_and_lists_can_be_marked() -> None:
-    class Arrays(Actor):
+def test_one_rank_needs_no_mark_on_its_result() -> None:
+    class Single(Actor):
         @endpoint
-        async def run(
-            self, one: Shard[np.ndarray], many: Shard[list[Batch]], maybe: Shard[Batch | None, DP] = None
-        ) -> Gather[tuple[np.ndarray, np.ndarray]]: ...
+        async def value(self) -> int: ...
 
-    assert set(read_contract(Arrays, {"dp": 2})["run"].shards) == {"one", "many", "maybe"}
+    assert read_contract(Single, {"dp": 1})["value"].result.kind == "plain"
 
 
 def test_a_class_that_is_no_actor_is_refused() -> None:

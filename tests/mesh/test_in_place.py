@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshrl import Batch, Ragged
-from meshrl.data.ragged import frozen
+from meshrl.data import frozen
 from meshrl.engines.transport import PoolRef
 from meshrl.mesh import Share, empty, is_in_place, pool
 from meshrl.mesh.shared_memory import FOLDER
@@ -19,16 +19,14 @@ MANY = 1 << 16
 
 
 @pytest.fixture(autouse=True)
-def _rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _rank() -> Iterator[None]:
     """This process is as a rank's."""
-    for name, value in {"share": Share(), "hands_on": True, "copied": 0}.items():
-        monkeypatch.setattr(pool, name, value)
+    share, hands_on = pool.share, pool.hands_on
+    pool.join(Share.of_run(None), hands_on=True)
+    pool.copied = 0
     yield
     gc.collect()
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
+    pool.join(share, hands_on=hands_on)
 
 
 def made(value: float, count: int = MANY) -> np.ndarray:
@@ -45,11 +43,10 @@ def test_a_batch_takes_it_and_hands_it_on_without_a_copy() -> None:
         array[0] = 2
     held = PoolRef.put(batch)
     assert pool.copied < MANY * 9  # the offsets alone
-    again = held.value()
-    assert again == batch
+    assert held.value() == batch
 
 
-def test_it_has_the_shape_and_dtype_that_were_asked_for() -> None:
+def test_it_has_the_shape_and_dtype_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, dtype in (((3, MANY), np.int64), (MANY, "bfloat16"), ((0, 4), np.int32), (5, bool)):
         array = empty(shape, dtype)
         assert array.shape == np.empty(shape, dtype).shape
@@ -57,71 +54,57 @@ def test_it_has_the_shape_and_dtype_that_were_asked_for() -> None:
         assert type(array) is np.ndarray
         assert array.flags.writeable
         assert is_in_place(array) is (array.nbytes >= MANY)
-
-
-def test_python_values_lie_in_no_shared_memory() -> None:
-    assert not is_in_place(empty(MANY, object))
-
-
-def test_where_no_rank_is_a_process_it_is_an_array_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert empty(np.arange(3).sum(), np.int32).shape == (3,), "a number of numpy is a shape"
+    assert empty([np.int64(2), 3], np.int32).shape == (2, 3)
+    assert not is_in_place(empty(MANY, object)), "Python values lie in no shared memory"
     monkeypatch.setattr(pool, "hands_on", False)
-    assert empty(MANY, np.float32).flags.owndata
+    assert empty(MANY, np.float32).flags.owndata, "where no rank is a process it is an array as any"
 
 
-def test_a_part_of_it_is_copied_while_the_whole_can_be_written() -> None:
+def test_what_can_still_be_written_is_copied() -> None:
     array = made(1.0)
-    for part in (array[:100], array.reshape(2, -1), array.view(np.int32)):
-        sealed = part[:]
-        sealed.flags.writeable = False
-        for each in (part, sealed):
-            taken = frozen(each)
-            assert address(taken) != address(each)
+    sealed = array[:]
+    sealed.flags.writeable = False  # a view that nobody can write of what can be written
+    for part in (array[:100], array.reshape(2, -1), array.view(np.int32), sealed):
+        assert not np.shares_memory(frozen(part), array)
+    for each in (array, sealed):
+        pool.copied = 0
+        held = PoolRef.put(each)
+        assert pool.copied == array.nbytes
+        array[:] = 5
+        assert (np.asarray(held.value()) == 1).all()
+        array[:] = 1
     array[:] = 5
     assert (frozen(array) == 5).all()
 
 
-def test_what_can_still_be_written_is_copied_into_shared_memory() -> None:
-    array = made(1.0)
-    held = PoolRef.put(array)
-    assert pool.copied == array.nbytes
-    array[:] = 2
-    assert (np.asarray(held.value()) == 1).all()
-
-
-def test_a_view_that_nobody_can_write_of_what_can_be_written_is_copied() -> None:
-    array = made(1.0)
-    view = array[:]
-    view.flags.writeable = False
-    held = PoolRef.put(view)
-    assert pool.copied == array.nbytes
-    array[:] = 5
-    assert (np.asarray(held.value()) == 1).all()
-
-
-def test_a_number_of_numpy_is_a_shape() -> None:
-    assert empty(np.arange(3).sum(), np.int32).shape == (3,)
-    assert empty([np.int64(2), 3], np.int32).shape == (2, 3)
-
-
 def test_its_memory_is_not_written_anew_while_it_lives_or_is_read() -> None:
     array = frozen(made(1.0))
-    held, place = PoolRef.put(array), address(array)
+    held, taken = PoolRef.put(array), pool.share.taken()
     assert pool.copied == 0
+
+    def kept(value: float) -> int:
+        """How much more is taken for the next array, while or after this one is held."""
+        gc.collect()
+        made(value)
+        return pool.share.taken() - taken
+
     view = array[:10]
     del array
-    gc.collect()
-    assert address(made(2.0)) != place
+    assert kept(2.0) > 0
+    more = kept(2.0)
+    assert (view == 1).all()
     del view
-    gc.collect()
-    assert address(made(3.0)) != place  # a reader may come
+    kept(3.0)  # while a reader may come
     values = held.value()
     del held
-    gc.collect()
-    assert address(made(4.0)) != place
+    kept(4.0)
     assert (np.asarray(values) == 1).all()
     del values
     gc.collect()
-    assert address(made(5.0)) == place
+    both = [made(5.0), made(6.0)]
+    assert pool.share.taken() - taken == more, "both have the memory that was there"
+    assert [float(each[0]) for each in both] == [5.0, 6.0]
 
 
 def test_what_was_received_is_handed_on_where_it_lies() -> None:

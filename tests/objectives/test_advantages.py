@@ -1,7 +1,7 @@
 """Advantages against numbers worked out by hand and their defining properties."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -13,8 +13,6 @@ from meshrl.data import Ragged
 from meshrl.errors import DataError
 from meshrl.objectives import Gae, gae, group_advantages, leave_one_out, turn_advantages, whiten
 
-Advantages: TypeAlias = Callable[[list[float], list[int]], NDArray[np.float32]]
-
 rewards = st.floats(-10, 10, width=32)
 batches = st.lists(st.tuples(rewards, st.integers(-3, 3)), min_size=1, max_size=40)
 
@@ -24,65 +22,43 @@ def columns(rows: list[tuple[float, int]]) -> tuple[NDArray[np.float32], NDArray
     return np.array(values, np.float32), np.array(groups, np.int64)
 
 
-def test_group_advantages_by_hand() -> None:
+def centred(values: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
+    return group_advantages(values, groups, scale="none")
+
+
+Way: TypeAlias = Callable[[Any, Any], NDArray[np.float32]]
+WAYS: tuple[Way, ...] = (group_advantages, centred, leave_one_out)
+
+
+def test_advantages_of_groups_by_hand() -> None:
     # Group 7: 1, 0, 0, of mean 1/3 and deviation sqrt(1/3). Group 2: 5, 3, of mean 4 and deviation sqrt(2).
-    found = group_advantages([1, 5, 0, 3, 0], [7, 2, 7, 2, 7])
-    deviation = 3**-0.5
-    expected = [2 / 3 / deviation, 2**-0.5, -1 / 3 / deviation, -(2**-0.5), -1 / 3 / deviation]
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_without_division_only_the_mean_is_taken_away() -> None:
-    found = group_advantages([1, 5, 0, 3, 0], [7, 2, 7, 2, 7], scale="none")
-    np.testing.assert_allclose(found, [2 / 3, 1, -1 / 3, -1, -1 / 3], rtol=1e-6)
-
-
-def test_epsilon_is_added_to_the_deviation() -> None:
-    np.testing.assert_allclose(group_advantages([0, 2], [0, 0], epsilon=1.0), [-0.41421356, 0.41421356])
-
-
-def test_leave_one_out_by_hand() -> None:
-    found = leave_one_out([1, 5, 0, 3, 0], [7, 2, 7, 2, 7])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [1, 2, -0.5, -2, -0.5])
-
-
-def test_equal_rewards_and_rows_alone_get_exactly_zero() -> None:
-    values, groups = [0.1, 0.1, 0.1, 0.7], [0, 0, 0, 1]
-    assert group_advantages(values, groups).tolist() == [0] * 4
-    assert group_advantages(values, groups, scale="none").tolist() == [0] * 4
-    assert leave_one_out(values, groups).tolist() == [0] * 4
-
-
-def test_no_rows_give_no_advantages() -> None:
-    assert len(group_advantages(np.zeros(0), np.zeros(0, np.int64))) == 0
-    assert len(leave_one_out(np.zeros(0), np.zeros(0, np.int64))) == 0
-
-
-@given(batches)
-def test_each_group_sums_to_zero(rows: list[tuple[float, int]]) -> None:
-    values, groups = columns(rows)
-    for found in (
-        group_advantages(values, groups),
-        group_advantages(values, groups, scale="none"),
-        leave_one_out(values, groups),
-    ):
-        assert np.isfinite(found).all()
-        for group in np.unique(groups):
-            assert float(found[groups == group].sum()) == pytest.approx(0, abs=1e-3)
+    expected: dict[Way, list[float]] = {
+        group_advantages: [2 / 3 * 3**0.5, 2**-0.5, -1 / 3 * 3**0.5, -(2**-0.5), -1 / 3 * 3**0.5],
+        centred: [2 / 3, 1, -1 / 3, -1, -1 / 3],
+        leave_one_out: [1, 2, -0.5, -2, -0.5],
+    }
+    for way in WAYS:
+        found = way([1, 5, 0, 3, 0], [7, 2, 7, 2, 7])
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected[way], rtol=1e-5)
+        assert way([0.1, 0.1, 0.1, 0.7], [0, 0, 0, 1]).tolist() == [0] * 4, "equal rewards and rows alone"
+        assert way(np.zeros(0), np.zeros(0, np.int64)).tolist() == []
+    with_epsilon = group_advantages([0, 2], [0, 0], epsilon=1.0)
+    np.testing.assert_allclose(with_epsilon, [-0.41421356, 0.41421356], err_msg="epsilon is added to the deviation")
 
 
 @given(batches, st.data())
-def test_the_order_of_rows_does_not_matter(rows: list[tuple[float, int]], data: st.DataObject) -> None:
+def test_each_group_sums_to_zero_and_the_order_of_rows_does_not_matter(
+    rows: list[tuple[float, int]], data: st.DataObject
+) -> None:
     values, groups = columns(rows)
     order = np.array(data.draw(st.permutations(range(len(rows)))))
-    np.testing.assert_allclose(
-        group_advantages(values, groups)[order], group_advantages(values[order], groups[order]), atol=1e-3
-    )
-    np.testing.assert_allclose(
-        leave_one_out(values, groups)[order], leave_one_out(values[order], groups[order]), atol=1e-4
-    )
+    for way in WAYS:
+        found = way(values, groups)
+        assert np.isfinite(found).all()
+        for group in np.unique(groups):
+            assert float(found[groups == group].sum()) == pytest.approx(0, abs=1e-3)
+        np.testing.assert_allclose(found[order], way(values[order], groups[order]), atol=1e-3)
 
 
 @given(batches)
@@ -90,17 +66,29 @@ def test_leave_one_out_is_the_centred_reward_times_n_over_n_minus_one(rows: list
     values, groups = columns(rows)
     counts = np.array([(groups == group).sum() for group in groups])
     factor = np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0)
-    centred = group_advantages(values, groups, scale="none")
-    np.testing.assert_allclose(leave_one_out(values, groups), centred * factor, atol=1e-4)
+    np.testing.assert_allclose(leave_one_out(values, groups), centred(values, groups) * factor, atol=1e-4)
 
 
-@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out])
-def test_wrong_shapes_and_wrong_rewards_are_refused_in_words(advantages: Advantages) -> None:
-    with pytest.raises(DataError, match=r"rewards have shape \(3,\) and groups \(2,\)"):
-        advantages([1.0, 2.0, 3.0], [0, 0])
-    with pytest.raises(DataError, match=r"2 of 3 rewards are not finite; the first is nan in row 1"):
-        advantages([1.0, np.nan, np.inf], [0, 0, 0])
+def test_wrong_shapes_and_wrong_rewards_are_refused_in_words() -> None:
+    for way in WAYS:
+        with pytest.raises(DataError, match=r"rewards have shape \(3,\) and groups \(2,\)"):
+            way([1.0, 2.0, 3.0], [0, 0])
+        with pytest.raises(DataError, match=r"2 of 3 rewards are not finite; the first is nan in row 1"):
+            way([1.0, np.nan, np.inf], [0, 0, 0])
 
+
+def test_a_turn_has_the_rewards_from_it_on() -> None:
+    """By hand: the group 0 has the rewards 1, 0 and 0, of mean 1/3 and deviation sqrt(1/3)."""
+    told = turn_advantages(Ragged.of([[1, 0], [2, 2], [0], []], np.float32), [0, 1, 0, 0])
+    up, down = (2 / 3) / np.sqrt(1 / 3), -(1 / 3) / np.sqrt(1 / 3)
+    assert [len(row) for row in told] == [2, 2, 1, 0]
+    assert told.values == pytest.approx([up + down, down, 0, 0, down], abs=1e-5)
+    with pytest.raises(DataError, match="there are 1 rows of rewards"):
+        turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])
+    assert len(turn_advantages(Ragged.of([], np.float32), np.zeros(0))) == 0
+
+
+# --- of a critic
 
 MASK = Ragged.of([[False, True, False, True, True], [False, False], [False, True]], np.bool_)
 
@@ -142,9 +130,8 @@ def test_gae_is_the_double_sum_of_the_paper(
     finals = [data.draw(rewards) for _ in given_rows]
     rng = np.random.default_rng(0)
     logprobs, reference = (like(mask, rng.normal(size=len(mask.values))) for _ in range(2))
-    found, returns = gae(
-        np.array(finals), values, mask, Gae(discount=discount, decay=decay, kl=kl), logprobs, reference
-    )
+    config = Gae(discount=discount, decay=decay, kl=kl)
+    found, returns = gae(np.array(finals), values, mask, config, logprobs, reference)
     for row in range(len(mask)):
         at = np.flatnonzero(mask[row])
         value = [*floats(values[row][at]).tolist(), 0.0]
@@ -161,27 +148,18 @@ def test_gae_is_the_double_sum_of_the_paper(
         np.testing.assert_allclose(floats(returns[row]), expected, atol=1e-4)
 
 
-@given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=8), rewards)
-def test_a_decay_of_one_gives_the_reward_less_the_value(values: list[float], reward: float) -> None:
-    mask = Ragged.of([[True] * len(values)], np.bool_)
-    advantages, returns = gae([reward], Ragged.of([values], np.float32), mask, Gae(decay=1))
-    np.testing.assert_allclose(floats(returns.values), reward, atol=1e-5)
-    np.testing.assert_allclose(floats(advantages.values), reward - np.array(values), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_gae_cannot_take_is_refused_in_words() -> None:
+    good: dict[str, Any] = {"rewards": [0.0] * 3, "values": like(MASK, np.zeros(9)), "config": Gae()}
+    other = Ragged.of([[1, 2], [3]], np.float32)
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"rewards": [1.0]}, r"rewards have shape \(1,\) and there are 3 rows"),
         ({"rewards": [1.0, 0.0, np.nan]}, "1 of 3 rewards are not finite; the first is nan in row 2"),
-        ({"values": Ragged.of([[1, 2], [3]], np.float32)}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
+        ({"values": other}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
         ({"config": Gae(kl=0.1)}, "kl = 0.1 needs the columns .* call policy.logprobs and reference.logprobs first"),
-    ],
-)
-def test_what_gae_cannot_take_is_refused_in_words(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"rewards": [0.0] * 3, "values": like(MASK, np.zeros(9)), "config": Gae()}
-    with pytest.raises(DataError, match=message):
-        gae(loss_mask=MASK, **{**arguments, **change})  # type: ignore[arg-type]
+    ]
+    for change, message in changes:
+        with pytest.raises(DataError, match=message):
+            gae(loss_mask=MASK, **{**good, **change})
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learned() -> None:
@@ -192,14 +170,3 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learn
     rounded = like(MASK, np.where(np.arange(9) % 2, 0.3, np.nextafter(np.float32(0.3), np.float32(1))))
     assert 0 < np.abs(floats(whiten(rounded, MASK).values)).max() < 1e-3, "rounding is no signal"
     assert whiten(Ragged.of([], np.float32), Ragged.of([], np.bool_)).values.tolist() == []
-
-
-def test_a_turn_has_the_rewards_from_it_on() -> None:
-    """By hand: the group 0 has the rewards 1, 0 and 0, of mean 1/3 and deviation sqrt(1/3)."""
-    told = turn_advantages(Ragged.of([[1, 0], [2, 2], [0], []], np.float32), [0, 1, 0, 0])
-    up, down = (2 / 3) / np.sqrt(1 / 3), -(1 / 3) / np.sqrt(1 / 3)
-    assert [len(row) for row in told] == [2, 2, 1, 0]
-    assert told.values == pytest.approx([up + down, down, 0, 0, down], abs=1e-5)
-    with pytest.raises(DataError, match="there are 1 rows of rewards"):
-        turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])
-    assert len(turn_advantages(Ragged.of([], np.float32), np.zeros(0))) == 0

@@ -1,30 +1,38 @@
 """Pairs and labels: what they are made of, and how far a policy prefers what it should."""
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
-from meshrl import PolicyConfig, ReferenceConfig, mismatched, preference_columns, reference_point
+from meshrl import labelled_steps, least_margins, mismatched, reference_point, score_columns, with_labels
 from meshrl.config import validate
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError
-from meshrl.losses import PreferenceLoss, token_weights
-from meshrl.objectives import best_and_worst, log_ratios, pair_margins, pair_metrics
+from meshrl.objectives import (
+    best_and_worst,
+    log_ratios,
+    pair_margins,
+    pair_metrics,
+    preference_columns,
+    score_metrics,
+    step_score_metrics,
+)
 from meshrl.roles import PairSampling
 from meshrl.tasks import answer_pairs, corrupted, labelled, rejected_answers
-from meshrl.testing import FakePolicy, FakeReference
 
 SUMS = Batch.of(
     prompt=["1+1=", "2+2=", "3+3="],
     answer=["2", "4", "6"],
     row=[{"worse": "3", "good": True}, {"worse": "4", "good": False}, {"worse": "7", "good": True}],
 )
+
+# --- what pairs and labels are made of
 
 
 def test_an_answer_and_what_is_worse_are_a_pair() -> None:
@@ -56,29 +64,72 @@ def test_labels_come_from_the_row_or_every_second_answer_is_corrupted() -> None:
     assert [text == "abc" for text in made.objects("completion")] == desirable.tolist()
 
 
+def one_row(**row: object) -> Batch:
+    return Batch.of(prompt=["ab>"], answer=["ba"], row=[row])
+
+
+def test_rows_give_margins_steps_and_labels() -> None:
+    assert least_margins(one_row(by=0.5), "by").tolist() == [0.5]
+    assert least_margins(one_row(), "").tolist() == [0]
+    told = labelled_steps(one_row(parts=["b", "a"], right=[True, 0.25]), "parts", "right")
+    assert told.objects("steps") == (("b", "a"),)
+    assert told.objects("step_labels") == ((1.0, 0.25),)
+    for wrong in ("much", -1, None, True, float("nan")):
+        with pytest.raises(DataError, match="the least margin of a pair is a number, at least 0"):
+            least_margins(one_row(by=wrong), "by")
+    for parts, right, message in (
+        ("ba", [1], "give a list of texts"),
+        ([], [], "give a list of texts"),
+        ([1], [1], "each step must be a text"),
+        (["b"], [1, 0], "1 steps and right"),
+        (["b"], [2], "has the label 2"),
+        (["b"], ["good"], "has the label 'good'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            labelled_steps(one_row(parts=parts, right=right), "parts", "right")
+
+
+def test_steps_are_made_of_answers() -> None:
+    prompts = [f"{number}>" for number in range(50)]
+    made = labelled_steps(Batch.of(prompt=prompts, answer=["abcd"] * 50), "", "labels")
+    alone = labelled_steps(Batch.of(prompt=prompts, answer=["a"] * 50), "", "labels")
+    assert set(alone.objects("steps")) == {("a",)}
+    texts = ["".join(cast("tuple[str, ...]", steps)) for steps in made.objects("steps")]
+    assert 10 < texts.count("abcd") < 40
+    for text, labels in zip(texts, made.objects("step_labels"), strict=True):
+        wrong = next((at for at, pair in enumerate(zip(text, "abcd", strict=True)) if pair[0] != pair[1]), 4)
+        assert labels == tuple([1.0] * wrong + [0.0] * (4 - wrong))
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1))
 def test_the_best_and_the_worst_of_each_group(rows: list[tuple[int, float]]) -> None:
     rows += [(group, reward) for group, reward in dict(rows).items()]  # two of each at least
     groups, rewards = np.array([group for group, _ in rows]), np.array([reward for _, reward in rows], np.float32)
     found = best_and_worst(Batch.of(groups=groups, rewards=rewards, number=np.arange(len(rows))))
     assert found.groups.tolist() == np.repeat(np.unique(groups), 2).tolist()
-    assert len(set(found.row("number").tolist())) == len(found)
     for at in range(0, len(found), 2):
-        own = rewards[groups == found.groups[at]]
-        assert found.rewards[at : at + 2].tolist() == [own.max(), own.min()]
-        assert found.row("preferred")[at : at + 2].tolist() == ([1, -1] if own.max() > own.min() else [0, 0])
+        own = np.flatnonzero(groups == found.groups[at])
+        best, worst = rewards[own].max(), rewards[own].min()
+        assert found.rewards[at : at + 2].tolist() == [best, worst]
+        # Of equal rewards the first is the best, and the last the worst.
+        expected = [own[rewards[own] == best][0], own[rewards[own] == worst][-1]]
+        assert found.row("number")[at : at + 2].tolist() == expected
+        assert found.row("preferred")[at : at + 2].tolist() == ([1, -1] if best > worst else [0, 0])
 
+
+# --- pairs under a policy and a reference
 
 MASK = Ragged.of([[0, 1, 1], [0, 0], [0, 1]], np.bool_)
 
 
+def scored(mask: Ragged, policy: ArrayLike, reference: ArrayLike, **columns: ArrayLike) -> Batch:
+    own, other = (Ragged.make(np.asarray(values, np.float32), mask.offsets) for values in (policy, reference))
+    given = {name: np.asarray(values) for name, values in columns.items()}
+    return Batch.of(loss_mask=mask, logprobs=own, reference_logprobs=other, **given)
+
+
 def test_log_ratios_are_sums_over_learned_tokens() -> None:
-    batch = Batch.of(
-        loss_mask=MASK,
-        logprobs=Ragged.make(np.array([9, 1, 2, 9, 9, 9, 5], np.float32), MASK.offsets),
-        reference_logprobs=Ragged.make(np.array([0, 2, 4, 0, 0, 0, 1], np.float32), MASK.offsets),
-    )
-    assert log_ratios(batch).tolist() == [-3.0, 0.0, 4.0]
+    assert log_ratios(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 2, 4, 0, 0, 0, 1])).tolist() == [-3.0, 0.0, 4.0]
 
 
 def test_margins_by_hand() -> None:
@@ -87,155 +138,107 @@ def test_margins_by_hand() -> None:
     assert pair_margins([], [], []).tolist() == []
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        (lambda: answer_pairs(SUMS, ["3"]), "3 rows and 1 other texts: give one for each row"),
-        (lambda: labelled(SUMS, "god"), "row 0 has god = None: a label is true if the completion is good"),
-        (lambda: rejected_answers(SUMS, "{wors}"), "needs 'wors', which the row lacks; did you mean 'worse'?"),
-        (
-            lambda: best_and_worst(Batch.of(groups=np.array([3, 1, 3]), rewards=np.zeros(3, np.float32))),
-            "group 1 has one row, and a pair takes two: draw sampling.n = 2 or more",
-        ),
-        (lambda: pair_margins([1.0], [1, 1], [1, -1]), "log-ratios have shape (1,), groups (2,), preferred (2,)"),
-        (lambda: pair_margins([1.0, 2.0], [1, 1], [1, 1]), "group 1 has 2 rows, preferred [1, 1]: a pair is"),
-        (lambda: pair_margins([1.0, 2.0, 3.0], [1, 1, 6], [1, -1, 0]), "group 6 has 1 rows, preferred [0]"),
-        (lambda: pair_margins([1.0] * 4, [1] * 4, [1, -1, 1, -1]), "group 1 has 4 rows"),
-    ],
-)
-def test_what_is_no_preference_is_refused_in_words(mistake: Callable[[], object], message: str) -> None:
-    with pytest.raises(DataError, match=re.escape(message)):
-        mistake()
-
-
-def test_pairs_need_two_completions_a_prompt() -> None:
-    with pytest.raises(ConfigError, match="n = 1: must be greater than or equal to 2"):
-        validate(PairSampling, {"n": 1}, "file.toml")
-
-
-async def test_margins_and_what_is_told_of_them() -> None:
-    policy, reference = FakePolicy(PolicyConfig(model="none")), FakeReference(ReferenceConfig(model="none"))
-    pairs = await preference_columns(
-        await reference.logprobs(await policy.logprobs(await policy.encode(answer_pairs(SUMS, ["3", "4", "7"]))))
-    )
-    assert pairs.row("margins").tolist() == [0.0] * 6
-    pairs = pairs.assign(margins=np.array([2, 2, 0, 0, -1, -1]), log_ratios=np.array([3, 1, 9, 9, 1, 2]))
-    expected = {"margin": 0.5, "accuracy": 0.5, "chosen_log_ratio": 2.0, "rejected_log_ratio": 1.5}
-    assert pair_metrics(pairs) == expected
-    assert np.isnan(list(pair_metrics(pairs.select([2, 3])).values())).all()
-    assert (
-        await reference_point(
-            await reference.logprobs(await policy.logprobs(await policy.encode(mismatched(labelled(SUMS, "good")))))
-        )
-        == 0.0
-    )
-    masked = pairs.assign(loss_mask=Ragged(np.zeros(len(pairs.tokens.values), np.bool_), pairs.tokens.offsets))
-    with pytest.raises(DataError, match="row 0 of the pairs has no learned token"):
-        await preference_columns(await reference.logprobs(await policy.logprobs(masked)))
-
-
-class Telling(FakePolicy):
-    """A policy whose log-probability of each completion to each prompt is what it is told."""
-
-    def __init__(self, told: Mapping[tuple[str, str], float]) -> None:
-        super().__init__(PolicyConfig(model="none"))
-        self._told = told
-
-    async def logprobs(self, batch: Batch) -> Batch:
-        pairs = zip(batch.objects("prompt"), batch.objects("completion"), strict=True)
-        rows = [
-            np.where(mask, self._told[str(prompt), str(completion)] / max(1, int(np.count_nonzero(mask))), 9.0)
-            for (prompt, completion), mask in zip(pairs, batch.loss_mask, strict=True)
-        ]
-        return batch.assign(logprobs=Ragged.of(rows, np.float32))
-
-
-class Silent(FakeReference):
-    """A reference whose log-probabilities are 0."""
-
-    async def logprobs(self, batch: Batch) -> Batch:
-        zeros = np.zeros(len(batch.tokens.values), np.float32)
-        return batch.assign(reference_logprobs=Ragged(zeros, batch.tokens.offsets))
-
-
-async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completion() -> None:
-    rows = Batch.of(prompt=["p", "q", "r"], completion=["one", "two", "three"])
-    told = {(prompt, text): -9.0 for prompt in ("p", "q", "r") for text in ("one", "two", "three")}
-    told |= {("p", "two"): 2.5, ("q", "three"): -1.0, ("r", "one"): 0.75}
-    reference = Silent(ReferenceConfig(model="none"))
-    assert await reference_point(
-        await reference.logprobs(await Telling(told).logprobs(await Telling(told).encode(mismatched(rows))))
-    ) == pytest.approx((2.5 - 1.0 + 0.75) / 3)
-    told["q", "three"] = -7.0
-    assert (
-        await reference_point(
-            await reference.logprobs(await Telling(told).logprobs(await Telling(told).encode(mismatched(rows))))
-        )
-        == 0.0
-    )
-
-
-class Known(FakePolicy):
-    """A policy of known log-probs."""
-
-    def __init__(self, column: Ragged) -> None:
-        super().__init__(PolicyConfig(model="none"))
-        self._column = column
-
-    async def logprobs(self, batch: Batch) -> Batch:
-        return batch.assign(logprobs=self._column)
-
-
-class KnownReference(FakeReference):
-    """A reference of known log-probs."""
-
-    def __init__(self, column: Ragged) -> None:
-        super().__init__(ReferenceConfig(model="none"))
-        self._column = column
-
-    async def logprobs(self, batch: Batch) -> Batch:
-        return batch.assign(reference_logprobs=self._column)
-
-
-async def test_margins_and_the_loss_of_them_are_dpos_of_the_learned_tokens() -> None:
-    """`-log sigmoid(beta (log pi(w)/ref(w) - log pi(l)/ref(l)))`, the mean over pairs: arXiv:2305.18290, equation 7."""
+async def test_the_columns_of_pairs_are_dpos_of_the_learned_tokens() -> None:
+    """`log pi(w)/ref(w) - log pi(l)/ref(l)`: arXiv:2305.18290, equation 7."""
     random = np.random.default_rng(8)
     mask = Ragged.of([[False, *random.integers(0, 2, length), True] for length in (2, 5, 1, 3, 4, 2)], np.bool_)
-    columns = [Ragged(random.normal(-2, 1, len(mask.values)).astype(np.float32), mask.offsets) for _ in range(2)]
-    batch = Batch.of(
-        groups=np.array([4, 1, 1, 4, 6, 6]), preferred=np.array([-1, 1, -1, 1, 1, -1], np.int8), loss_mask=mask
-    )
-    pairs = await preference_columns(await KnownReference(columns[1]).logprobs(await Known(columns[0]).logprobs(batch)))
+    own, reference = random.normal(-2, 1, (2, len(mask.values)))
+    batch = scored(mask, own, reference, groups=[4, 1, 1, 4, 6, 6], preferred=np.array([-1, 1, -1, 1, 1, -1], np.int8))
+    pairs = await preference_columns(batch)
+    columns = batch.ragged("logprobs"), batch.ragged("reference_logprobs"), mask
     ratios = [
         sum(float(p) - float(q) for p, q, learned in zip(*row, strict=True) if learned)
-        for row in zip(*columns, mask, strict=True)
+        for row in zip(*columns, strict=True)
     ]
     margins = [ratios[chosen] - ratios[rejected] for chosen, rejected in ((3, 0), (1, 2), (4, 5))]
     assert pairs.row("log_ratios").tolist() == pytest.approx(ratios, rel=1e-6)
     assert pairs.row("margins").tolist() == pytest.approx([margins[pair] for pair in (0, 1, 1, 0, 2, 2)], rel=1e-6)
-
-    learned = np.asarray(mask.values, np.bool_)
-    row = np.repeat(np.arange(6), mask.lengths)[learned]
-    logprobs = torch.from_numpy(columns[0].values[learned].astype(np.float64))
-    loss = PreferenceLoss(beta=0.3)
-    told = {
-        "logprobs": logprobs,
-        "margins": torch.from_numpy(pairs.row("margins").astype(np.float64)[row]),
-        "preferred": torch.from_numpy(batch.row("preferred")[row]),
-        "rows": torch.from_numpy(row),
-    }
-    weights = token_weights(mask, loss.normalise, tokens=len(row), rows=6)[learned].astype(np.float64)
-    expected = np.mean([math.log(1 + math.exp(-0.3 * margin)) for margin in margins])
-    assert loss(logprobs, told).values.numpy() @ weights == pytest.approx(expected, rel=1e-6)
+    nothing = batch.assign(loss_mask=Ragged(np.arange(len(mask.values)) > 3, mask.offsets))
+    with pytest.raises(DataError, match="row 0 of the pairs has no learned token"):
+        await preference_columns(nothing)
 
 
-async def test_a_margin_is_of_the_preferred_row_less_the_other() -> None:
-    pairs = answer_pairs(SUMS, ["3", "5", "7"])
-    told = {("1+1=", "2"): -1.0, ("1+1=", "3"): -4.0, ("2+2=", "4"): -2.0, ("2+2=", "5"): -0.5}
-    told |= {("3+3=", "6"): -3.0, ("3+3=", "7"): -3.25}
-    policy = Telling(told)
-    pairs = await preference_columns(
-        await Silent(ReferenceConfig(model="none")).logprobs(await policy.logprobs(await policy.encode(pairs)))
+def test_what_is_told_of_pairs_is_the_mean_over_those_that_prefer_one() -> None:
+    pairs = answer_pairs(SUMS, ["3", "4", "7"]).assign(
+        margins=np.array([2, 2, 0, 0, -1, -1]), log_ratios=np.array([3, 1, 9, 9, 1, 2])
     )
-    assert pairs.row("margins").tolist() == pytest.approx([3.0, 3.0, -1.5, -1.5, 0.25, 0.25])
-    assert pairs.row("log_ratios").tolist() == pytest.approx(list(told.values()))
+    expected = {"margin": 0.5, "accuracy": 0.5, "chosen_log_ratio": 2.0, "rejected_log_ratio": 1.5}
+    assert pair_metrics(pairs) == expected
+    assert np.isnan(list(pair_metrics(pairs.select([2, 3])).values())).all()
+
+
+async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completion_and_never_negative() -> None:
+    rows = mismatched(Batch.of(prompt=["p", "q", "r"], completion=["one", "two", "three"]))
+    told = dict(zip(rows.objects("prompt"), rows.objects("completion"), strict=True))
+    assert told == {"p": "two", "q": "three", "r": "one"}
+    point = await reference_point(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 2, 1, 0, 0, 0, 1]))
+    assert point == pytest.approx((0.0 + 0.0 + 4.0) / 3)
+    assert await reference_point(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 9, 1, 0, 0, 0, 1])) == 0.0
+
+
+# --- texts under a reward model
+
+
+async def test_the_columns_of_scored_pairs_are_of_both_texts() -> None:
+    groups, preferred = np.array([7, 3, 3, 7, 5, 5]), np.array([1, -1, 1, -1, 0, 0])
+    scores, other = np.array([0.3, -1.2, 2.0, 1.1, 0.5, -0.5]), [3, 2, 1, 0, 5, 4]
+    mask = Ragged.of([[False, False, True]] * 6, np.bool_)
+    values = np.full((6, 3), 9.0, np.float32)  # where nothing is scored the column is not read
+    values[:, 2] = scores
+    batch = Batch.of(
+        groups=groups, preferred=preferred, loss_mask=mask, token_scores=Ragged(values.reshape(-1), mask.offsets)
+    )
+    told = await score_columns(batch)
+    assert told.row("scores").tolist() == pytest.approx(scores.tolist())
+    assert told.row("pair_sums").tolist() == pytest.approx((scores + scores[other]).tolist())
+    assert told.row("margins").tolist() == pytest.approx((preferred * (scores - scores[other])).tolist())
+    assert told.row("least_margins").tolist() == [0.0] * 6
+    given = await score_columns(batch.assign(least_margins=np.arange(6.0)))
+    assert given.row("least_margins").tolist() == [0, 1, 2, 3, 4, 5]
+    expected = {"margin": (-0.8 + 3.2) / 2, "accuracy": 0.5, "chosen_score": 1.15, "rejected_score": -0.05}
+    assert score_metrics(told) == pytest.approx(expected)
+
+
+async def test_labels_stand_where_steps_are_scored_and_what_is_told_of_them() -> None:
+    mask = Ragged.of([[0, 1, 0, 1], [1, 1], [0]], np.bool_)
+    scores = Ragged.make(np.array([9, 2, 9, -1, 3, 0, 9], np.float32), mask.offsets)
+    batch = Batch.of(loss_mask=mask, token_scores=scores, step_labels=[(1.0, 0.0), (0.75, 0.25), ()])
+    told = await with_labels(batch)
+    assert [row.tolist() for row in told.ragged("labels")] == [[0, 1, 0, 0], [0.75, 0.25], [0]]
+    expected = {"accuracy": 0.75, "right_score": 2.5, "wrong_score": -0.5, "solved": 0.5}
+    assert await step_score_metrics(told) == expected
+    with pytest.raises(DataError, match="row 1 is scored at 2 tokens and has 1 labels"):
+        await with_labels(batch.assign(step_labels=[(1.0, 0.0), (1.0,), ()]))
+
+
+async def test_what_is_no_pair_of_texts_is_refused() -> None:
+    mask = Ragged.of([[False, True], [False, True]], np.bool_)
+    pair = Batch.of(
+        groups=np.zeros(2, np.int64), loss_mask=mask, token_scores=Ragged(np.zeros(4, np.float32), mask.offsets)
+    )
+    with pytest.raises(DataError, match="a pair is two rows of one group"):
+        await score_columns(pair.assign(preferred=np.array([1, 1], np.int8)))
+    twice = pair.assign(loss_mask=Ragged(np.ones(4, np.bool_), mask.offsets), preferred=np.array([1, -1], np.int8))
+    with pytest.raises(DataError, match="row 0 of the pairs is scored at 2 tokens, and a text of a pair has one score"):
+        await score_columns(twice)
+
+
+LONELY = Batch.of(groups=np.array([3, 1, 3]), rewards=np.zeros(3, np.float32))
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    (lambda: answer_pairs(SUMS, ["3"]), "3 rows and 1 other texts: give one for each row"),
+    (lambda: labelled(SUMS, "god"), "row 0 has god = None: a label is true if the completion is good"),
+    (lambda: rejected_answers(SUMS, "{wors}"), "needs 'wors', which the row lacks; did you mean 'worse'?"),
+    (lambda: best_and_worst(LONELY), "group 1 has one row, and a pair takes two: draw sampling.n = 2 or more"),
+    (lambda: pair_margins([1.0], [1, 1], [1, -1]), "log-ratios have shape (1,), groups (2,), preferred (2,)"),
+    (lambda: pair_margins([1.0, 2.0], [1, 1], [1, 1]), "group 1 has 2 rows, preferred [1, 1]: a pair is"),
+    (lambda: pair_margins([1.0, 2.0, 3.0], [1, 1, 6], [1, -1, 0]), "group 6 has 1 rows, preferred [0]"),
+    (lambda: pair_margins([1.0] * 4, [1] * 4, [1, -1, 1, -1]), "group 1 has 4 rows"),
+]
+
+
+def test_what_is_no_preference_is_refused_in_words() -> None:
+    for mistake, message in MISTAKES:
+        with pytest.raises(DataError, match=re.escape(message)):
+            mistake()
+    with pytest.raises(ConfigError, match="n = 1: must be greater than or equal to 2"):
+        validate(PairSampling, {"n": 1}, "file.toml")

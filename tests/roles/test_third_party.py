@@ -1,5 +1,6 @@
 """A backend of somebody else's, installed beside meshrl, with options of its own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -42,13 +43,17 @@ class File(Config):
     policy: PolicyConfig
 
 
+def install(files: Mapping[str, str], site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make these files those of an installed package."""
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(site)
+
+
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, text in FILES.items():
-        path = tmp_path / "site" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    install(FILES, tmp_path / "site", monkeypatch)
     monkeypatch.chdir(tmp_path)
 
 
@@ -68,27 +73,27 @@ def test_a_file_holds_its_options_and_the_resolved_configuration_too() -> None:
     assert own(read("")) == {"speed": 1, "places": []}
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
-        ("[policy.mine]\nsped = 3", (), "x.toml: policy.mine.sped: no such key; did you mean policy.mine.speed?"),
-        ("", ("policy.mine.sped=3",), "command line: policy.mine.sped: no such key; did you mean policy.mine.speed?"),
-        ("", ("policy.mine.speed=0",), "command line: policy.mine.speed = 0: must be greater than 0"),
-        ("", ("policy.mine.speed='3'",), "command line: policy.mine.speed = '3': must be a whole number"),
-        ("mine = 3", (), "x.toml: policy.mine = 3: must be a table"),
-        ("[policy.min]\nspeed = 3", (), "x.toml: policy.min: no such key; did you mean policy.mine?"),
-        ("speed = 3", (), "x.toml: policy.speed: no such key; did you mean policy.seed?"),
-        (
-            "[policy.fsdp]\nreplicat = 3",
-            (),
-            "x.toml: policy.fsdp.replicat: no such key; did you mean policy.fsdp.replicate?",
-        ),
-    ],
-)
-def test_a_mistake_in_them_is_told_as_any_other(text: str, overrides: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(text, *overrides)
-    assert str(caught.value) == expected
+MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
+    ("[policy.mine]\nsped = 3", (), "x.toml: policy.mine.sped: no such key; did you mean policy.mine.speed?"),
+    ("", ("policy.mine.sped=3",), "command line: policy.mine.sped: no such key; did you mean policy.mine.speed?"),
+    ("", ("policy.mine.speed=0",), "command line: policy.mine.speed = 0: must be greater than 0"),
+    ("", ("policy.mine.speed='3'",), "command line: policy.mine.speed = '3': must be a whole number"),
+    ("mine = 3", (), "x.toml: policy.mine = 3: must be a table"),
+    ("[policy.min]\nspeed = 3", (), "x.toml: policy.min: no such key; did you mean policy.mine?"),
+    ("speed = 3", (), "x.toml: policy.speed: no such key; did you mean policy.seed?"),
+    (
+        "[policy.fsdp]\nreplicat = 3",
+        (),
+        "x.toml: policy.fsdp.replicat: no such key; did you mean policy.fsdp.replicate?",
+    ),
+]
+
+
+def test_a_mistake_in_them_is_told_as_any_other() -> None:
+    for text, overrides, expected in MISTAKES:
+        with pytest.raises(ConfigError) as caught:
+            read(text, *overrides)
+        assert str(caught.value) == expected
 
 
 async def test_a_rank_has_them_as_they_are_typed() -> None:

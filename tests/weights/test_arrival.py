@@ -1,7 +1,6 @@
 """What the log says of the route of weights."""
 
 import numpy as np
-import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Weights
@@ -24,28 +23,19 @@ def arrived(route: str, version: int) -> Weights:
     return weights
 
 
-def test_a_route_is_said_once_and_again_when_it_changes() -> None:
+def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> None:
     arrivals = ArrivalLog()
+    reasons = {
+        "collectives": "the policy is on another machine",
+        "the object store": "the policy is on another machine, and collectives do not carry these weights",
+        "shared memory": "the policy is on this machine",
+        "changes through the object store": 'policy.weight_sync = "delta"',
+        "broadcast by gloo": 'policy.weight_sync = "broadcast"',
+    }
     with capture_logs() as said:
-        for version, route in enumerate(["collectives", "collectives", "the object store", "collectives"]):
+        for version, route in enumerate(["collectives", *reasons, "collectives"]):
             arrivals.note(arrived(route, version))
-    assert [(line["version"], line["by"]) for line in said] == [
-        (0, "collectives"),
-        (2, "the object store"),
-        (3, "collectives"),
+    expected = [(0, "collectives"), *enumerate([*reasons][1:], start=2), (6, "collectives")]
+    assert [(line["version"], line["by"], line["because"]) for line in said] == [
+        (version, route, reasons[route]) for version, route in expected
     ]
-    assert said[0]["because"] == "the policy is on another machine"
-
-
-@pytest.mark.parametrize(
-    ("route", "reason"),
-    [
-        ("shared memory", "the policy is on this machine"),
-        ("changes through the object store", 'policy.weight_sync = "delta"'),
-        ("broadcast by gloo", 'policy.weight_sync = "broadcast"'),
-    ],
-)
-def test_a_route_has_its_reason(route: str, reason: str) -> None:
-    with capture_logs() as said:
-        ArrivalLog().note(arrived(route, 0))
-    assert [line["because"] for line in said] == [reason]

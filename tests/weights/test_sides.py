@@ -42,13 +42,6 @@ def test_a_slow_judge_is_what_bounds_a_step_and_no_training() -> None:
     assert found.efficiency == 1
 
 
-def test_rewards_in_their_turn_are_neither_rollout_nor_training() -> None:
-    events: list[Event] = [span("main", "generate", 0, 3), span("main", "score", 3, 4), span("main", "update", 4, 6)]
-    found = overlap([*events, Step(0, 0, 6)]).total
-    assert (found.rollout, found.training, found.scoring) == (3, 2, 1)
-    assert (found.rollout_alone, found.training_alone, found.scoring_alone, found.efficiency) == (3, 2, 1, 0.5)
-
-
 def test_one_busy_sampler_of_eight_is_told() -> None:
     events: list[Event] = [span("rollout", "generate", 0, 1.5 if rank else 10, rank) for rank in range(8)]
     events += [span("main", "update", 0, 3), Wait("trainer", "a batch", "", 3, 10), Step(0, 0, 10)]

@@ -14,22 +14,19 @@ from meshrl.errors import DataError
 from meshrl.mesh import Ref
 from meshrl.mesh.shared_memory import FOLDER
 from meshrl.weights import Probe, Weights
-from meshrl.weights import weights as module
-
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64]
 
 
 def tensors(dtype: type = np.float32) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
     return {"embed": np.arange(6).reshape(2, 3).astype(dtype), "scale": np.array(2).astype(dtype), "none": np.empty(0)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_weights_have_equal_fingerprints(dtype: type) -> None:
-    one, two = Weights(3, tensors(dtype)), Weights(3, dict(reversed(tensors(dtype).items())))
-    assert one == two
-    assert one.fingerprint() == two.fingerprint() == one.fingerprint()
-    assert len(one.fingerprint()) == 32
-    assert one.tensors["scale"].shape == ()
+def test_equal_weights_have_equal_fingerprints() -> None:
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.int64):
+        one, two = Weights(3, tensors(dtype)), Weights(3, dict(reversed(tensors(dtype).items())))
+        assert one == two
+        assert one.fingerprint() == two.fingerprint() == one.fingerprint()
+        assert len(one.fingerprint()) == 32
+        assert one.tensors["scale"].shape == ()
 
 
 @given(st.integers(0, 5), st.integers(0, 7))
@@ -94,14 +91,14 @@ def test_size_repr_and_refusal() -> None:
 
 def test_tensors_of_several_buckets_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Weights(1, tensors())
-    monkeypatch.setattr(module, "BUCKET", 20)
+    monkeypatch.setattr("meshrl.weights.weights.BUCKET", 20)  # in place of 256 MiB
     several = Weights.streamed(1, iter(tensors().items()))
     assert [list(bucket.index) for bucket in several.buckets] == [["embed"], ["scale", "none"]]
     assert several == whole
     assert list(several.tensors) == list(whole.tensors)
 
 
-def test_ranks_make_one_model_of_their_parts() -> None:
+def test_ranks_make_one_model_of_their_parts_or_disagree() -> None:
     probe = Probe(np.zeros((1, 2), np.int32), np.zeros((1, 1), np.float32))
     names = list(tensors())
     parts = [Weights.streamed(2, [(name, tensors()[name])], probe) for name in names]
@@ -111,9 +108,6 @@ def test_ranks_make_one_model_of_their_parts() -> None:
     replicas = Weights.join([Weights(2, tensors())] * 2)
     assert replicas == joined
     assert len(replicas.buckets) == 1, "what two ranks have is sent once"
-
-
-def test_ranks_that_disagree() -> None:
     changed = {**tensors(), "scale": np.array(3, np.float32)}
     with pytest.raises(DataError, match="the ranks 0 and 1 have different tensors `scale`"):
         Weights.join([Weights(2, tensors()), Weights(2, changed)])
@@ -155,9 +149,9 @@ async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
         await gone.load()
 
 
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="this machine shares no memory between processes")
 async def test_those_in_plain_memory_can_be_shared() -> None:
     weights = Weights(5, tensors())
-    assert all(bucket.segment is None for bucket in weights.buckets)
     shared = weights.shared()
     assert shared == weights
     assert all(bucket.segment and not bucket.damaged() for bucket in shared.buckets)

@@ -1,0 +1,148 @@
+"""Each page runs as it ships on fake roles and learns, whether columns travel or stay on their ranks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.config import validate
+from meshrl.errors import ConfigError
+from meshrl.report.quantities import quantity
+from tests.algorithms.pages import FAKE, NAMES, Ran, lines, run_page, script, write_task
+
+ROLES: dict[str, object] = {
+    **dict.fromkeys(("policy", "sampler", "reference", "critic"), FAKE),
+    "reward": {"backend": "fake"},
+    "teacher": {"backend": "fake", "model": "teacher"},
+}
+ROWS = [
+    {
+        "question": f"{n}+1=",
+        "answer": f"{n + 1}.",
+        "worse": f"{n}.",
+        "by": n % 3 / 2,
+        "good": n % 3 > 0,
+        "completions": [f"{n + n % 2}", "."],
+        "labels": [n % 2 == 1, n % 2 == 1],
+    }
+    for n in range(200)
+]
+REWARDED = {"reward", "truncated", "reward_errors"}
+PAIRS = {"margin", "accuracy"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page is given beside the roles, and what its steps tell."""
+
+    table: dict[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    by_reference: dict[str, Any] = field(default_factory=dict)
+    """What it is given more where columns stay on their ranks."""
+
+
+def group(told: set[str] = REWARDED, by_reference: dict[str, Any] | None = None, **table: Any) -> Page:
+    given = {"prompts": 8, "sampling": {"n": 4, "max_tokens": 8}, "steps": 6, **table}
+    return Page(given, told, by_reference or {})
+
+
+def single(by_reference: dict[str, Any] | None = None, **table: Any) -> Page:
+    return group(prompts=32, sampling={"max_tokens": 8}, by_reference=by_reference, **table)
+
+
+CRITIC = {"critic_loss", "critic_value_error", "critic_explained_variance"}
+KL: dict[str, Any] = {"kl": 0.1}
+PAGES = {
+    "grpo": group(steps=12, by_reference={"loss": {"kl": 0.1}}),
+    "rloo": group(by_reference=KL),
+    "reinforce": single(),
+    "dr_grpo": group(loss={"constant": 4}),
+    "gspo": group(),
+    "cispo": group(),
+    # Each update makes a fake better: 16 a step soon solve the task, and then no prompt is left whose completions are
+    # not all right, which dynamic sampling ends with an error.
+    "dapo": group(minibatches=1, overlong_buffer=2),
+    "reinforce_pp": single(kl=1e-3),
+    "reinforce_pp_baseline": group(),
+    "remax": single(by_reference=KL),
+    "opo": group(),
+    "gpg": group(),
+    "ppo": single(epochs=2, minibatches=2, by_reference={"gae": {"kl": 0.1}, "whiten": False}),
+    "multiturn": group(steps=12, environment={"source": "retry", "turns": 3}, sampling={"n": 4}),
+    "expert_iteration": group(steps=12, sampling={"n": 8}),
+    "distill": group({"rows"}, steps=12, sampling={}),
+    "sft": Page({"rows": 8, "steps": 10}),
+    "online_dpo": group(REWARDED | PAIRS | {"chosen_log_ratio", "rejected_log_ratio"}, steps=10),
+    "dpo": Page({"rows": 8, "steps": 10, "rejected": "{worse}"}, PAIRS | {"chosen_log_ratio", "rejected_log_ratio"}),
+    "kto": Page({"rows": 8, "steps": 10, "label": "good"}, {"mismatched_kl"}),
+    "spin": Page({"rows": 8, "steps": 10, "iteration": 4}, PAIRS),
+    "reward_model": Page({"rows": 8, "steps": 10, "rejected": "{worse}", "margin": "by"}, {"margin"}),
+    "process_reward": Page({"rows": 8, "steps": 10}),
+}
+COMPARES_A_GROUP = (
+    *("grpo", "rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp_baseline", "opo", "gpg"),
+    *("multiturn", "online_dpo"),
+)
+
+
+def test_every_page_is_here_but_that_of_agents() -> None:
+    assert set(PAGES) == set(NAMES) - {"agent"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+async def test_a_page_runs_as_it_ships_and_learns(tmp_path: Path, name: str) -> None:
+    page, known = PAGES[name], script(name).schema.model_fields
+    chosen: dict[str, Any] = {"task": write_task(tmp_path, ROWS, held_out=16, held_out_fraction=0.2)}
+    chosen |= {role: given for role, given in ROLES.items() if role in known}
+    if name in ("reward_model", "process_reward"):
+        chosen["reward"] = FAKE
+    if "sampler" in known:
+        chosen["evaluation"] = {"every": 4, "n": 2}
+    late = {"ahead": 2} if "ahead" in known else {}
+    by_value = await run_page(name, tmp_path / "by value", {**chosen, **page.table})
+    check(name, by_value, page)
+    by_reference = {**chosen, **page.table, **page.by_reference, **late}
+    check(name, await run_page(name, tmp_path / "by reference", by_reference, inline_bytes=0), page)
+
+
+def check(name: str, ran: Ran, page: Page) -> None:
+    summary, steps = ran.summary, ran.steps
+    count = page.table["steps"]
+    assert (summary["status"], summary["steps"], len(steps)) == ("finished", count, count)
+    assert {"loss", "rows", *page.told} - set(steps[0]) == set()
+    assert [number for number in steps[-1] if not quantity(number).meaning] == [], "numbers that no page explains"
+    if name in ("reward_model", "process_reward"):
+        assert summary["held_out_accuracy_before"] < 1 == summary["held_out_accuracy_after"]
+        assert not (ran.folder / "evaluations.jsonl").exists()
+        if name == "reward_model":
+            assert steps[0]["margin"] == 0
+            assert steps[9]["margin"] == pytest.approx(1.8, rel=1e-5)
+        return
+    evaluated = [line["step"] for line in lines(ran.folder / "evaluations.jsonl")]
+    assert evaluated == [*range(0, count + 1, 4)]
+    if name == "multiturn":
+        assert summary["reward_before"] < 0.3
+        assert summary["turns_before"] > 2.5
+        assert (summary["reward_after"], summary["turns_after"]) == (1.0, 1.0)
+        assert steps[-1]["turns"] < steps[0]["turns"]
+    else:
+        assert (summary["exact_match_before"], summary["exact_match_after"]) == (0.0, 1.0)
+    if name in ("grpo", "ppo", "multiturn"):
+        assert steps[-1]["reward"] > steps[0]["reward"] + 0.4
+    if name == "ppo":
+        assert set(steps[0]) >= CRITIC
+        assert steps[0]["critic_value_error"] == pytest.approx(steps[0]["reward"], abs=0.3)
+
+
+def test_one_completion_a_prompt_is_no_group() -> None:
+    for name in COMPARES_A_GROUP:
+        roles = {"task": {"source": "none"}, "policy": FAKE, "reward": {"backend": "fake"}}
+        table = {**roles, **PAGES[name].table, "sampling": {"n": 1}}
+        with pytest.raises(ConfigError, match=r"sampling.n = 1: must be greater than or equal to 2"):
+            validate(script(name).schema, table, "test")
+
+
+def test_a_teacher_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"mine\.toml: teacher: is missing"):
+        validate(script("distill").schema, {"task": {"source": "x"}, "policy": {"model": "m"}}, "mine.toml")

@@ -1,0 +1,262 @@
+"""Pages on the torch backend teach a small model: one page of each family, and the others in `wide`."""
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from meshrl import ConfigError, PolicyConfig, TeacherConfig, check_teacher
+from meshrl_hf.text import character_tokenizer
+from tests.algorithms.pages import Ran, lines, run_page, write_task
+
+CHARACTERS = "abcd>"
+MODEL = {"characters": CHARACTERS, "hidden_size": 16, "ffn_size": 32, "layers": 1, "heads": 2, "max_tokens": 16}
+POLICY = {"model": MODEL, "optimizer": {"lr": 0.02}}
+
+
+def files(folder: Path, **texts: str) -> dict[str, str]:
+    """What names a function of a file that is written here."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text, "utf-8")
+    return {name: f"{folder / name}.py:{name}" for name in texts}
+
+
+def letter_b(folder: Path, characters: str = "abcd") -> dict[str, Any]:
+    """A task of two letters, whose reward is the share of b."""
+    rows = [{"question": f"{one}{other}>", "answer": "bbbb"} for one, other in product(characters, repeat=2)]
+    text = 'def letters(prompt, completion, row):\n    return completion.count("b") / 4\n'
+    reward = {"function": files(folder, letters=text)["letters"]}
+    return {"task": write_task(folder, rows, held_out=0), "policy": POLICY, "reward": reward}
+
+
+# --- policy gradients
+
+GROUP: dict[str, Any] = {"sampling": {"n": 4, "max_tokens": 4}, "prompts": 16}
+SINGLE: dict[str, Any] = {"sampling": {"max_tokens": 4}, "prompts": 64}
+TWICE = {"minibatches": 2}
+KL = {"kl": 1e-3}
+TAUGHT: dict[str, dict[str, Any]] = {
+    "reinforce_pp": SINGLE | TWICE | KL,  # all columns there are: a value for each token, and log-probs of two models
+    "ppo": SINGLE | TWICE | {"critic": {"optimizer": {"lr": 0.02}}},
+    "grpo": GROUP | TWICE,
+    "rloo": GROUP | KL,
+    "reinforce": SINGLE,
+    "dr_grpo": GROUP | TWICE | {"loss": {"constant": 4}},
+    "gspo": GROUP | TWICE,
+    "cispo": GROUP | TWICE | {"loss": {"clip_high": 0.2}},
+    # Slower than the others: dynamic sampling ends with an error where every prompt is solved.
+    "dapo": GROUP | TWICE | {"policy": {"model": MODEL, "optimizer": {"lr": 0.01}}},
+    "reinforce_pp_baseline": GROUP | TWICE,
+    "remax": SINGLE | KL | {"prompts": 32},
+    "opo": GROUP,
+    "gpg": GROUP,
+}
+"""What each page is run with here: 64 completions a step. Those of two updates a step meet the clip."""
+
+
+@pytest.mark.parametrize(
+    "name", [*list(TAUGHT)[:2], *(pytest.param(name, marks=pytest.mark.wide) for name in list(TAUGHT)[2:])]
+)
+async def test_a_policy_gradient_teaches_a_model(tmp_path: Path, name: str) -> None:
+    _, _, steps = await run_page(name, tmp_path, {**letter_b(tmp_path), "steps": 12, **TAUGHT[name]})
+    assert [step["reward_errors"] for step in steps] == [0] * 12
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.3
+    if "minibatches" in TAUGHT[name]:
+        assert max(step["clip_fraction"] for step in steps) > 0
+
+
+def save_judge(folder: Path) -> str:
+    """A judge that gives more, the more of the last characters are b: its one layer takes their mean."""
+    shape: dict[str, Any] = {"vocab_size": 7, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": 16, "num_labels": 1}
+    network = LlamaForSequenceClassification(LlamaConfig(**shape))
+    weights = network.state_dict()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if "norm" not in name:
+                weight.zero_()
+        weights["model.embed_tokens.weight"][:, 0] = 1.0
+        weights["model.embed_tokens.weight"][3, 1] = 4.0  # b
+        for name in ("v_proj", "o_proj"):
+            weights[f"model.layers.0.self_attn.{name}.weight"].copy_(torch.eye(16))
+        weights["score.weight"][0, 1] = 1.0
+    network.save_pretrained(folder)
+    character_tokenizer(CHARACTERS, 16).save_pretrained(folder)
+    return str(folder)
+
+
+async def test_grpo_learns_what_a_judge_likes(tmp_path: Path) -> None:
+    judged = {"reward": {"model": save_judge(tmp_path / "judge")}, "sampling": {"n": 8, "max_tokens": 4}}
+    table = {**letter_b(tmp_path, "acd"), **judged, "prompts": 8, "steps": 6}
+    _, _, steps = await run_page("grpo", tmp_path, table)
+    assert [step["reward_errors"] for step in steps] == [0] * 6
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
+
+
+GAME = """
+class game:
+    '''Is it a or b? The number of guesses that it takes is what counts.'''
+    def reset(self, row):
+        self.secret = row["answer"]
+        return ">"
+    def step(self, completion):
+        if completion == self.secret:
+            return "", 1.0, True
+        return "d", 0.0, False
+"""
+
+
+async def test_multiturn_learns_a_game(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}>", "answer": "ab"[n % 2]} for n in range(200)]
+    model = {**MODEL, "hidden_size": 32, "ffn_size": 64}
+    table = {
+        "task": write_task(tmp_path, rows, held_out=16, held_out_fraction=0.2),
+        "policy": {"model": model, "optimizer": {"lr": 1e-2}},
+        "environment": {"source": files(tmp_path, game=GAME)["game"], "turns": 2},
+        "prompts": 8,
+        "steps": 30,
+        "sampling": {"n": 8, "max_tokens": 1},
+    }
+    _, summary, _ = await run_page("multiturn", tmp_path, table)
+    assert summary["reward_before"] < 0.5
+    # Half of the secrets are found at the first guess; the others only by who does not say the same again.
+    assert summary["reward_after"] > 0.8
+
+
+# --- supervised: what is kept of its own completions, and a teacher
+
+
+async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
+    """A policy learns to write b, and is the teacher of another that has never seen a reward."""
+    given = letter_b(tmp_path, "acd")
+    four = {"max_tokens": 4, "ignore_eos": True}
+    expert = {"min_reward": 0.5, "prompts": 8, "sampling": {"n": 8, **four}, "steps": 15}
+    _, _, steps = await run_page("expert_iteration", tmp_path, {**given, **expert})
+    assert steps[0]["reward"] < 0.35
+    assert steps[-1]["reward"] > 0.8
+    assert steps[0]["kept"] < steps[-1]["kept"]
+
+    teacher = {"model": str(tmp_path / "expert_iteration" / "model")}
+    policy = {**POLICY, "model": {**MODEL, "hidden_size": 24, "ffn_size": 48}}
+    del given["reward"]
+    table = {**given, "policy": policy, "teacher": teacher, "prompts": 64, "sampling": four, "steps": 25}
+    folder, _, steps = await run_page("distill", tmp_path, table)
+    assert steps[-1]["teacher_kl"] < steps[0]["teacher_kl"] / 4
+    samples = lines(folder / "samples.jsonl")
+    written = {step: "".join(row["completion"] for row in samples if row["step"] == step) for step in (0, 20)}
+    assert written[0].count("b") < 0.6 * len(written[0])
+    assert written[20].count("b") > 0.8 * len(written[20])
+
+
+async def test_a_step_that_keeps_nothing_changes_nothing(tmp_path: Path) -> None:
+    few = {"min_reward": 2.0, "prompts": 4, "sampling": {"n": 2, "max_tokens": 4}, "steps": 3, "ahead": 1}
+    _, _, steps = await run_page("expert_iteration", tmp_path, {**letter_b(tmp_path), **few})
+    assert [step["kept"] for step in steps] == [0.0] * 3
+    assert all("loss" not in step for step in steps)
+    assert [step["staleness"] for step in steps] == [0.0] * 3
+
+
+# --- preferences and reward models: words of a and b, of which those that are good are answered by b alone
+
+WORDS = [f"{number:06b}".replace("0", "a").replace("1", "b") for number in range(64)]
+OF_AB: dict[str, Any] = {"model": {**MODEL, "characters": "ab>"}, "optimizer": {"lr": 1e-2}}
+OF_ROWS: dict[str, Any] = {
+    "policy": OF_AB,
+    "sampler": {"model": OF_AB["model"]},
+    "sampling": {"max_tokens": 4},
+    "rows": 24,
+}
+Learned = Callable[[Mapping[str, Any], Any], bool]
+PREFERENCES: dict[str, tuple[dict[str, Any], Learned]] = {
+    "dpo": (
+        {**OF_ROWS, "steps": 10, "rejected": "{worse}"},
+        lambda after, _: after["held_out_accuracy"] == 1 and after["held_out_margin"] > 5,
+    ),
+    "kto": (
+        {**OF_ROWS, "steps": 20, "label": "good"},
+        lambda _, steps: steps[-1]["utility"] > steps[0]["utility"] + 0.15,
+    ),
+    "spin": (  # before and after its first change of opponent
+        {**OF_ROWS, "steps": 20, "iteration": 10},
+        lambda _, steps: (
+            steps[9]["chosen_log_ratio"] > 2 and steps[9]["accuracy"] == 1 and abs(steps[10]["chosen_log_ratio"]) < 1e-4
+        ),
+    ),
+    "online_dpo": (
+        {"policy": OF_AB, "sampling": {"n": 4, "max_tokens": 4}, "prompts": 12, "steps": 12},
+        lambda _, steps: steps[-1]["reward"] > steps[0]["reward"] + 1,
+    ),
+}
+"""What each page is given, and what a run must show, from its summary and its steps."""
+
+
+@pytest.mark.parametrize(
+    "name", ["dpo", *(pytest.param(name, marks=pytest.mark.wide) for name in PREFERENCES if name != "dpo")]
+)
+async def test_preferences_are_learned(name: str, tmp_path: Path) -> None:
+    good = [name != "kto" or number % 2 == 1 for number in range(64)]
+    rows = [
+        {"question": f"{word}>", "answer": "bbb" if label else "aaa", "worse": "aab", "good": label}
+        for word, label in zip(WORDS, good, strict=True)
+    ]
+    given, learned = PREFERENCES[name]
+    table = {**given, "task": write_task(tmp_path, rows, held_out=8, held_out_fraction=0.3)}
+    if name == "online_dpo":
+        counts = "def count(prompt, completion, row):\n    return completion.count('b')\n"
+        table["reward"] = {"function": files(tmp_path, count=counts)["count"]}
+    _, summary, steps = await run_page(name, tmp_path, table)
+    assert all(step.get("drift", 0) < 1e-5 for step in steps)
+    assert learned(summary, steps), (summary, steps[0], steps[-1])
+
+
+@pytest.mark.parametrize("name", ["reward_model", pytest.param("process_reward", marks=pytest.mark.wide)])
+async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Of a pair, the answer of b alone is the better; a step is right up to the first a."""
+    rows: list[dict[str, Any]] = [
+        {"question": f"{word}>", "answer": "bbb", "worse": "bab", "by": 0.5, "completions": list(word[:3])}
+        | {"labels": ["a" not in word[: at + 1] for at in range(3)]}
+        for word in WORDS
+    ]
+    pairs = {"rejected": "{worse}", "margin": "by"} if name == "reward_model" else {}
+    task = write_task(tmp_path, rows, held_out=8, held_out_fraction=0.3)
+
+    async def ran(steps: int, *, resume: bool = False) -> Ran:
+        table = {"task": task, "reward": OF_AB, "rows": 24, "steps": steps, **pairs}
+        return await run_page(name, tmp_path, table, checkpoint_every=5, resume=resume)
+
+    folder, summary, steps = await ran(25)
+    assert all(step.get("drift", 0) < 1e-5 for step in steps)
+    assert summary["held_out_accuracy_after"] > 0.8
+    assert steps[-1]["loss"] < steps[0]["loss"] / 2
+    assert (folder / "model" / "config.json").exists()
+    _, again, later = await ran(30, resume=True)
+    assert again["held_out_accuracy_before"] == summary["held_out_accuracy_before"]
+    assert [step["loss"] for step in later[:25]] == [step["loss"] for step in steps]
+    assert len(later) == 30
+
+
+# --- what a student and its teacher share
+
+
+def check(policy: object, teacher: object) -> None:
+    check_teacher(PolicyConfig.model_validate({"model": policy}), TeacherConfig.model_validate({"model": teacher}))
+
+
+def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
+    for name, characters in {"same": "abcd>", "other": "abdc>", "more": "abcd>e"}.items():
+        character_tokenizer(characters, 16).save_pretrained(tmp_path / name)
+    check(MODEL, str(tmp_path / "same"))
+    check(str(tmp_path / "other"), "elsewhere")  # not on this machine
+    with pytest.raises(ConfigError, match=r"'c' is token 4 of the policy and 5 of the teacher .7 and 7 tokens, 2 of"):
+        check(MODEL, str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="'e' is token none of the policy and 7 of the teacher"):
+        check(str(tmp_path / "same"), str(tmp_path / "more"))
+    with pytest.raises(ConfigError, match="is the policy's model, so there is nothing to learn from it"):
+        check(MODEL, MODEL)
+    (tmp_path / "same" / "tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a readable tokenizer: TypeError"):
+        check(MODEL, str(tmp_path / "same"))
