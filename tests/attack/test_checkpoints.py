@@ -3,15 +3,14 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Metrics, Policy, PolicyConfig, Run, RunConfig
+from meshrl import LocalEngine, Metrics, Policy, PolicyConfig, Run, RunConfig
 from meshrl.errors import DataError
-from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.config import MeshConfig
 
 FAKE = PolicyConfig(backend="fake", model="none")
 STEPS = 6
@@ -21,11 +20,15 @@ class Crash(Exception):
     pass
 
 
+def config(folder: Path, every: int) -> RunConfig:
+    table = {"name": "mine", "folder": str(folder), "resume": True, "checkpoint_every": every, "checkpoints_kept": 2}
+    return RunConfig.model_validate({**table, "meshes": {"main": {"cpus": 0}}})
+
+
 async def train(folder: Path, crash: int = STEPS, every: int = 1) -> list[int]:
     """A run of six steps that is gone on with, and crashes after so many; the steps that were done."""
-    table = {"name": "mine", "folder": str(folder), "resume": True, "checkpoint_every": every, "checkpoints_kept": 2}
     done: list[int] = []
-    async with Run(RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})) as run:  # type: ignore[arg-type]
+    async with Run(config(folder, every), engine=LocalEngine()) as run:
         await run.spawn(Policy, FAKE)
         async for step in run.steps(STEPS):
             if step == crash:
@@ -42,36 +45,34 @@ async def crashed(folder: Path, after: int = 3, every: int = 1) -> Path:
     return folder / "mine/checkpoints"
 
 
-def edited(file: Path, edit: Callable[[dict[str, object]], object]) -> None:
+def edited(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Change what a checkpoint of a version before says, which has no fingerprints."""
-    saved = msgspec.json.decode(file.read_bytes().splitlines()[0], type=dict[str, object])
+    saved = msgspec.json.decode(file.read_bytes().splitlines()[0], type=dict[str, Any])
     del saved["fingerprints"]
     edit(saved)
     file.write_bytes(msgspec.json.encode(saved))
 
 
-async def test_each_bit_counts(tmp_path: Path) -> None:
-    """Of run.json and of every other file."""
+@pytest.mark.parametrize("most", [30, pytest.param(1000, marks=pytest.mark.wide)])
+async def test_each_bit_counts(tmp_path: Path, most: int) -> None:
+    """Of run.json and of every other file, as far as so many of each file tell."""
     folder = await crashed(tmp_path, after=2, every=2)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 1
     for file in files:
         whole = file.read_bytes()
-        places = range(0, 8 * len(whole), 1 + len(whole) // 500)
-        for place in places:
+        for place in range(0, 8 * len(whole), 1 + 8 * len(whole) // most):
             changed = bytearray(whole)
             changed[place // 8] ^= 1 << place % 8
             file.write_bytes(changed)
             with pytest.raises(DataError, match="restore that file, or remove"):
-                Checkpoints(folder.parent, 2, resume=True)
-        for cut in (b"", whole[:-1], whole + b"\n"):
-            file.write_bytes(cut)
+                Run(config(tmp_path, every=2), engine=LocalEngine())
+        for other in (b"", whole[:-1], whole + b"\n"):
+            file.write_bytes(other)
             with pytest.raises(DataError):
-                Checkpoints(folder.parent, 2, resume=True)
+                Run(config(tmp_path, every=2), engine=LocalEngine())
         file.write_bytes(whole)
-    saved = Checkpoints(folder.parent, 2, resume=True).saved
-    assert saved is not None
-    assert saved.done == 2
+    assert await train(tmp_path, every=2) == [2, 3, 4, 5]
 
 
 async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
@@ -88,45 +89,55 @@ async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> 
     assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000003")]) == 1
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "added", "lost", "renamed"])
-async def test_links_and_other_files_are_refused(tmp_path: Path, what: str) -> None:
+async def test_links_and_other_files_are_refused(tmp_path: Path) -> None:
     folder = await crashed(tmp_path, after=2, every=2)
-    state = next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json")
-    match what:
-        case "file":
-            shutil.move(state, tmp_path / "elsewhere")
-            state.symlink_to(tmp_path / "elsewhere")
-        case "folder":
-            (state.parent / "more").symlink_to(tmp_path)
-        case "added":
-            (state.parent / "more").touch()
-        case "lost":
-            state.unlink()
-        case _:
-            (folder / "step-000002").rename(folder / "step-000004")
-    with pytest.raises(DataError, match=r"is not a plain file|was not written with|is missing|was renamed"):
-        await train(tmp_path)
+    for what in ("file", "folder", "added", "lost", "renamed"):
+        here = tmp_path / what
+        shutil.copytree(tmp_path / "mine", here / "mine")
+        state = (
+            here
+            / "mine"
+            / next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json").relative_to(
+                folder.parent
+            )
+        )
+        match what:
+            case "file":
+                shutil.move(state, here / "elsewhere")
+                state.symlink_to(here / "elsewhere")
+            case "folder":
+                (state.parent / "more").symlink_to(tmp_path)
+            case "added":
+                (state.parent / "more").touch()
+            case "lost":
+                state.unlink()
+            case _:
+                (here / "mine/checkpoints/step-000002").rename(here / "mine/checkpoints/step-000004")
+        with pytest.raises(DataError, match=r"is not a plain file|was not written with|is missing|was renamed"):
+            await train(here)
 
 
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [
-        (lambda saved: saved.update(files={"../victim": 0}), r"names the files \.\./victim"),
-        (lambda saved: saved.update(step=-1), "Expected `int` >= 0"),
-        (lambda saved: saved.update(files={"metrics.jsonl": -5}), "Expected `int` >= 0"),
-        (lambda saved: saved.update(data={**saved["data"], "used": [[0, 4], [2, 6]]}), "not ascending ranges"),
-        (lambda saved: saved.update(data={**saved["data"], "used": [[4, 2]]}), "not ascending ranges"),
-    ],
-)
-async def test_what_was_edited_by_hand_is_an_error_in_words(
-    tmp_path: Path, edit: Callable[[dict[str, object]], object], told: str
-) -> None:
-    folder = await crashed(tmp_path, after=2, every=2)
+async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> None:
+    await crashed(tmp_path, after=2, every=2)
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    edited(folder / "step-000002/run.json", edit)
-    with pytest.raises(DataError, match=told):
-        await train(tmp_path)
+
+    def used(saved: dict[str, Any], ranges: list[list[int]]) -> None:
+        saved["data"]["used"] = ranges
+
+    edits: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (lambda saved: saved.update(files={"../../victim": 0}), r"names the files \.\./\.\./victim"),
+        (lambda saved: saved.update(step=-1), "Expected `int` >= 0"),
+        (lambda saved: saved.update(files={"metrics.jsonl": -5}), "Expected `int` >= 0"),
+        (lambda saved: used(saved, [[0, 4], [2, 6]]), "not ascending ranges"),
+        (lambda saved: used(saved, [[4, 2]]), "not ascending ranges"),
+    ]
+    for number, (edit, told) in enumerate(edits):
+        here = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "mine", here / "mine")
+        edited(here / "mine/checkpoints/step-000002/run.json", edit)
+        with pytest.raises(DataError, match=told):
+            await train(here)
     assert victim.read_text() == "precious"
 
 
@@ -136,14 +147,14 @@ async def test_a_checkpoint_of_a_version_before_is_gone_on_with(tmp_path: Path) 
     assert await train(tmp_path, every=2) == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"step": "one"}\n'])
-async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path, line: bytes) -> None:
+async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path) -> None:
     folder = await crashed(tmp_path, after=2, every=2)
     metrics = folder.parent / "metrics.jsonl"
-    size = metrics.stat().st_size
-    metrics.write_bytes((line + metrics.read_bytes())[:size])
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not as a run wrote it"):
-        await train(tmp_path)
+    whole = metrics.read_bytes()
+    for line in (b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"step": "one"}\n'):
+        metrics.write_bytes((line + whole)[: len(whole)])
+        with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not as a run wrote it"):
+            await train(tmp_path)
 
 
 async def test_a_link_in_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A disk of which each write and each sync fails once: a run ends in words, and goes on without loss."""
 
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -11,7 +11,9 @@ from meshrl import Metrics, Policy, PolicyConfig, Run, RunConfig
 from meshrl.errors import ConfigError, DataError, MeshrlError
 from meshrl.run.config import MeshConfig
 from meshrl.testing import FaultyFiles
-from meshrl.testing.faulty_files import Fault
+
+if TYPE_CHECKING:
+    from meshrl.testing.faulty_files import Fault
 
 STEPS = 3
 
@@ -37,45 +39,65 @@ def losses(folder: Path) -> list[float]:
     return [msgspec.json.decode(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
-async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, fault: Fault) -> None:
-    count = await operations(tmp_path / "whole")
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.wide)])
+async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, every: int) -> None:
+    """The error says what the disk did and what is left. Not every fault ends the run: it may be a line of the log."""
+    count, told = await operations(tmp_path / "whole"), list[str]()
     assert count > 4 * STEPS
-    for at in range(count):
-        folder = tmp_path / str(at)
-        # Not every fault ends the run: what says that it could not be written may be a line of the log.
-        with FaultyFiles(folder, at, fault).installed() as disk, suppress(OSError, MeshrlError):
+    faults: dict[Fault, str] = {"EIO": "the disk failed", "ENOSPC": "the disk is full"}
+    for first, (fault, what) in enumerate(faults.items()):
+        for at in range(first, count, every):
+            folder = tmp_path / f"{fault}-{at}"
+            with FaultyFiles(folder, at, fault).installed() as disk:
+                try:
+                    await train(folder)
+                except DataError as error:
+                    whole = sorted(path.name for path in (folder / "mine/checkpoints").glob("step-*"))
+                    told.append(str(error))
+                    assert what in told[-1] or "the end of the run could not be written" in told[-1]
+                    if whole and what in told[-1]:
+                        assert f"the newest whole checkpoint is {whole[-1]}, and run.resume=true" in told[-1]
+                except (OSError, MeshrlError):
+                    pass
+            assert disk.operations > at
             await train(folder)
-        assert disk.operations > at
-        await train(folder)
-        assert losses(folder) == [0, 1, 2], f"operation {at}"
+            assert losses(folder) == [0, 1, 2], f"{fault} at operation {at}"
+    assert len(told) > STEPS
+    assert any("step-000002" in each for each in told)
 
 
-async def test_a_write_that_is_short_is_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.wide)])
+async def test_a_write_that_is_short_is_gone_on_with(tmp_path: Path, every: int) -> None:
     count = await operations(tmp_path / "whole")
-    for at in range(count):
+    for at in range(0, count, every):
         folder = tmp_path / str(at)
         with FaultyFiles(folder, at, "short").installed():
             await train(folder)
         assert losses(folder) == [0, 1, 2], f"operation {at}"
 
 
-@pytest.mark.parametrize(("fault", "what"), [("ENOSPC", "the disk is full"), ("EIO", "the disk failed")])
-async def test_the_error_says_what_the_disk_did_and_what_is_left(tmp_path: Path, fault: Fault, what: str) -> None:
-    count, told = await operations(tmp_path / "whole"), list[str]()
-    for at in range(count):
+async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_path: Path) -> None:
+    """Wherever the disk fails after the script did."""
+
+    async def failing(folder: Path, disk: FaultyFiles) -> None:
+        async with Run(RunConfig(folder=str(folder))) as run:
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+            before.append(disk.operations)
+            raise ValueError("of the script")
+
+    before, told = list[int](), list[bool]()
+    for at in (None, *range(100)):
         folder = tmp_path / str(at)
-        with FaultyFiles(folder, at, fault).installed():
-            try:
-                await train(folder)
-            except DataError as error:
-                whole = sorted(path.name for path in (folder / "mine/checkpoints").glob("step-*"))
-                told.append(str(error))
-                if whole and what in told[-1]:
-                    assert f"the newest whole checkpoint is {whole[-1]}, and run.resume=true" in told[-1]
-    assert len(told) > STEPS
-    assert all(what in each or "the end of the run could not be written" in each for each in told)
-    assert any("step-000002" in each for each in told)
+        disk = FaultyFiles(folder) if at is None else FaultyFiles(folder, before[0] + at, "ENOSPC")
+        with capture_logs() as logs, disk.installed(), pytest.raises(ValueError, match="of the script"):
+            await failing(folder, disk)
+        if at is not None and disk.operations <= before[0] + at:
+            break  # the run has ended before
+        told.append(any("could not be written" in each["event"] for each in logs))
+        async with Run(RunConfig(folder=str(folder), resume=True)):  # it is nobody's any more
+            pass
+    assert not told[0]
+    assert any(told)
 
 
 async def test_a_folder_that_may_not_be_written_is_told_of(tmp_path: Path) -> None:

@@ -1,46 +1,16 @@
 """What grows with a run's length, and what outlives it."""
 
+import asyncio
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshrl import Actor, Batch, CrossEntropy, Mesh, PolicyConfig, Ragged, Resources, Same, each, endpoint
-from meshrl.engines.hosting import CYCLE, Ask, CallerQueue
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.channel import label
 from meshrl.events import EventLog, Gauge
 from meshrl.mesh import pool
 from meshrl.testing import FakePolicy
-
-
-def test_names_of_calls_come_again() -> None:
-    """Ray keeps kilobytes for each name."""
-    names = {label(Ask("update", "key", "line", number), whole=False) for number in range(10 * CYCLE)}
-    assert len(names) == CYCLE
-
-
-@given(st.lists(st.tuples(st.integers(1, CYCLE // 2), st.randoms(use_true_random=False), st.booleans()), max_size=8))
-def test_a_number_is_known_by_its_rest(rounds: list[tuple[int, Random, bool]]) -> None:
-    """Calls come in any order, up to half a cycle of them without an answer; one may be cancelled before it comes."""
-    queue = CallerQueue()
-    sent = 0
-    for count, random, cancels in rounds:
-        coming = list(range(sent, sent + count))
-        sent += count
-        random.shuffle(coming)
-        if cancels:
-            queue.cancel(coming[-1])
-        come = set[int]()
-        for number in coming:
-            assert queue.whole(number % CYCLE) == number
-            come.add(number)
-            while queue._next in come:
-                queue.start(queue._next)
-        queue._dropped.clear()
 
 
 def test_the_newest_events_are_kept_and_no_more(tmp_path: Path) -> None:
@@ -68,7 +38,15 @@ async def test_a_fake_keeps_its_last_batches() -> None:
     assert policy.version == 300
 
 
-class Writes(Actor):
+class Keeper(Actor):
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    @endpoint
+    async def note(self, number: int) -> Same[list[int]]:
+        self.numbers.append(number)
+        return self.numbers[-1:]
+
     @endpoint
     async def write(self) -> Same[str]:
         writing = pool.write(1 << 20)
@@ -76,12 +54,23 @@ class Writes(Actor):
         return writing.done().path
 
 
+@pytest.mark.wide
 @pytest.mark.process
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_mesh_that_ends_leaves_no_shared_memory() -> None:
+async def test_calls_keep_their_order_however_many_there_were_and_a_mesh_leaves_no_shared_memory() -> None:
+    """Ray keeps kilobytes for each name of a call, so names come again; a few calls are cancelled before they begin."""
     engine = RayEngine()
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
-    made = [Path(path) for path in await each((await mesh.spawn(Writes)).write)()]
+    keeper = await mesh.spawn(Keeper)
+    for first in range(0, 1000, 100):
+        calls = [asyncio.create_task(keeper.note(number)) for number in range(first, first + 100)]
+        await asyncio.sleep(0)  # they are on their way
+        calls[50].cancel()
+        told = await asyncio.gather(*calls, return_exceptions=True)
+        assert [each for each in told if isinstance(each, list)] == [
+            [number] for number in range(first, first + 100) if number != first + 50
+        ]
+    made = [Path(path) for path in await each(keeper.write)()]
     assert [path.exists() for path in made] == [True, True]
     await mesh.stop()
     assert not any(path.exists() for path in made)

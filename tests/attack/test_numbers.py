@@ -8,19 +8,7 @@ import pytest
 import tomli_w
 import torch
 
-from meshrl import (
-    Batch,
-    ClippedLoss,
-    NewModel,
-    Policy,
-    PolicyConfig,
-    Ragged,
-    ReinforceLoss,
-    Run,
-    RunConfig,
-    Sampling,
-    group_advantages,
-)
+import meshrl as rl
 from meshrl.errors import DataError, ModelError
 from meshrl.rewards.function import boundary
 from meshrl.run.jobs import load_job
@@ -29,58 +17,61 @@ from meshrl_torch.draw import Draw
 from meshrl_torch.policy import TorchPolicy
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
-MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)
+MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)
 
 
-def rollouts(advantages: np.ndarray, logprob: float = -2.0) -> Batch:
-    tokens = Ragged.of([[2, 3, 4, 5], [2, 3, 4, 5, 6]], np.int32)
-    mask = Ragged(np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_), tokens.offsets)
+def rollouts(advantages: np.ndarray, logprob: float = -2.0) -> rl.Batch:
+    tokens = rl.Ragged.of([[2, 3, 4, 5], [2, 3, 4, 5, 6]], np.int32)
+    mask = rl.Ragged(np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_), tokens.offsets)
     logprobs = np.full(9, -2.0, np.float32)
     logprobs[7] = logprob
-    return Batch.of(
-        tokens=tokens, loss_mask=mask, sampler_logprobs=Ragged(logprobs, tokens.offsets), advantages=advantages
+    return rl.Batch.of(
+        tokens=tokens, loss_mask=mask, sampler_logprobs=rl.Ragged(logprobs, tokens.offsets), advantages=advantages
     )
 
 
-@pytest.mark.parametrize("loss", [ClippedLoss(), ClippedLoss(dual_clip=3.0), ReinforceLoss()])
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64, np.bool_, np.float64])
-async def test_advantages_of_any_dtype_teach_the_same(loss: ClippedLoss | ReinforceLoss, dtype: type) -> None:
-    told = []
-    for advantages in (np.array([1, 0], np.float32), np.array([1, 0], dtype)):
-        policy = TorchPolicy(PolicyConfig(model=MODEL))
-        metrics = await policy.update(rollouts(advantages), loss)
-        told.append((metrics.means(), (await policy.weights()).fingerprint()))
-    assert told[0] == told[1]
+async def test_advantages_of_any_dtype_teach_the_same() -> None:
+    table: list[tuple[rl.Loss, list[type[np.generic]]]] = [
+        (rl.ClippedLoss(), [np.uint8, np.bool_]),
+        (rl.ClippedLoss(dual_clip=3.0), [np.int8, np.float64]),
+        (rl.ReinforceLoss(), [np.uint8, np.int64]),
+    ]
+    for loss, dtypes in table:
+        told = []
+        for advantages in (np.array([1, 0], np.float32), *(np.array([1, 0], dtype) for dtype in dtypes)):
+            policy = TorchPolicy(rl.PolicyConfig(model=MODEL))
+            metrics = await policy.update(rollouts(advantages), loss)
+            told.append((metrics.means(), (await policy.weights()).fingerprint()))
+        assert told == [told[0]] * 3, (loss, dtypes)
 
 
 async def test_a_nan_among_learned_log_probs_is_refused_and_elsewhere_is_not_read() -> None:
-    policy = TorchPolicy(PolicyConfig(model=MODEL))
+    policy = TorchPolicy(rl.PolicyConfig(model=MODEL))
     batch = rollouts(np.array([1, -1], np.float32), logprob=np.nan)
     with pytest.raises(DataError, match=r"`sampler_logprobs` is not finite at 1 learned tokens, .* row 1, token 3"):
-        await policy.update(batch, ClippedLoss())
+        await policy.update(batch, rl.ClippedLoss())
     assert (await policy.weights()).version == 0
     mask = batch.loss_mask.values.copy()
     mask[7] = False
-    await policy.update(batch.assign(loss_mask=Ragged(mask, batch.tokens.offsets)), ClippedLoss())
+    await policy.update(batch.assign(loss_mask=rl.Ragged(mask, batch.tokens.offsets)), rl.ClippedLoss())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_that_is_not_finite_names_row_and_version(bad: float, temperature: float) -> None:
-    draw = Draw(Sampling(temperature=temperature), key(0))
-    logits = torch.zeros(3, 4)
-    logits[1, 2] = bad
-    with pytest.raises(ModelError, match=r"row 8 has logits that are not finite, by weights of version 5"):
-        draw(logits, np.array([7, 8, 9]), np.zeros(3, np.int64), 5)
+def test_a_logit_that_is_not_finite_names_row_and_version() -> None:
+    for bad, temperature in ((np.nan, 0.0), (np.nan, 1.0), (np.inf, 0.0), (np.inf, 1.0)):
+        draw = Draw(rl.Sampling(temperature=temperature), key(0))
+        logits = torch.zeros(3, 4)
+        logits[1, 2] = bad
+        with pytest.raises(ModelError, match=r"row 8 has logits that are not finite, by weights of version 5"):
+            draw(logits, np.array([7, 8, 9]), np.zeros(3, np.int64), 5)
 
 
 def test_groups_whose_rewards_differ_by_rounding_teach_nothing() -> None:
     rewards = np.array([1000, 1000, np.nextafter(np.float32(1000), np.float32(0)), 1000, 1, 0], np.float32)
     groups = np.array([0, 0, 0, 0, 1, 1])
-    advantages = group_advantages(rewards, groups)
+    advantages = rl.group_advantages(rewards, groups)
     assert advantages[:4].tolist() == [0, 0, 0, 0]
     np.testing.assert_allclose(advantages[4:], [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
-    apart = group_advantages(np.array([1000, 1000.5], np.float32), np.zeros(2))
+    apart = rl.group_advantages(np.array([1000, 1000.5], np.float32), np.zeros(2))
     np.testing.assert_allclose(apart, [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
 
 
@@ -93,20 +84,20 @@ async def test_a_reward_beyond_float32_is_an_error_of_its_row() -> None:
 def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
     config.write_text(f"{SHIPPED.read_text('utf-8')}\n[reference]\nseed = 5\n", "utf-8")
-    job = load_job(config, ["run.seed=3", "sampler.seed=4"], RunConfig)
+    job = load_job(config, ["run.seed=3", "sampler.seed=4"], rl.RunConfig)
     roles = {name: getattr(job.config, name).seed for name in ("policy", "sampler", "reference")}
     assert roles == {"policy": 3, "sampler": 4, "reference": 5}
     again = tmp_path / "again.toml"
     again.write_text(tomli_w.dumps(without_none(job.resolved)), "utf-8")
-    told = load_job(again, ["run.seed=8"], RunConfig).config
+    told = load_job(again, ["run.seed=8"], rl.RunConfig).config
     assert getattr(told, "policy").seed == 3, "what is resolved says what was"  # noqa: B009 -- it is of the script's class
 
 
 async def test_a_script_of_ones_own_has_the_seed_too(tmp_path: Path) -> None:
-    async with Run(RunConfig(name="mine", folder=str(tmp_path), seed=7)) as run:
-        first = await (await run.spawn(Policy, PolicyConfig(model=MODEL))).weights()
-        same = await (await run.spawn(Policy, PolicyConfig(model=MODEL, seed=7))).weights()
-        other = await (await run.spawn(Policy, PolicyConfig(model=MODEL, seed=0))).weights()
+    async with rl.Run(rl.RunConfig(name="mine", folder=str(tmp_path), seed=7)) as run:
+        first = await (await run.spawn(rl.Policy, rl.PolicyConfig(model=MODEL))).weights()
+        same = await (await run.spawn(rl.Policy, rl.PolicyConfig(model=MODEL, seed=7))).weights()
+        other = await (await run.spawn(rl.Policy, rl.PolicyConfig(model=MODEL, seed=0))).weights()
     assert first.fingerprint() == same.fingerprint() != other.fingerprint()
 
 

@@ -17,18 +17,16 @@ from meshrl_vllm.whole import tell_whole
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)
 
 
-@pytest.mark.parametrize("loss", [ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)])
-@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 3}, {"top_p": 0.9, "temperature": 0.7}])
-async def test_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped(
-    loss: ClippedLoss | SequenceLoss, keys: dict[str, float]
-) -> None:
-    sampling = Sampling.model_validate({"n": 16, "max_tokens": 16, **keys})
+async def test_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped() -> None:
+    clip, sequence = ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)
     prompts = Batch.of(prompt=["abc>", "h>"])
-    rows = await rollout(TorchSampler(SamplerConfig(model=MODEL)), prompts, sampling)
-    batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))
-    told = await TorchPolicy(PolicyConfig(model=MODEL)).update(batch, loss)
-    assert told["ratio"] == pytest.approx(1, abs=1e-4)
-    assert told["clip_fraction"] == 0
+    for loss, keys in (clip, {"top_p": 0.9}), (clip, {"top_k": 3}), (sequence, {"top_p": 0.9, "temperature": 0.7}):
+        sampling = Sampling.model_validate({"n": 16, "max_tokens": 16, **keys})
+        rows = await rollout(TorchSampler(SamplerConfig(model=MODEL)), prompts, sampling)
+        batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))
+        told = await TorchPolicy(PolicyConfig(model=MODEL)).update(batch, loss)
+        assert told["ratio"] == pytest.approx(1, abs=1e-4), (loss, keys)
+        assert told["clip_fraction"] == 0, (loss, keys)
 
 
 def restricted(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
@@ -72,16 +70,15 @@ class Second:
         return tokens, left.log_softmax(-1)
 
 
-@pytest.mark.parametrize("sampler", [First(), Second()])
-@pytest.mark.parametrize("p", [None, torch.full((3,), 0.9)])
-def test_either_of_vllms_samplers_tells_the_whole_distribution(sampler: First | Second, p: Tensor | None) -> None:
+def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    whole = logits.log_softmax(-1)
-    tell_whole(sampler)
-    tokens, logprobs = sampler.draw(logits.clone(), p)
-    assert torch.equal(tokens, logits.argmax(-1))
-    assert logprobs is not None
-    assert torch.equal(logprobs, whole)
+    for sampler in (First(), Second()):
+        tell_whole(sampler)
+        for p in (None, torch.full((3,), 0.9)):
+            tokens, logprobs = sampler.draw(logits.clone(), p)
+            assert torch.equal(tokens, logits.argmax(-1))
+            assert logprobs is not None
+            assert torch.equal(logprobs, logits.log_softmax(-1)), (sampler, p)
 
 
 def doubts(config: str, *overrides: str) -> list[str]:

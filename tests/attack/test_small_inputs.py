@@ -30,42 +30,32 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
         load(rows)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (b'{"question": "\xff", "answer": "b"}', "byte 15 is 0xff, which is not UTF-8: save the file as UTF-8"),
-        (b'{"\xff": 1}', "byte 3 is 0xff, which is not UTF-8"),
-        (b'{"question": ' + b"[" * 100_000, "lists and tables are nested more than 100 deep"),
-        (b'{"question": ' + b"[" * 100 + b"]" * 100 + b', "answer": "b"}', "more than 100 deep: flatten the row"),
-        (b'{"question": NaN}', "not JSON"),
-    ],
-    ids=["value", "key", "deepest", "deep", "nan"],
-)
-def test_a_line_that_is_no_row_is_told_with_its_place(tmp_path: Path, line: bytes, says: str) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(GOOD + line + b"\n")
-    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: .*{says}"):
-        load(tmp_path / "rows.jsonl")
+def test_a_line_that_is_no_row_is_told_with_its_place(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    for line, says in {
+        b'{"question": "\xff", "answer": "b"}': "byte 15 is 0xff, which is not UTF-8: save the file as UTF-8",
+        b'{"\xff": 1}': "byte 3 is 0xff, which is not UTF-8",
+        b'{"question": ' + b"[" * 100_000: "lists and tables are nested more than 100 deep",
+        b'{"question": ' + b"[" * 100 + b"]" * 100 + b', "answer": "b"}': "more than 100 deep: flatten the row",
+        b'{"question": NaN}': "not JSON",
+    }.items():
+        rows.write_bytes(GOOD + line + b"\n")
+        with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: .*{says}"):
+            load(rows)
+    rows.write_bytes(b'{"question": ' + b"[" * 99 + b"]" * 99 + b', "answer": "b"}\n')
+    assert len(load(rows).train) == 1
 
 
-def test_a_row_may_be_as_deep_as_it_may(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": ' + b"[" * 99 + b"]" * 99 + b', "answer": "b"}\n')
-    assert len(load(tmp_path / "rows.jsonl").train) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (b'steps = 1\nname = "\xff"\n', "not valid TOML: line 2 has the byte 0xff, which is not UTF-8"),
-        (b"a = " + b"[" * 100_000, "lists and tables are nested more than 100 deep"),
-        (b".".join([b"a"] * 200) + b" = 1\n", "more than 100 deep: make it flatter"),
-        (b"a = " + b"9" * 5000, "not valid TOML"),
-    ],
-    ids=["utf-8", "brackets", "keys", "digits"],
-)
-def test_a_configuration_that_is_no_toml_is_told_in_words(tmp_path: Path, text: bytes, says: str) -> None:
-    (tmp_path / "run.toml").write_bytes(text)
-    with pytest.raises(ConfigError, match=rf"run\.toml: .*{says}"):
-        load_toml(tmp_path / "run.toml")
+def test_a_configuration_that_is_no_toml_is_told_in_words(tmp_path: Path) -> None:
+    for text, says in {
+        b'steps = 1\nname = "\xff"\n': "not valid TOML: line 2 has the byte 0xff, which is not UTF-8",
+        b"a = " + b"[" * 100_000: "lists and tables are nested more than 100 deep",
+        b".".join([b"a"] * 200) + b" = 1\n": "more than 100 deep: make it flatter",
+        b"a = " + b"9" * 5000: "not valid TOML",
+    }.items():
+        (tmp_path / "run.toml").write_bytes(text)
+        with pytest.raises(ConfigError, match=rf"run\.toml: .*{says}"):
+            load_toml(tmp_path / "run.toml")
 
 
 def test_a_deep_override_is_told_in_words(tmp_path: Path) -> None:
@@ -80,20 +70,17 @@ def write_parquet(path: Path, **columns: object) -> None:
     parquet.write_table(pa.table(columns), path)
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
+def test_a_column_that_no_row_can_hold_is_told_with_its_name(tmp_path: Path) -> None:
+    table: list[tuple[object, str]] = [
         (datetime(2020, 1, 1, tzinfo=UTC), r"is of timestamp\[us, tz=UTC\], and a row cannot hold a date or time"),
         (date(2020, 1, 1), r"is of date32\[day\], and a row cannot hold a date or time"),
         (Decimal("1.5"), ".* cannot hold a decimal"),
         ([{"at": date(2020, 1, 1)}], ".* cannot hold a date or time: .* Write the column as text, or leave it out"),
-    ],
-    ids=["timestamp", "date", "decimal", "nested"],
-)
-def test_a_column_that_no_row_can_hold_is_told_with_its_name(tmp_path: Path, value: object, says: str) -> None:
-    write_parquet(tmp_path / "rows.parquet", question=["a"], answer=["b"], when=[value])
-    with pytest.raises(DataError, match=rf"rows\.parquet: column 'when' {says}"):
-        load(tmp_path / "rows.parquet")
+    ]
+    for value, says in table:
+        write_parquet(tmp_path / "rows.parquet", question=["a"], answer=["b"], when=[value])
+        with pytest.raises(DataError, match=rf"rows\.parquet: column 'when' {says}"):
+            load(tmp_path / "rows.parquet")
 
 
 def test_a_parquet_file_that_is_damaged_anywhere_is_told_in_words(tmp_path: Path) -> None:
@@ -114,45 +101,34 @@ def test_a_parquet_file_that_is_damaged_anywhere_is_told_in_words(tmp_path: Path
     assert all("rows.parquet: " in each for each in refused)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_an_option_of_another_type_is_told_with_its_key() -> None:
+    pytest.importorskip("reasoning_gym")
+    table: list[tuple[dict[str, object], str]] = [
         ({"size": {}}, r"task\.options\.size = \{\}: Expected `int`, got `object`"),
         ({"size": "many"}, r"task\.options\.size = 'many': Expected `int`, got `str`"),
         ({"size": 10**9}, r"task\.options\.size = 1000000000: a task has at most 10,000,000 rows"),
         ({"seed": {}}, r"task\.options\.seed = \{\}: Expected `int \| null`, got `object`"),
         ({"min_terms": []}, r"task\.options\.min_terms = \[\]: Expected `int`, got `array`"),
-    ],
-)
-def test_an_option_of_another_type_is_told_with_its_key(options: dict[str, object], says: str) -> None:
-    pytest.importorskip("reasoning_gym")
-    given = TaskConfig.model_validate({"source": "reasoning_gym:chain_sum", "options": options})
-    for read in (first_row, Task.load):
-        with pytest.raises(ConfigError, match=rf"^reasoning_gym:chain_sum: {says}"):
-            read(given)
-
-
-def test_an_option_is_taken_whose_type_the_dataset_declares_wrongly() -> None:
-    pytest.importorskip("reasoning_gym")
+    ]
+    for options, says in table:
+        given = TaskConfig.model_validate({"source": "reasoning_gym:chain_sum", "options": options})
+        for read in (first_row, Task.load):
+            with pytest.raises(ConfigError, match=rf"^reasoning_gym:chain_sum: {says}"):
+                read(given)
+    # An option is taken whose type the dataset declares wrongly.
     options = {"variables": ["x", "y", "z"], "size": 3}
-    source = "reasoning_gym:polynomial_multiplication"
-    assert len(Task.load(TaskConfig.model_validate({"source": source, "options": options, "held_out": 0})).train) == 3
+    wrong = {"source": "reasoning_gym:polynomial_multiplication", "options": options, "held_out": 0}
+    assert len(Task.load(TaskConfig.model_validate(wrong)).train) == 3
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("sampling.n=1000000000", r"sampling\.n = 1000000000: must be less than or equal to 65536"),
-        ("sampling.n=1e9", r"sampling\.n = 1000000000\.0: must be a whole number"),
-        (
-            "sampling.max_tokens=1000000000",
-            r"sampling\.max_tokens = 1000000000: must be less than or equal to 16777216",
-        ),
-        ("prompts=1000000", r"1,000,000 prompts with sampling\.n = \d+ are [\d,]+ rows in a step, .* 4,194,304"),
-        ("evaluation={every = 1, n = 1000000000}", r"evaluation\.n = 1000000000: must be less than or equal to 65536"),
-        ("run.meshes.main.ranks=1000000000", r"run\.meshes\.main\.ranks = 1000000000: must be less than or equal to"),
-    ],
-)
-def test_numbers_that_no_machine_holds_are_refused_before_memory_is_taken(override: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load_job(find_config("grpo/quickstart"), [override], RunConfig)
+def test_numbers_that_no_machine_holds_are_refused_before_memory_is_taken() -> None:
+    for override, says in {
+        "sampling.n=1000000000": r"sampling\.n = 1000000000: must be less than or equal to 65536",
+        "sampling.n=1e9": r"sampling\.n = 1000000000\.0: must be a whole number",
+        "sampling.max_tokens=1000000000": r"sampling\.max_tokens = 1000000000: must be less than or equal to 16777216",
+        "prompts=1000000": r"1,000,000 prompts with sampling\.n = \d+ are [\d,]+ rows in a step, .* 4,194,304",
+        "evaluation={every = 1, n = 1000000000}": r"evaluation\.n = 1000000000: must be less than or equal to 65536",
+        "run.meshes.main.ranks=1000000000": r"run\.meshes\.main\.ranks = 1000000000: must be less than or equal to",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            load_job(find_config("grpo/quickstart"), [override], RunConfig)

@@ -1,6 +1,5 @@
 """`meshrl serve`: what a run's folder names is not run, and new weights take a key."""
 
-import http.client
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import tomli_w
 from meshrl.errors import ModelError
 from meshrl.roles import Address
 from meshrl.run import serve
-from meshrl_vllm import guard, server
+from meshrl_vllm import guard
 
 POLICY = {"backend": "torch", "model": {"characters": "ab"}}
 STANDIN = """#!/bin/sh
@@ -108,24 +107,3 @@ async def test_who_has_no_key_may_ask_and_change_nothing(keys: list[str], monkey
         assert await asked(path, kind="websocket") == 1008
         assert await asked(path, (name, b"a secret")) == (200 if keys else 401)
     assert await asked("", kind="lifespan") == 200
-
-
-def test_the_server_sends_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, str]] = []
-
-    class Connection:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def request(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> None:
-            sent.append(headers)
-            raise OSError
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(http.client, "HTTPConnection", Connection)
-    made = object.__new__(server.VllmServer)
-    made._key = "a secret"
-    monkeypatch.setattr(made, "_config", Address(), raising=False)
-    with pytest.raises(OSError):  # noqa: PT011 -- it has no text
-        made._request("POST", "pause")
-    assert sent == [{guard.HEADER: "a secret"}]

@@ -4,36 +4,18 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from meshrl import (
-    Batch,
-    ContractError,
-    CrossEntropy,
-    DataError,
-    DataLost,
-    LocalEngine,
-    Mesh,
-    PolicyConfig,
-    RankFailed,
-    Resources,
-    SamplerConfig,
-    Sampling,
-    Weights,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.errors import ConfigError, OtherVersions
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.rollout import Schedule, read_schedule, schedule
-from meshrl.rollout.routing import Router, Share
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
 from tests.rollout.test_replicas_explored import FragileEngine
 from tests.rollout.test_streams_explored import prompts
 
-POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
 
 
 async def trained(
@@ -43,15 +25,15 @@ async def trained(
     *,
     kill: bool = True,
     policy: FakePolicy | None = None,
-) -> list[Batch]:
+) -> list[rl.Batch]:
     """Batches of a stream; after the second a replica dies."""
-    policy, batches = policy or FakePolicy(POLICY), list[Batch]()
-    await publish(policy, sampler)
-    async with rollouts(sampler, prompts(steps, 4), Sampling(n=2), ahead=1, retries=1) as stream:
+    policy, batches = policy or FakePolicy(POLICY), list[rl.Batch]()
+    await rl.publish(policy, sampler)
+    async with rl.rollouts(sampler, prompts(steps, 4), rl.Sampling(n=2), ahead=1, retries=1) as stream:
         async for batch in stream:
             batches.append(batch)
-            await policy.update(batch, CrossEntropy())
-            await publish(policy, stream)
+            await policy.update(batch, rl.CrossEntropy())
+            await rl.publish(policy, stream)
             if kill and len(batches) == 2:
                 engine.kill(1)
     return batches
@@ -64,20 +46,20 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
     class Once(FakeSampler):
         """Can be made twice."""
 
-        def __init__(self, config: SamplerConfig) -> None:
+        def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
             if next(lives) > 1:
                 raise ValueError("no room on this GPU")
 
-    async def script() -> list[Batch]:
+    async def script() -> list[rl.Batch]:
         engine = FragileEngine(0)
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=min_ranks))
+        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=min_ranks))
         return await trained(await mesh.spawn(delayed(Once, generate=1.0), SAMPLER), engine)
 
     if min_ranks == 1:
-        assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+        assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
     else:
-        with pytest.raises(RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
+        with pytest.raises(rl.RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
             simulate(script)
 
 
@@ -94,20 +76,20 @@ def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused(refusal
                 raise refusals.pop()
             await super().restart(members)
 
-    async def script() -> list[Batch]:
+    async def script() -> list[rl.Batch]:
         engine = Refusing(0)
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=2))
+        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=2))
         return await trained(await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), engine)
 
     if waits:
-        assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+        assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
         assert not refusals
     else:
         with pytest.raises(ConfigError, match="head is gone"):
             simulate(script)
 
 
-class Passing(Weights):
+class Passing(rl.Weights):
     """Weights that are gone after the next update."""
 
     @property
@@ -119,40 +101,42 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
     lives, refused, taken = count(), list[int](), list[int]()
 
     class Sending(FakePolicy):
-        async def weights(self) -> Weights:
+        async def weights(self) -> rl.Weights:
             made = await super().weights()
             return Passing.of(made.version, made.buckets)
 
     class Late(FakeSampler):
         """Its third life comes too late."""
 
-        def __init__(self, config: SamplerConfig) -> None:
+        def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
             self._life = next(lives)
 
-        async def load(self, weights: Weights) -> Batch:
+        async def load(self, weights: rl.Weights) -> rl.Batch:
             if self._life == 2:
                 refused.append(weights.version)
-                raise DataLost("the policy", "it was updated since")
+                raise rl.DataLost("the policy", "it was updated since")
             if self._life > 2:
                 taken.append(weights.version)
             return await super().load(weights)
 
-    async def script() -> list[Batch]:
+    async def script() -> list[rl.Batch]:
         engine = FragileEngine(0)
-        sampler = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(delayed(Late, generate=1.0), SAMPLER)
+        sampler = await (await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0))).spawn(
+            delayed(Late, generate=1.0), SAMPLER
+        )
         return await trained(sampler, engine, policy=Sending(POLICY))
 
-    assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+    assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
     assert len(refused) == 1
     assert taken[0] > refused[0]
 
 
 def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:
-    def run(name: str, replayed: str | None = None, *, kill: bool = True) -> list[Batch]:
-        async def script() -> list[Batch]:
+    def run(name: str, replayed: str | None = None, *, kill: bool = True) -> list[rl.Batch]:
+        async def script() -> list[rl.Batch]:
             engine = FragileEngine(0)
-            mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+            mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0))
             sampler = await mesh.spawn(FakeSampler, SAMPLER)
             (tmp_path / name).mkdir()
             kept = Schedule(
@@ -167,11 +151,11 @@ def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> N
         return simulate(script)
 
     run("broken")
-    with pytest.raises(DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
+    with pytest.raises(rl.DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
         run("again", "broken")
     whole = run("whole", kill=False)
     assert all(one == other for one, other in zip(whole, run("same", "whole", kill=False), strict=True))
-    with pytest.raises(DataError, match="cannot be followed any more: rows were lost with replica 1"):
+    with pytest.raises(rl.DataError, match="cannot be followed any more: rows were lost with replica 1"):
         run("dies", "whole")
 
 
@@ -185,36 +169,38 @@ class Together(FakeSampler, CollectiveActor):
 @pytest.mark.parametrize("retries", [0, 1])
 def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
     """As where the host of a reward cannot reach that of a sampler, and the controller reaches both."""
-    lost = DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
-    failed = RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
+    lost = rl.DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
+    failed = rl.RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
     failed.__cause__ = lost
     calls = count()
 
-    async def score(batch: Batch) -> Batch:
+    async def score(batch: rl.Batch) -> rl.Batch:
         if next(calls) == 2:
             raise failed
         return batch
 
     async def script() -> list[int]:
         policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, generate=1.0)(SAMPLER)
-        await publish(policy, sampler)
+        await rl.publish(policy, sampler)
         labels: list[int] = []
-        async with rollouts(sampler, prompts(6, 4), Sampling(n=2), ahead=1, score=score, retries=retries) as stream:
+        async with rl.rollouts(
+            sampler, prompts(6, 4), rl.Sampling(n=2), ahead=1, score=score, retries=retries
+        ) as stream:
             async for batch in stream:
                 labels += batch.groups.tolist()
-                await publish(policy, stream)
+                await rl.publish(policy, stream)
         return labels
 
     if retries:
         assert sorted(simulate(script)) == sorted([*range(24)] * 2)
     else:
-        with pytest.raises(RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
+        with pytest.raises(rl.RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
             simulate(script)
 
 
 async def test_replicas_are_ranks_that_work_alone() -> None:
-    engine = LocalEngine()
-    mesh = await Mesh.reserve(engine, 4, Resources(cpus=0))
+    engine = rl.LocalEngine()
+    mesh = await rl.Mesh.reserve(engine, 4, rl.Resources(cpus=0))
     alone = await mesh.spawn(FakeSampler, SAMPLER)
     assert len(replicas(alone)) == parts(alone.generate) == 4
     pairs = await mesh.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
@@ -223,18 +209,9 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
     assert replicas(together) == [together]
     plain = FakeSampler(SAMPLER)
     assert replicas(plain) == [plain]
-    shrinking = await Mesh.reserve(engine, 4, Resources(cpus=0, min_ranks=2))
-    with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(min_ranks = 2\)"):
+    shrinking = await rl.Mesh.reserve(engine, 4, rl.Resources(cpus=0, min_ranks=2))
+    with pytest.raises(rl.ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(min_ranks = 2\)"):
         await shrinking.spawn(Together, SAMPLER)
-    with pytest.raises(ContractError, match="needs the axis dp only"):
+    with pytest.raises(rl.ContractError, match="needs the axis dp only"):
         await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
     await engine.close()
-
-
-def test_rows_are_divided_among_those_that_are_there() -> None:
-    router, one = Router(3), Sampling(max_tokens=10)
-    rows = Batch.of(prompt=["?"] * 4, groups=np.arange(4))
-    here = np.array([0, 2])
-    assert sorted(router.divide(rows, one, here=here).tolist()) == [0, 0, 2, 2]
-    router.give(rows.select([0]), one, np.array([0]))
-    assert router.divide(rows.select([1]), one, {1: Share(1, 0, 10)}, here).tolist() == [2]

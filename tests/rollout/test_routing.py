@@ -1,42 +1,26 @@
 """Rows of a stream go to the replica with the least outstanding, and a group stays where it was."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import (
-    Actor,
-    Batch,
-    ContractError,
-    DataError,
-    Gather,
-    LocalEngine,
-    Mesh,
-    PolicyConfig,
-    Resources,
-    SamplerConfig,
-    Sampling,
-    Shard,
-    Weights,
-    current_rank,
-    endpoint,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.mesh import lightest, parts, plan_of, routed
-from meshrl.rollout.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
-POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
 COUNTS = st.lists(st.integers(0, 50), max_size=30)
 LOADS = st.lists(st.integers(0, 200), min_size=1, max_size=6)
 
 
-def asked(labels: list[int], **columns: list[int]) -> Batch:
-    return Batch.of(prompt=["?"] * len(labels), groups=np.array(labels, np.int64)).assign(
+def asked(labels: list[int], **columns: list[int]) -> rl.Batch:
+    return rl.Batch.of(prompt=["?"] * len(labels), groups=np.array(labels, np.int64)).assign(
         **{name: np.array(values) for name, values in columns.items()}
     )
 
@@ -50,7 +34,7 @@ def test_a_division_is_level_and_loses_nothing(
     owners = lightest(np.array(costs, np.int64), np.array(loads, np.int64), homes, slack)
     plan = plan_of(owners, len(loads))
     assert sorted(np.concatenate(plan).tolist()) == list(range(len(costs)))
-    assert Batch.join([asked(list(range(len(costs)))).part(rows) for rows in plan], plan).groups.tolist() == list(
+    assert rl.Batch.join([asked(list(range(len(costs)))).part(rows) for rows in plan], plan).groups.tolist() == list(
         range(len(costs))
     )
     after = [load + sum(costs[row] for row in rows) for load, rows in zip(loads, plan, strict=True)]
@@ -60,71 +44,15 @@ def test_a_division_is_level_and_loses_nothing(
             assert load - min(after) <= largest + (0 if homes is None else slack)
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), min_size=1, max_size=20), st.data())
-def test_what_is_outstanding_is_what_has_not_come_back(rows: list[tuple[int, int]], data: st.DataObject) -> None:
-    router, sampling = Router(3), Sampling(n=2)
-    calls = []
-    for call in data.draw(st.permutations([rows, rows[: len(rows) // 2 + 1]])):
-        labels, limits = [label for label, _ in call], [40 + label for label, _ in call]
-        prompts = asked(labels, max_tokens=limits)
-        owners = router.divide(prompts, sampling)
-        calls.append((router.give(prompts, sampling, owners), labels * 2, sum(limits) * 2))
-    assert router.outstanding.sum() == sum(tokens for _, _, tokens in calls)
-    (first, labels, _), (second, _, others) = calls
-    router.take(first, data.draw(st.permutations(labels)))
-    assert router.outstanding.sum() == others
-    router.end(first.values())
-    assert router.outstanding.sum() == others
-    router.end(second.values())
-    assert router.outstanding.tolist() == [0, 0, 0]
-
-
-def test_rows_go_where_the_least_is_outstanding() -> None:
-    router, sampling = Router(2), Sampling(n=2, max_tokens=10)
-    first = asked([1, 2, 3])
-    given = router.give(first, sampling, router.divide(first, sampling))
-    assert router.outstanding.tolist() == [40, 20]
-    assert router.divide(asked([4]), sampling).tolist() == [1]
-    router.take(given, [1, 1, 3])
-    assert router.outstanding.tolist() == [10, 20]
-    assert router.divide(asked([4, 5]), sampling).tolist() == [0, 1]
-    assert router.divide(asked([4, 5], max_tokens=[5, 50]), sampling).tolist() == [1, 0]
-    with pytest.raises(DataError, match="yielded a row of group 7, and its call has 1, 2, 3"):
-        router.take(given, [7])
-
-
-def test_where_nothing_is_outstanding_a_call_is_divided_as_any_call() -> None:
-    router, one = Router(2), Sampling()
-    prompts = asked([1, 2, 3], max_tokens=[1, 5, 9])
-    plan = [rows.tolist() for rows in prompts.plan(2)]
-    assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
-    router.end(router.give(prompts, one, np.array([0, 0, 0])).values())
-    assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
-    router.give(asked([4]), one, np.array([0]))
-    assert router.divide(prompts, one).tolist() == [1, 1, 1]  # 16 tokens are with the other
-
-
-def test_a_group_goes_on_where_it_was_unless_that_has_too_much() -> None:
-    router, one = Router(2), Sampling(max_tokens=10)
-    before = {label: Share(1, 0, 10) for label in range(8)}
-    assert router.divide(asked([0, 0, 0]), one, before).tolist() == [1, 1, 1]
-    assert router.divide(asked([0, 1, 0, 1, 9]), one, before).tolist() == [1, 1, 1, 1, 0]
-    assert router.divide(asked([0, 1, 2, 3]), one, before).tolist() == [1, 1, 0, 1]
-    router.give(asked(list(range(20, 58))), one, np.repeat([0, 1], [18, 20]))
-    assert router.divide(asked([0]), one, before).tolist() == [1]  # 20 tokens more, of a mean of 195
-    router.give(asked([60]), one, np.array([1]))
-    assert router.divide(asked([0]), one, before).tolist() == [0]
-
-
-class Where(Actor):
-    @endpoint
-    async def rank(self, batch: Shard[Batch]) -> Gather[Batch]:
-        return batch.assign(rank=np.full(len(batch), current_rank().index))
+class Where(rl.Actor):
+    @rl.endpoint
+    async def rank(self, batch: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
+        return batch.assign(rank=np.full(len(batch), rl.current_rank().index))
 
 
 async def test_a_caller_may_divide_the_rows() -> None:
-    engine = LocalEngine()
-    where = await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Where)
+    engine = rl.LocalEngine()
+    where = await (await rl.Mesh.reserve(engine, 3, rl.Resources(cpus=0))).spawn(Where)
     owners = np.array([2, 0, 2, 2, 0])
     batch = asked([5, 6, 7, 8, 9])
     told = await routed(where.rank, owners)(batch)
@@ -133,7 +61,7 @@ async def test_a_caller_may_divide_the_rows() -> None:
     assert parts(where.rank) == 3
     for wrong in (owners[1:], owners + 1, owners - 1):
         with pytest.raises(
-            ContractError, match=r"Where.rank: rows cannot be divided in this way: . owners from -?. to ."
+            rl.ContractError, match=r"Where.rank: rows cannot be divided in this way: . owners from -?. to ."
         ):
             await routed(where.rank, wrong)(batch)
     alone = Where()
@@ -143,15 +71,15 @@ async def test_a_caller_may_divide_the_rows() -> None:
 
 
 async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
-    engine = LocalEngine()
-    mesh = await Mesh.reserve(engine, 3, Resources(cpus=0))
-    drawn: list[Batch] = []
+    engine = rl.LocalEngine()
+    mesh = await rl.Mesh.reserve(engine, 3, rl.Resources(cpus=0))
+    drawn: list[rl.Batch] = []
     for owners in ([0] * 8, [1, 2, 2, 1, 0, 2, 1, 0]):
         sampler = await mesh.spawn(FakeSampler, SAMPLER)
-        await sampler.load(Weights(1, {"skill": np.array([0.5])}))
+        await sampler.load(rl.Weights(1, {"skill": np.array([0.5])}))
         generate = routed(sampler.generate, np.array(owners))
         asked_for = next(prompts(8)).part(np.arange(8))
-        drawn.append(Batch.join([chunk async for chunk in generate(asked_for, Sampling(n=3))]))
+        drawn.append(rl.Batch.join([chunk async for chunk in generate(asked_for, rl.Sampling(n=3))]))
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0].objects("completion"))) == 2
     await engine.close()
@@ -160,33 +88,136 @@ async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
 class Telling(FakeSampler):
     """Says which rank drew a row."""
 
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
-            yield chunk.assign(rank=np.full(len(chunk), current_rank().index))
+            yield chunk.assign(rank=np.full(len(chunk), rl.current_rank().index))
 
 
-def prompts(size: int) -> Iterator[Batch]:
+def prompts(size: int) -> Iterator[rl.Batch]:
     for first in range(0, 1000, size):
         yield asked(list(range(first, first + size))).assign(answer=["ab"] * size)
 
 
+def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
+    """A replica whose rows never end gets no more of them, and a row counts with the most tokens that it may have."""
+    drawn: list[tuple[int, list[int]]] = []
+
+    class Stuck(FakeSampler):
+        """Its rows of the first call never end."""
+
+        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+            drawn.append((rl.current_rank().index, prompts.groups.tolist()))
+            if np.less(prompts.groups, 4).any():
+                await asyncio.Event().wait()
+            async for rows in super().generate(prompts, sampling):
+                yield rows
+
+    def limited() -> Iterator[rl.Batch]:
+        for batch, limits in zip(prompts(4), ([90, 10, 10, 10], [30, 30, 10, 10], [60, 40, 10, 5]), strict=False):
+            yield batch.assign(max_tokens=np.array(limits))
+
+    async def script() -> None:
+        mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
+        sampler, policy = await mesh.spawn(Stuck, SAMPLER), FakePolicy(POLICY)
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, limited(), rl.Sampling(n=1), ahead=1, late="drop") as stream:
+            batch = await anext(stream)
+            assert sorted(batch.groups.tolist()) == [4, 5, 6, 7]
+            await policy.update(batch, rl.CrossEntropy())
+            await rl.publish(policy, stream)
+            await asyncio.sleep(100)
+
+    simulate(script)
+    # The first call leaves 100 tokens with rank 0 and 20 with rank 1, so the second goes to rank 1, and comes back.
+    # Of the third, 60 and 40 go to rank 1, and then 10 and 5 to rank 0.
+    calls = [each for each in drawn if each[1]]
+    assert calls == [(0, [0, 1]), (1, [2, 3]), (1, [4, 5, 6, 7]), (0, [10, 11]), (1, [8, 9])]
+
+
+SLOTS = 2
+
+
+def slotted(seed: int) -> type[FakeSampler]:
+    """A sampler whose rows take lognormal times of mean 1, the same for each row wherever it goes, in a few slots."""
+
+    class Slotted(FakeSampler):
+        def __init__(self, config: rl.SamplerConfig) -> None:
+            super().__init__(config)
+            self.slots = asyncio.Semaphore(SLOTS)
+
+        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+            rows = prompts.repeat(sampling.n)
+            done: asyncio.Queue[int] = asyncio.Queue()
+
+            async def decode(row: int) -> None:
+                async with self.slots:
+                    random = Random(f"{seed} {rows.groups[row]} {row % sampling.n}")
+                    await asyncio.sleep(random.lognormvariate(-0.5, 1.0))
+                done.put_nowait(row)
+
+            async with asyncio.TaskGroup() as tasks:
+                for row in range(len(rows)):
+                    tasks.create_task(decode(row))
+                for _ in range(len(rows)):
+                    async for rollout in super().generate(rows.select([await done.get()]), rl.Sampling()):
+                        yield rollout
+
+    return Slotted
+
+
+def test_replicas_share_rows_of_lognormal_lengths() -> None:
+    """Three groups a batch: evenly divided, the first of two replicas draws two of them, each time."""
+    took = 0.0
+    for seed in range(4):
+
+        async def script() -> float:
+            policy = delayed(FakePolicy, update=0.1)(POLICY)
+            mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
+            sampler = await mesh.spawn(slotted(seed), SAMPLER)  # noqa: B023 -- called at once
+            await rl.publish(policy, sampler)
+            async with rl.rollouts(sampler, islice(prompts(3), 30), rl.Sampling(n=4), ahead=4) as stream:
+                async for batch in stream:
+                    await policy.update(batch, rl.CrossEntropy())
+                    await rl.publish(policy, stream)
+            return asyncio.get_running_loop().time()
+
+        took += simulate(script)
+    rows = 4 * 30 * 3 * 4
+    # Evenly divided the first has two thirds of the rows, and takes a third more than the best.
+    assert took < 1.25 * rows / (2 * SLOTS)
+
+
+def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
+    class Confused(FakeSampler):
+        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+            async for rows in super().generate(prompts, sampling):
+                yield rows.assign(groups=rows.groups + 7)
+
+    async def script() -> None:
+        async with rl.rollouts(Confused(SAMPLER), prompts(3), rl.Sampling()) as stream:
+            await anext(stream)
+
+    with pytest.raises(rl.DataError, match=r"yielded a row of group (7|8|9), and its call has 0, 1, 2"):
+        simulate(script)
+
+
 def test_the_completions_of_a_prompt_stay_on_one_rank_also_where_they_were_aborted() -> None:
-    async def script() -> list[Batch]:
+    async def script() -> list[rl.Batch]:
         sampler = delayed(Telling, generate=Lognormal(1.0, 1.0))
-        mesh = await Mesh.reserve(LocalEngine(), 2, Resources(cpus=0))
+        mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
         made, policy = await mesh.spawn(sampler, SAMPLER), FakePolicy(POLICY)
-        batches: list[Batch] = []
-        await publish(policy, made)
-        async with rollouts(made, prompts(4), Sampling(n=4), ahead=2, swap="abort") as stream:
+        batches: list[rl.Batch] = []
+        await rl.publish(policy, made)
+        async with rl.rollouts(made, prompts(4), rl.Sampling(n=4), ahead=2, swap="abort") as stream:
             async for batch in stream:
                 batches.append(batch)
-                policy._made += 1
-                await publish(policy, stream)
+                await policy.update(batch, rl.CrossEntropy())
+                await rl.publish(policy, stream)
                 if len(batches) == 10:
                     break
         return batches
 
-    whole = Batch.concat(simulate(script))
+    whole = rl.Batch.concat(simulate(script))
     ranks = whole.row("rank").reshape(-1, 4)
     moved = (ranks != ranks[:, :1]).any(axis=1)
     versions = whole.row("oldest_version").reshape(-1, 4)

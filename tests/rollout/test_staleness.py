@@ -1,159 +1,188 @@
-"""The arithmetic of the bound, over every order of events that a stream can see."""
+"""How many prompts a stream draws, which groups make a batch, and how old it says that they are."""
 
-import random
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from meshrl.errors import DataError
-from meshrl.rollout.staleness import Late, StalenessLedger
+from meshrl import Batch, CrossEntropy, DataError, PolicyConfig, SamplerConfig, Sampling, Weights, publish, rollouts
+from meshrl.rollout import Rollouts
+from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
 
-
-def drawn(ledger: StalenessLedger, first: int) -> list[int]:
-    labels = list(range(first, first + ledger.room))
-    for label in labels:
-        ledger.draw(label)
-    return labels
+POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
 
 
-def publish(ledger: StalenessLedger, weights: int) -> None:
-    ledger.check(weights)
-    if ledger.announce():
-        ledger.publish(weights)
+def prompts(count: int, size: int) -> list[Batch]:
+    """Groups of which the first has the longest answer, so the sampler yields it last."""
+    return [
+        Batch.of(
+            prompt=["?"] * size,
+            answer=["long" if group == 0 else "a" for group in range(first, first + size)],
+            groups=np.arange(first, first + size),
+        )
+        for first in range(0, count, size)
+    ]
 
 
-@given(
-    size=st.integers(1, 4),
-    ahead=st.integers(0, 4),
-    late=st.sampled_from(["wait", "drop"]),
-    loss=st.sampled_from([0.0, 0.2]),
-    seed=st.integers(0, 2**32),
-)
-def test_whatever_finishes_when_nothing_trained_is_older_than_the_bound(
-    size: int, ahead: int, late: Late, loss: float, seed: int
-) -> None:
-    chance = random.Random(seed)
-    ledger = StalenessLedger(size, ahead, late)
-    weights, labels, trained, restarted = 0, 0, list[int](), 0
-    started: dict[int, int] = {}
-    while ledger.batches < 12:
-        new = drawn(ledger, labels)
-        labels += len(new)
-        started |= dict.fromkeys(new, weights)
-        assert ledger.delivered + len(ledger.groups) == ledger.capacity
-        running = [label for label, group in ledger.groups.items() if not group.finished]
-        if running and (chance.random() < 0.7 or ledger.ready < size):
-            label = chance.choice(running)
-            if chance.random() < loss:
-                ledger.restart(label)
-                restarted += 1
-            elif chance.random() < loss:
-                ledger.drop([label], "filtered")
-            else:
-                ledger.finish(label, started[label])
-        stale = ledger.too_old()
-        assert not stale or late == "drop" or loss
-        ledger.drop(stale, "stale")
-        taken = ledger.take()
-        if taken is not None:
-            assert len(taken) == size
-            assert taken == sorted(taken)
-            trained += taken
-            assert all(weights - started[label] <= ahead for label in taken)
-            assert ledger.staleness([started[label] for label in taken]) == [
-                weights - started[label] for label in taken
-            ]
-            weights += 1
-            publish(ledger, weights)
-    assert len(set(trained)) == len(trained) == 12 * size
-    assert len(trained) + ledger.dropped.total() + len(ledger.groups) + restarted == labels
+@dataclass
+class FirstIsSlow(Latency):
+    """Group 0 takes long."""
+
+    seconds: float
+
+    def draw(self, random: Random, batch: Batch | None) -> float:
+        assert batch is not None
+        return self.seconds if 0 in batch.groups else 0.1
 
 
-@given(size=st.integers(1, 5), ahead=st.integers(0, 4), seed=st.integers(0, 2**32))
-def test_a_ledger_whose_groups_are_all_finished_never_waits(size: int, ahead: int, seed: int) -> None:
-    chance = random.Random(seed)
-    ledger = StalenessLedger(size, ahead)
-    labels = 0
-    for weights in range(1, 12):
-        new = drawn(ledger, labels)
-        labels += len(new)
-        for label in chance.sample(list(ledger.groups), len(ledger.groups)):
-            if not ledger.groups[label].finished:
-                ledger.finish(label, weights - 1)
-        assert ledger.take() is not None
-        publish(ledger, weights)
+async def train(stream: Rollouts, policy: FakePolicy) -> list[Batch]:
+    """All batches of a stream, a second each."""
+    batches: list[Batch] = []
+    async for batch in stream:
+        batches.append(batch)
+        await policy.update(batch, CrossEntropy())
+        await publish(policy, stream)
+    return batches
+
+
+def late_first_group(late: str, seconds: float) -> tuple[list[list[int]], list[list[int]], dict[str, int], int]:
+    """By batch its groups and their staleness; then what was dropped, and how many batches waited."""
+
+    async def script() -> tuple[list[Batch], dict[str, int], int]:
+        policy = delayed(FakePolicy, update=1.0)(POLICY)
+        sampler = delayed(FakeSampler, generate=FirstIsSlow(seconds))(SAMPLER)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(8, 2), Sampling(), ahead=1, late=late) as stream:  # type: ignore[arg-type]
+            return await train(stream, policy), dict(stream.dropped), stream.waited
+
+    batches, dropped, waited = simulate(script)
+    groups = [batch.groups.tolist() for batch in batches]
+    return groups, [batch.row("staleness").tolist() for batch in batches], dropped, waited
 
 
 def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
-    ledger = StalenessLedger(size=2, ahead=1)
-    first = drawn(ledger, 0)
-    for label in first[1:]:
-        ledger.finish(label, 0)
-    assert ledger.take() == [1, 2]
-    publish(ledger, 1)
-    for label in drawn(ledger, 4):
-        ledger.finish(label, 1)
-    assert ledger.take() is None
-    ledger.finish(0, 0)
-    assert ledger.take() == [0, 3]
-    assert ledger.waited == 1
+    groups, staleness, dropped, waited = late_first_group("wait", 10.0)
+    assert groups[:2] == [[1, 3], [0, 2]]
+    assert staleness[:2] == [[0, 0], [1, 1]]
+    assert sorted(chain.from_iterable(groups)) == list(range(8))
+    assert (dropped, waited) == ({}, 1)
 
 
 def test_a_batch_that_may_drop_waits_for_nobody() -> None:
-    ledger = StalenessLedger(size=2, ahead=1, late="drop")
-    for label in drawn(ledger, 0)[1:]:
-        ledger.finish(label, 0)
-    assert ledger.take() == [1, 2]
-    publish(ledger, 1)
-    for label in drawn(ledger, 4):
-        ledger.finish(label, 1)
-    assert ledger.take() == [3, 4]
-    publish(ledger, 2)
-    ledger.finish(0, 0)
-    assert ledger.too_old() == [0]
-    ledger.drop([0], "stale")
-    assert ledger.room == 3
-    assert ledger.dropped == {"stale": 1}
+    groups, staleness, dropped, waited = late_first_group("drop", 10.0)
+    assert groups[:2] == [[1, 3], [2, 5]]
+    assert staleness[:2] == [[0, 0], [1, 0]]
+    assert sorted(chain.from_iterable(groups)) == list(range(1, 8))
+    assert (dropped, waited) == ({"stale": 1}, 0)
 
 
 def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
-    ledger = StalenessLedger(size=1, ahead=1)
-    publish(ledger, 7)
-    drawn(ledger, 0)
-    ledger.finish(0, 7)
-    ledger.take()
-    publish(ledger, 11)
-    assert ledger.version == 1
-    assert ledger.version_of(7) == 0
-    assert ledger.version_of(11) == 1
-    with pytest.raises(DataError, match="version 9 were published after those of version 11"):
-        publish(ledger, 9)
+    class Jumping(FakePolicy):
+        numbers = iter((7, 11, 15, 9))
+
+        async def weights(self) -> Weights:
+            return Weights(next(self.numbers), (await super().weights()).tensors)
+
+    async def script() -> list[tuple[int, int]]:
+        policy, sampler = Jumping(POLICY), FakeSampler(SAMPLER)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(20, 2), Sampling(), ahead=1) as stream:
+            ages: list[tuple[int, int]] = []
+            for _ in range(2):
+                batch = await anext(stream)
+                ages += zip(batch.row("staleness").tolist(), batch.row("oldest_version").tolist(), strict=True)
+                await publish(policy, stream)
+            with pytest.raises(DataError, match="version 9 were published after those of version 15"):
+                await publish(policy, stream)
+        return ages
+
+    assert simulate(script) == [(0, 7), (0, 7), (1, 7), (1, 7)]
 
 
-def test_a_prompt_drawn_twice_is_refused() -> None:
-    ledger = StalenessLedger(size=2, ahead=0)
-    ledger.draw(5)
-    with pytest.raises(DataError, match="group 5 was drawn again"):
-        ledger.draw(5)
+class Noting(FakeSampler):
+    """Notes which groups it is asked for."""
+
+    drawn: list[int]
+
+    def __init__(self, config: SamplerConfig) -> None:
+        super().__init__(config)
+        self.drawn = []
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        self.drawn += prompts.groups.tolist()
+        async for rows in super().generate(prompts, sampling):
+            yield rows
 
 
-def test_a_publication_that_is_on_its_way_counts_for_the_bound_and_not_for_room() -> None:
-    ledger = StalenessLedger(size=1, ahead=0)
-    ledger.draw(0)
-    ledger.finish(0, 0)
-    assert ledger.announce()
-    assert ledger.too_old() == [0]
-    assert ledger.room == 0
-    ledger.withdraw()
-    assert ledger.take() == [0]
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_as_many_prompts_are_drawn_as_the_bound_allows_and_no_more(ahead: int) -> None:
+    """However often weights are published between two batches, and not before they have come."""
+
+    async def script() -> None:
+        policy, sampler = FakePolicy(POLICY), delayed(Noting, load=5.0)(SAMPLER)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(40, 2), Sampling(), ahead=ahead) as stream:
+            await policy.update(await anext(stream), CrossEntropy())
+            await asyncio.sleep(100)
+            assert len(sampler.drawn) == 2 * (ahead + 1)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(publish(policy, stream))
+                await asyncio.sleep(4)
+                assert len(sampler.drawn) == 2 * (ahead + 1), "the publication is on its way"
+            for _ in range(2):
+                await publish(policy, stream)
+            await asyncio.sleep(100)
+            assert len(sampler.drawn) == 2 * (ahead + 2)
+            assert (await anext(stream)).row("staleness").max() <= ahead
+
+    with capture_logs():
+        simulate(script)
 
 
-def test_publishing_twice_a_batch_gives_no_more_room() -> None:
-    ledger = StalenessLedger(size=2, ahead=1)
-    for label in drawn(ledger, 0):
-        ledger.finish(label, 0)
-    ledger.take()
-    for weights in (1, 2, 3):
-        publish(ledger, weights)
-    assert ledger.room == 2
+def test_a_publication_that_is_on_its_way_counts_for_the_bound() -> None:
+    """The policy is ahead of what the sampler has: rows that the bound allowed before are too old."""
+
+    async def script() -> tuple[list[int], list[int], dict[str, int]]:
+        policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, load=5.0)(SAMPLER)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(12, 2), Sampling(), ahead=1) as stream:
+            trained = await anext(stream)
+            await policy.update(trained, CrossEntropy())
+            await publish(policy, stream)
+            await asyncio.sleep(100)
+            await policy.update(trained, CrossEntropy())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(publish(policy, stream))
+                await asyncio.sleep(1)
+                batch = await anext(stream)
+            return batch.groups.tolist(), batch.row("staleness").tolist(), dict(stream.dropped)
+
+    with capture_logs() as logged:
+        assert simulate(script) == ([4, 5], [1, 1], {"stale": 2})
+    assert any("publish once for each batch" in line["event"] for line in logged)
+
+
+def test_a_publication_that_failed_makes_nothing_older() -> None:
+    async def script() -> list[list[int]]:
+        policy, sampler = crashing(FakePolicy, weights=[3])(POLICY), FakeSampler(SAMPLER)
+        await publish(policy, sampler)
+        ages: list[list[int]] = []
+        async with rollouts(sampler, prompts(12, 2), Sampling(), ahead=1) as stream:
+            async for batch in stream:
+                ages.append(batch.row("staleness").tolist())
+                await policy.update(batch, CrossEntropy())
+                try:
+                    await publish(policy, stream)
+                except Crash:
+                    await publish(policy, stream)
+            assert not stream.dropped
+        return ages
+
+    ages = simulate(script)
+    assert len(ages) == 6
+    assert max(map(max, ages)) == 1

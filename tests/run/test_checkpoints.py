@@ -10,70 +10,54 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from meshrl import (
-    Batch,
-    Critic,
-    CriticConfig,
-    CrossEntropy,
-    MeshConfig,
-    Metrics,
-    Policy,
-    PolicyConfig,
-    Run,
-    RunConfig,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Step
 from meshrl.report.reading import read_events
 from meshrl.roles import RoleConfig, Stateful
-from meshrl.tasks.cursor import IntervalSet
 from meshrl.testing import FakePolicy
 
-FAKE = PolicyConfig(backend="fake", model="none")
-TASK = Task(train=Batch.of(prompt=list("abcdefgh"), answer=list("12345678")), held_out=Batch.of(prompt=[]))
-Script = Callable[[Run], Coroutine[None, None, None]]
+FAKE = rl.PolicyConfig(backend="fake", model="none")
+TASK = rl.Task(train=rl.Batch.of(prompt=list("abcdefgh"), answer=list("12345678")), held_out=rl.Batch.of(prompt=[]))
+Script = Callable[[rl.Run], Coroutine[None, None, None]]
 
 
 class Killed(BaseException):
     """Ends a run where it stands."""
 
 
-def config(folder: Path, **changes: object) -> RunConfig:
+def config(folder: Path, **changes: object) -> rl.RunConfig:
     table = {"name": "mine", "folder": str(folder), "checkpoint_every": 2, "resume": True, **changes}
-    return RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})  # type: ignore[arg-type]
+    return rl.RunConfig(**table, meshes={"main": rl.MeshConfig(cpus=0)})  # type: ignore[arg-type]
 
 
 async def run(script: Script, folder: Path, **changes: object) -> Path:
     """Run a script until it ends or is killed; the run's folder."""
     with capture_logs(), suppress(Killed):
-        async with Run(config(folder, **changes)) as under_way:
+        async with rl.Run(config(folder, **changes)) as under_way:
             await script(under_way)
     return folder / str(changes.get("name", "mine"))
+
+
+async def teach(policy: rl.Policy, batch: rl.Batch) -> None:
+    await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), rl.CrossEntropy())
 
 
 def counting(steps: int, dies_in: int = -1, seen: list[int] | None = None) -> Script:
     """A script that trains on each batch of two prompts, and records which it was."""
 
-    async def script(run: Run) -> None:
-        policy = await run.spawn(Policy, FAKE)
+    async def script(run: rl.Run) -> None:
+        policy = await run.spawn(rl.Policy, FAKE)
         rows = TASK.batches(2, run.seed)
         async for step in run.steps(steps):
             batch = next(rows)
-            await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), CrossEntropy())
+            await teach(policy, batch)
             if seen is not None:
                 seen.append(step)
             first = float(batch.groups[0])
-            await run.record(Metrics.of(group=(first, 1.0)), batch, reward=step / 10)
+            await run.record(rl.Metrics.of(group=(first, 1.0)), batch, reward=step / 10)
             if step == dies_in:
                 raise Killed
 
@@ -169,8 +153,9 @@ class Failing(FakePolicy):
             raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("meanwhile", [False, True], ids=["", "while it trains on"])
-@pytest.mark.parametrize("how", ["fails", "fails later", "hangs"])
+@pytest.mark.parametrize(
+    ("how", "meanwhile"), [("fails", True), ("fails later", False), ("fails later", True), ("hangs", False)]
+)
 async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meanwhile: bool
 ) -> None:
@@ -179,7 +164,7 @@ async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one
     monkeypatch.setattr(Failing, "made", 0)
     hangs = how == "hangs"
     with pytest.raises(TimeoutError if hangs else Exception, match=None if hangs else "No space left on device"):
-        async with asyncio.timeout(1 if hangs else 60):
+        async with asyncio.timeout(1 if hangs else None):
             await run(counting(9), tmp_path, checkpoint_async=meanwhile)
     assert names(tmp_path / "mine") == ["step-000002"]
     seen: list[int] = []
@@ -195,7 +180,7 @@ async def test_what_is_measured_once_is_in_the_checkpoint(tmp_path: Path) -> Non
             measured.append(name)
             return {"greedy": 0.1 + 0.2, "sampled": math.nan}
 
-        async def counted(run: Run) -> None:
+        async def counted(run: rl.Run) -> None:
             before = await run.once("before", lambda: measure("before"))
             assert before["greedy"] == 0.1 + 0.2
             assert math.isnan(before["sampled"])
@@ -213,13 +198,15 @@ async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> No
     seen: list[tuple[str, int, int]] = []
 
     def script(dies_in: int) -> Script:
-        async def two(run: Run) -> None:
-            policy = await run.spawn(Policy, FAKE)
+        async def two(run: rl.Run) -> None:
+            policy = await run.spawn(rl.Policy, FAKE)
             first, second = TASK.batches(2, run.seed), TASK.batches(2, run.seed + 1)
             for name, rows, count in (("first", first, 3), ("second", second, 5)):
                 async for step in run.steps(count):
                     batch = next(rows)
-                    await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), CrossEntropy())
+                    await policy.update(
+                        await policy.encode(batch.assign(completion=batch["answer"])), rl.CrossEntropy()
+                    )
                     seen.append((name, step, int(batch.groups[0]) % 2**40))
                     if name == "second" and step == dies_in:
                         raise Killed
@@ -244,8 +231,8 @@ async def test_rows_that_a_script_looks_at_before_its_loop_are_the_same_again(tm
     trained: list[int] = []
 
     def script(dies_in: int) -> Script:
-        async def looking(run: Run) -> None:
-            await run.spawn(Policy, FAKE)
+        async def looking(run: rl.Run) -> None:
+            await run.spawn(rl.Policy, FAKE)
             rows = TASK.batches(2, run.seed)
             looked.append(next(rows).groups.tolist())
             async for step in run.steps(5):
@@ -270,17 +257,17 @@ async def test_rows_of_older_weights_than_the_checkpoints_are_refused(tmp_path: 
     """The sampler of a run that goes on has the weights that it was made with, until somebody publishes."""
 
     def script(dies: bool, publishes: bool) -> Script:
-        async def streaming(run: Run) -> None:
-            policy = await run.spawn(Policy, FAKE)
-            sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
+        async def streaming(run: rl.Run) -> None:
+            policy = await run.spawn(rl.Policy, FAKE)
+            sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
             if publishes:
-                await publish(policy, sampler)
-            async with rollouts(sampler, TASK.batches(2, run.seed), Sampling(), ahead=1) as stream:
+                await rl.publish(policy, sampler)
+            async with rl.rollouts(sampler, TASK.batches(2, run.seed), rl.Sampling(), ahead=1) as stream:
                 async for step in run.steps(5):
                     batch = await anext(stream)
                     assert step - batch.row("oldest_version").min() <= 1
-                    await policy.update(batch, CrossEntropy())
-                    await publish(policy, stream)
+                    await policy.update(batch, rl.CrossEntropy())
+                    await rl.publish(policy, stream)
                     if dies and step == 3:
                         raise Killed
 
@@ -299,13 +286,13 @@ async def test_other_prompts_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_number_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    def prompts() -> Iterator[Batch]:
-        yield Batch.of(prompt=["a", "b"], answer=["1", "2"], groups=np.arange(2))
+    def prompts() -> Iterator[rl.Batch]:
+        yield rl.Batch.of(prompt=["a", "b"], answer=["1", "2"], groups=np.arange(2))
 
-    async def twice(run: Run) -> None:
-        sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
+    async def twice(run: rl.Run) -> None:
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
         for _ in range(2):
-            async with rollouts(sampler, prompts(), Sampling()) as stream:
+            async with rl.rollouts(sampler, prompts(), rl.Sampling()) as stream:
                 await anext(stream)
 
     with pytest.raises(DataError, match=r"prompt 0 \(`groups`\) came to a stream of rollouts a second time"):
@@ -315,7 +302,7 @@ async def test_a_number_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
     def script(*roles: tuple[Callable[..., Stateful], RoleConfig]) -> Script:
-        async def spawning(run: Run) -> None:
+        async def spawning(run: rl.Run) -> None:
             for role, config in roles:
                 await run.spawn(role, config)
             async for step in run.steps(5):
@@ -324,7 +311,7 @@ async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
 
         return spawning
 
-    policy, critic = (Policy, FAKE), (Critic, CriticConfig(backend="fake", model="none"))
+    policy, critic = (rl.Policy, FAKE), (rl.Critic, rl.CriticConfig(backend="fake", model="none"))
     await run(script(policy, critic), tmp_path)
     with pytest.raises(ConfigError, match="step-000002 has 1-critic, which the script has not spawned or kept"):
         await run(script(policy), tmp_path)
@@ -339,19 +326,3 @@ async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
         DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint of the resumed run was written"
     ):
         await run(counting(9), tmp_path)
-
-
-NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
-
-
-@given(st.lists(NUMBERS, max_size=5), NUMBERS, NUMBERS)
-def test_ranges_are_sets(added: list[list[int]], removed: list[int], asked: list[int]) -> None:
-    ranges, numbers = IntervalSet(), set[int]()
-    for some in added:
-        ranges.add(np.array(some, np.int64))
-        numbers |= set(some)
-    for each, expected in ((ranges, numbers), (ranges.without(removed), numbers - set(removed))):
-        assert each.has(np.array(asked, np.int64)).tolist() == [number in expected for number in asked]
-        assert sum(end - first for first, end in each.pairs) == len(expected)
-        assert all(end < first for (_, end), (first, _) in zip(each.pairs, each.pairs[1:], strict=False))
-        assert IntervalSet(each.pairs).pairs == each.pairs

@@ -69,7 +69,7 @@ async def test_a_resumed_run_makes_the_choices_of_one_without_a_break(
     Path("sums.jsonl").write_text("\n".join(sums), "utf-8")
     whole = told(await train("whole", ahead))
     assert 0 < whole[3][1] < 10  # some are left out by then
-    for dies in (2, 4, 6):
+    for dies in (2, 6) if not ahead else (4,):
         with pytest.raises(Killed):
             await train(f"dies{dies}", ahead, dies)
         folder = await train(f"dies{dies}", ahead)

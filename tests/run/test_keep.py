@@ -1,50 +1,15 @@
 """State of a script's own, which a run keeps in its checkpoints."""
 
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
-from meshrl import (
-    Batch,
-    CrossEntropy,
-    MeshConfig,
-    Policy,
-    PolicyConfig,
-    Replicate,
-    Resources,
-    Run,
-    RunConfig,
-    Same,
-    Stateful,
-    Task,
-    endpoint,
-)
+import meshrl as rl
 from meshrl.errors import ConfigError, DataError
-
-FAKE = PolicyConfig(backend="fake", model="none")
-TASK = Task(train=Batch.of(prompt=list("abcdefgh"), answer=list("12345678")), held_out=Batch.of(prompt=[]))
-Script = Callable[[Run], Coroutine[None, None, None]]
-
-
-class Killed(BaseException):
-    """Ends a run where it stands."""
-
-
-async def run(script: Script, folder: Path, name: str = "mine") -> Path:
-    """Run a script until it ends or is killed; the run's folder."""
-    config = RunConfig(
-        name=name, folder=str(folder), checkpoint_every=2, resume=True, meshes={"main": MeshConfig(cpus=0)}
-    )
-    with capture_logs(), suppress(Killed):
-        async with Run(config) as under_way:
-            await script(under_way)
-    return folder / name
+from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, run
 
 
 def bits(folder: Path) -> list[dict[str, float]]:
@@ -53,17 +18,17 @@ def bits(folder: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in lines]
 
 
-class Replay(Stateful):
+class Replay(rl.Stateful):
     """The batches of the last two steps."""
 
     def __init__(self) -> None:
-        self.kept: deque[Batch] = deque(maxlen=2)
+        self.kept: deque[rl.Batch] = deque(maxlen=2)
 
-    @endpoint
-    async def exchange(self, batch: Replicate[Batch]) -> Same[Batch]:
+    @rl.endpoint
+    async def exchange(self, batch: rl.Replicate[rl.Batch]) -> rl.Same[rl.Batch]:
         """What was kept, and this batch, which is kept from here on."""
         self.kept.append(batch)
-        return Batch.concat(list(self.kept))
+        return rl.Batch.concat(list(self.kept))
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         Path(folder).mkdir()
@@ -73,15 +38,15 @@ class Replay(Stateful):
     async def restore(self, folder: str) -> None:
         content = (Path(folder) / "rows").read_bytes()
         wires = msgspec.msgpack.decode(content, type=list[tuple[bytes, list[bytes]]])
-        self.kept.extend(Batch.from_wire(*wire) for wire in wires)
+        self.kept.extend(rl.Batch.from_wire(*wire) for wire in wires)
 
 
 def replaying(on_a_mesh: bool, name: str | None = "memory", dies_in: int = -1) -> Script:
     """A script that trains on the rows of its last two steps."""
 
-    async def script(run: Run) -> None:
-        policy = await run.spawn(Policy, FAKE)
-        memory = await (await run.mesh(1, Resources(cpus=0))).spawn(Replay) if on_a_mesh else Replay()
+    async def script(run: rl.Run) -> None:
+        policy = await run.spawn(rl.Policy, FAKE)
+        memory = await (await run.mesh(1, rl.Resources(cpus=0))).spawn(Replay) if on_a_mesh else Replay()
         if name:
             await run.keep(name, memory)
         rows = TASK.batches(2, run.seed)
@@ -90,7 +55,7 @@ def replaying(on_a_mesh: bool, name: str | None = "memory", dies_in: int = -1) -
             rewards = np.sqrt(batch.groups + 0.5).astype(np.float32)
             fresh = await policy.encode(batch.assign(completion=batch["answer"], rewards=rewards))
             every = await memory.exchange(fresh)
-            metrics = await policy.update(every, CrossEntropy())
+            metrics = await policy.update(every, rl.CrossEntropy())
             await run.record(metrics, every, trained=len(every), mixed=float(every.rewards.sum()))
             if step == dies_in:
                 raise Killed
@@ -122,10 +87,10 @@ async def test_what_could_not_be_kept_is_refused_at_once(tmp_path: Path) -> None
     class Memory:
         async def checkpoint(self, folder: str, wait: bool = True) -> None: ...
 
-    async def unfit(run: Run) -> None:
+    async def unfit(run: rl.Run) -> None:
         await run.keep("memory", Memory())  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
 
-    async def late(run: Run) -> None:
+    async def late(run: rl.Run) -> None:
         async for _ in run.steps(2):
             await run.keep("memory", Replay())
 

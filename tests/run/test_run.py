@@ -5,27 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import (
-    Critic,
-    CriticConfig,
-    MeshConfig,
-    Policy,
-    PolicyConfig,
-    RankFailed,
-    Reference,
-    ReferenceConfig,
-    Run,
-    RunConfig,
-    Sampler,
-    SamplerConfig,
-    Weights,
-    ranks,
-)
+import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 
 
-def config(folder: Path) -> RunConfig:
-    return RunConfig(folder=str(folder), meshes={"main": MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
+def config(folder: Path) -> rl.RunConfig:
+    return rl.RunConfig(folder=str(folder), meshes={"main": rl.MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
 
 
 @pytest.mark.parametrize(
@@ -40,42 +25,42 @@ def config(folder: Path) -> RunConfig:
 def test_meshes_that_would_wait_for_each_other_in_one_process_have_several(
     meshes: dict[str, dict[str, object]], engine: str
 ) -> None:
-    assert RunConfig.model_validate({"meshes": meshes}).engine == engine
-    assert RunConfig.model_validate({"meshes": meshes, "engine": "ray"}).engine == "ray"
+    assert rl.RunConfig.model_validate({"meshes": meshes}).engine == engine
+    assert rl.RunConfig.model_validate({"meshes": meshes, "engine": "ray"}).engine == "ray"
 
 
 async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path) -> None:
-    async with Run(config(tmp_path)) as run:
-        policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
-        critic = await run.spawn(Critic, CriticConfig(backend="fake", model="none", axes={"pp": 2, "dp": 2}))
-        reference = await run.spawn(Reference, ReferenceConfig(backend="fake", model="none"))
-        assert isinstance(policy, Policy)
-        assert [rank.axes for rank in ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
-        assert [rank.axes for rank in ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
-        assert [rank.axes for rank in ranks(reference)] == [{"dp": dp} for dp in range(4)]
+    async with rl.Run(config(tmp_path)) as run:
+        policy = await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
+        critic = await run.spawn(rl.Critic, rl.CriticConfig(backend="fake", model="none", axes={"pp": 2, "dp": 2}))
+        reference = await run.spawn(rl.Reference, rl.ReferenceConfig(backend="fake", model="none"))
+        assert isinstance(policy, rl.Policy)
+        assert [rank.axes for rank in rl.ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
+        assert [rank.axes for rank in rl.ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
+        assert [rank.axes for rank in rl.ranks(reference)] == [{"dp": dp} for dp in range(4)]
 
 
 async def test_a_fake_reference_takes_a_fake_policys_weights(tmp_path: Path) -> None:
-    async with Run(config(tmp_path)) as run:
-        policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
-        reference = await run.spawn(Reference, ReferenceConfig(backend="fake", model="none"))
+    async with rl.Run(config(tmp_path)) as run:
+        policy = await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
+        reference = await run.spawn(rl.Reference, rl.ReferenceConfig(backend="fake", model="none"))
         await reference.load(await policy.weights())
-        with pytest.raises(RankFailed, match=r"version 3 are of another model: .* and these have strange"):
-            await reference.load(Weights(3, {"strange": np.zeros(1)}))
+        with pytest.raises(rl.RankFailed, match=r"version 3 are of another model: .* and these have strange"):
+            await reference.load(rl.Weights(3, {"strange": np.zeros(1)}))
 
 
 async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path: Path) -> None:
-    async with Run(config(tmp_path)) as run:
+    async with rl.Run(config(tmp_path)) as run:
         with pytest.raises(
             ConfigError, match=r"'tp': 3} multiply to 6, and the mesh 'main' has ranks = 4: choose sizes"
         ):
-            await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", axes={"dp": 2, "tp": 3}))
+            await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none", axes={"dp": 2, "tp": 3}))
         with pytest.raises(ConfigError, match=r"the mesh 'aside' has ranks = 1: .* or set run\.meshes\.aside\.ranks"):
-            await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", mesh="aside", axes={"dp": 2}))
+            await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none", mesh="aside", axes={"dp": 2}))
 
 
 async def test_a_loop_has_no_fewer_than_no_steps(tmp_path: Path) -> None:
-    async with Run(config(tmp_path)) as run:
+    async with rl.Run(config(tmp_path)) as run:
         assert [step async for step in run.steps(0)] == []
         with pytest.raises(DataError, match=r"run\.steps\(-1\): the number of steps must be at least 0"):
             run.steps(-1)

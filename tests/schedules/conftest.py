@@ -3,9 +3,11 @@
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from itertools import chain, product
 from pathlib import Path
 from random import Random
@@ -65,16 +67,18 @@ class Diary(FakePolicy):
 
 @dataclass
 class Faults(Latency):
-    """What calls of the roles take; one of them fails, and all after it do not."""
+    """What calls of the roles take; one of them fails."""
 
     at: int = 0
     """Its number, from 1."""
     error: Callable[[], Exception] = Exception
+    lasts: bool = False
+    """Whether all after it fail, too."""
     calls: int = 0
 
     def draw(self, random: Random, batch: Batch | None) -> float:
         self.calls += 1
-        if self.calls == self.at:
+        if self.calls == self.at or (self.lasts and self.calls > self.at):
             raise self.error()
         return Lognormal(0.3, 1).draw(random, batch)
 
@@ -86,20 +90,28 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     policy = delayed(Diary, update=takes, weights=takes, logprobs=takes, written=takes)
     critic = delayed(FakeCritic, update=takes, advantages=takes)
     roles = {
-        "Policy": delayed(policy, checkpoint=takes, restore=takes, save=takes),
-        "Critic": delayed(critic, checkpoint=takes, restore=takes, save=takes),
-        "Sampler": delayed(FakeSampler, generate=takes, load=takes),
-        "Reward": delayed(FakeReward, score=takes),
-        "Reference": delayed(FakeReference, logprobs=takes),
+        "FakePolicy": delayed(policy, checkpoint=takes, restore=takes, save=takes),
+        "FakeCritic": delayed(critic, checkpoint=takes, restore=takes, save=takes),
+        "FakeSampler": delayed(FakeSampler, generate=takes, load=takes),
+        "FakeReward": delayed(FakeReward, score=takes),
+        "FakeReference": delayed(FakeReference, logprobs=takes),
     }
-    monkeypatch.setattr("meshrl.run.run.implementation", lambda role, _: roles[role.__name__])
+    for name, role in roles.items():
+        monkeypatch.setattr(f"meshrl.testing.{name}", role)
     monkeypatch.setattr(Task, "load", lambda _: task())
     return takes
 
 
 @pytest.fixture(autouse=True)
-def _collected_fast() -> Iterator[None]:
-    """Hundreds of simulations each collect their own garbage: not all that was there before."""
+def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What each of many runs would pay for again.
+
+    No run waits for a real disk, or looks for backends in other packages than meshrl, and hundreds of simulations each
+    collect their own garbage, not all that was there before.
+    """
+    own = [metadata.distribution("meshrl")]
+    monkeypatch.setattr("importlib.metadata.distributions", lambda **_: own)
+    monkeypatch.setattr("os.fsync", lambda _: None)
     gc.collect()
     gc.freeze()
     yield
@@ -140,7 +152,8 @@ class Setting:
         fake = {"backend": "fake", "model": "none"}
         table = {
             "task": {"source": "none"},
-            "policy": fake,
+            **dict.fromkeys(("policy", "sampler", "reference"), fake),
+            **({"critic": fake} if self.algorithm == "ppo" else {}),
             "reward": {"backend": "fake"},
             "sampling": {"n": 2},
             "prompts": PROMPTS,
@@ -166,6 +179,36 @@ class Setting:
 
 
 SETTINGS = [Setting(*each) for each in product(("grpo", "ppo"), (0, 1, 3), (False, True))]
+FEW = [Setting("grpo", 0, True), Setting("ppo", 0, False), Setting("grpo", 3, False), Setting("ppo", 1, True)]
+"""Each two values beside each other."""
+SOME_OR_ALL = [
+    pytest.param(FEW, 10, id="some"),
+    *(
+        pytest.param(
+            [each for each in SETTINGS if each.ahead == ahead], None, marks=pytest.mark.wide, id=f"all-{ahead}"
+        )
+        for ahead in (0, 1, 3)
+    ),
+]
+"""Settings, and at how many places each is disturbed: all where there is no number."""
+
+
+def spread(count: int, most: int | None) -> Sequence[int]:
+    """All of so many places; or one in each of `most` equal stretches, the same each time."""
+    if most is None or count <= most:
+        return range(count)
+    draw = Random(count)
+    return [draw.randrange(each * count // most, (each + 1) * count // most) for each in range(most)]
+
+
+@contextmanager
+def disturbed(setting: Setting, how: str) -> Generator[None]:
+    """What fails inside says in which run."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"{setting}: {how}")
+        raise
 
 
 def check_kept(folder: Path, setting: Setting) -> None:

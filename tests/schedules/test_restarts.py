@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -13,13 +14,12 @@ from structlog.testing import capture_logs
 
 from meshrl import LocalEngine, Resources, RunConfig
 from meshrl.engines.local import LocalSlot
-from meshrl.errors import ConfigError, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
+from meshrl.errors import ConfigError, DataLost, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
 from meshrl.events import Event, Restart
 from meshrl.report import read_run, render
 from meshrl.run import Run, run_job
-from meshrl.run.restarts import is_fault_of_a_machine
 from meshrl.testing import simulate
-from tests.schedules.conftest import SETTINGS, Faults, Setting, check_kept, outcome
+from tests.schedules.conftest import SETTINGS, Faults, Setting, check_kept, disturbed, outcome, spread
 
 
 def died() -> EngineDied:
@@ -34,28 +34,36 @@ def summary(folder: Path) -> dict[str, object]:
     return msgspec.json.decode((folder / "run/summary.json").read_bytes(), type=dict[str, object])
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS if not each.meanwhile], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        pytest.param([Setting("grpo", 0, False), Setting("ppo", 3, False)], 12, id="some"),
+        pytest.param([each for each in SETTINGS if not each.meanwhile], None, marks=pytest.mark.wide, id="all"),
+    ],
+)
 def test_a_fault_at_any_await_of_a_role_costs_nothing(
-    setting: Setting, tmp_path: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
+    settings: list[Setting], most: int | None, tmp_path: Path, faults: Faults
 ) -> None:
-    with capture_logs():
-        simulate(lambda: setting.run(tmp_path / "whole", restarts=1))
-    whole, calls = outcome(tmp_path / "whole", setting), faults.calls
-    assert "restarts" not in summary(tmp_path / "whole")
-    faults.error = died
-    for at in range(1, calls + 1):
-        folder = tmp_path / str(at)
-        faults.at, faults.calls = at, 0
-        with capture_logs() as logged:
-            simulate(lambda: setting.run(folder, restarts=1))  # noqa: B023 -- called at once
-        check_kept(folder, setting)
-        told = sum("a machine failed" in line["event"] for line in logged)
-        assert summary(folder).get("restarts", 0) == told
-        assert told or setting.ahead, "what was drawn ahead and no step needed, may fail at the end"
-        if not setting.ahead:
-            assert outcome(folder, setting) == whole, f"call {at} of {calls}"
-    with capsys.disabled():
-        print(f"\n{setting}: a fault at each of {calls} calls of roles")  # noqa: T201 -- how much was tried
+    for number, setting in enumerate(settings):
+        base = tmp_path / f"{number}"
+        faults.at = faults.calls = 0
+        with capture_logs():
+            simulate(lambda: setting.run(base / "whole", restarts=1))  # noqa: B023 -- called at once, here and below
+        whole, calls = outcome(base / "whole", setting), faults.calls
+        assert "restarts" not in summary(base / "whole")
+        faults.error = died
+        for at in spread(calls, most):
+            folder = base / str(at)
+            faults.at, faults.calls = at + 1, 0
+            with disturbed(setting, f"a fault at call {at} of {calls}"):
+                with capture_logs() as logged:
+                    simulate(lambda: setting.run(folder, restarts=1))  # noqa: B023
+                check_kept(folder, setting)
+                told = sum("a machine failed" in line["event"] for line in logged)
+                assert summary(folder).get("restarts", 0) == told
+                assert told or setting.ahead, "what was drawn ahead and no step needed, may fail at the end"
+                if not setting.ahead:
+                    assert outcome(folder, setting) == whole
 
 
 def test_a_restart_is_told(tmp_path: Path, faults: Faults) -> None:
@@ -93,40 +101,29 @@ def test_what_a_failed_run_held_is_let_go_before_the_next_begins(tmp_path: Path,
 
 
 def test_a_run_ends_by_the_fault_that_no_restart_is_left_for(tmp_path: Path, faults: Faults) -> None:
-    class Always(int):
-        def __eq__(self, _: object) -> bool:
-            return True
-
-        __hash__ = int.__hash__
-
-    faults.at, faults.error = Always(), died
+    faults.at, faults.lasts, faults.error = 1, True, died
     with capture_logs() as logged, pytest.raises(RankFailed, match="the process of the engine has ended"):
         simulate(lambda: SETTINGS[0].run(tmp_path, restarts=2))
     assert sum("a machine failed" in line["event"] for line in logged) == 2
     assert summary(tmp_path)["status"] == "failed"
 
 
-def test_an_error_of_the_users_is_not_tried_again(tmp_path: Path, faults: Faults) -> None:
-    faults.at, faults.error = 40, lambda: ValueError("mine")
-    with capture_logs() as logged, pytest.raises(RankFailed, match="mine"):
-        simulate(lambda: SETTINGS[0].run(tmp_path, restarts=2))
-    assert not [line for line in logged if "a machine failed" in line["event"]]
-
-
-@pytest.mark.parametrize("at", [1, 40])
-def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Faults, at: int) -> None:
+def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Faults) -> None:
     """Also where the fault comes before the first step, and the folder of the name is another run's."""
     setting = SETTINGS[0]
-    with capture_logs():
-        simulate(lambda: setting.run(tmp_path, restarts=1))
-    whole = outcome(tmp_path, setting)
-    faults.at, faults.calls, faults.error = at, 0, died
-    with capture_logs():
-        simulate(lambda: setting.run(tmp_path, restarts=1))
-    assert summary(tmp_path)["restarts"] == 1
-    assert outcome(tmp_path, setting) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-1"]
-    assert "restarts" not in msgspec.json.decode((tmp_path / "run-1/summary.json").read_bytes())
+    for at in (1, 40):
+        folder = tmp_path / f"{at}"
+        faults.at = 0
+        with capture_logs():
+            simulate(lambda: setting.run(folder, restarts=1))  # noqa: B023 -- called at once, here and below
+        whole = outcome(folder, setting)
+        faults.at, faults.calls, faults.error = at, 0, died
+        with capture_logs():
+            simulate(lambda: setting.run(folder, restarts=1))  # noqa: B023
+        assert summary(folder)["restarts"] == 1
+        assert outcome(folder, setting) == whole
+        assert sorted(path.name for path in folder.iterdir()) == ["run", "run-1"]
+        assert "restarts" not in msgspec.json.decode((folder / "run-1/summary.json").read_bytes())
 
 
 @dataclass
@@ -187,22 +184,35 @@ def from_cause(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(
-    ("make", "is_fault"),
-    [
-        (rank_died, True),
-        (lambda: from_cause(RankFailed("Sampler", 0, {}, "generate", "", ""), died()), True),
-        (lambda: from_cause(MeshrlError("the evaluation after 2 steps failed"), rank_died()), True),
-        (lambda: ExceptionGroup("of a TaskGroup", [rank_died(), rank_died()]), True),
-        (lambda: ExceptionGroup("of a TaskGroup", [rank_died(), ValueError()]), False),
-        (lambda: from_cause(RankFailed("Reward", 0, {}, "score", "", ""), ValueError()), False),
-        (lambda: RankFailed("Reward", 0, {}, "score", "", ""), False),
-        (lambda: from_cause(ValueError("of the user's"), rank_died()), False),
-        (lambda: ConfigError("wrong"), False),
-    ],
-)
-def test_what_is_a_fault_of_a_machine(make: Callable[[], Exception], is_fault: bool) -> None:
-    assert is_fault_of_a_machine(make()) == is_fault
+def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
+    """What the script raises, and whether the run is begun again."""
+    table: list[tuple[Exception, bool]] = [
+        (rank_died(), True),
+        (from_cause(RankFailed("Sampler", 0, {}, "generate", "", ""), died()), True),
+        (from_cause(MeshrlError("the evaluation after 2 steps failed"), rank_died()), True),
+        (ExceptionGroup("of a TaskGroup", [rank_died(), rank_died()]), True),
+        (DataLost("node2", "nothing was heard of its host"), True),
+        (ExceptionGroup("of a TaskGroup", [rank_died(), ValueError()]), False),
+        (from_cause(RankFailed("Reward", 0, {}, "score", "", ""), ValueError()), False),
+        (RankFailed("Reward", 0, {}, "score", "", ""), False),
+        (from_cause(ValueError("of the user's"), rank_died()), False),
+        (ConfigError("wrong"), False),
+    ]
+    wrong: list[str] = []
+    for number, (error, again) in enumerate(table):
+        lives: list[object] = []
+
+        async def fails_once(run: object, _: object) -> None:
+            lives.append(run)  # noqa: B023 -- called at once, here and below
+            if len(lives) == 1:  # noqa: B023
+                raise error  # noqa: B023
+
+        job = SETTINGS[0].job(tmp_path / f"{number}", restarts=1)
+        job = replace(job, script=replace(job.script, function=fails_once))
+        with capture_logs(), suppress(Exception):
+            simulate(lambda: run_job(job))  # noqa: B023
+        wrong += [] if len(lives) == 1 + again else [f"{error!r}: {len(lives)} lives"]
+    assert not wrong
 
 
 def test_restarts_need_checkpoints_and_no_schedule() -> None:
