@@ -62,7 +62,7 @@ def from_afar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def engine(ray_cluster: None) -> AsyncIterator[RayEngine]:
-    made = RayEngine()
+    made = RayEngine(patience=60)
     yield made
     await made.close()
 
