@@ -192,6 +192,15 @@ async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) ->
 
 
 @pytest.mark.bits
+async def test_an_asynchronous_run_is_replayed(tmp_path: Path) -> None:
+    chosen: dict[str, object] = {"steps": 3, "ahead": 2}
+    first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)
+    again = await trained(tmp_path, "again", torch_roles(tmp_path), {**ALONE, "replay": str(first)}, **chosen)
+    assert outcome(again) == outcome(first)
+    assert len(outcome(first)[0]) == 3
+
+
+@pytest.mark.bits
 @pytest.mark.wide
 async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None:
     chosen: dict[str, object] = {"steps": 5, "ahead": 2, "evaluation": {"every": 1, "n": 2}}

@@ -1,5 +1,6 @@
 """Pages on the torch backend teach a small model: one page of each family, and the others in `wide`."""
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -194,27 +195,31 @@ PREFERENCES: dict[str, tuple[dict[str, Any], Learned]] = {
 """What each page is given, and what a run must show, from its summary and its steps."""
 
 
-@pytest.mark.parametrize(
-    "name", ["dpo", *(pytest.param(name, marks=pytest.mark.wide) for name in PREFERENCES if name != "dpo")]
-)
-async def test_preferences_are_learned(name: str, tmp_path: Path) -> None:
+def preferring(name: str, folder: Path) -> dict[str, Any]:
+    """What a page of preferences is run with: of a pair, b alone is the better answer."""
     good = [name != "kto" or number % 2 == 1 for number in range(64)]
     rows = [
         {"question": f"{word}>", "answer": "bbb" if label else "aaa", "worse": "aab", "good": label}
         for word, label in zip(WORDS, good, strict=True)
     ]
-    given, learned = PREFERENCES[name]
-    table = {**given, "task": write_task(tmp_path, rows, held_out=8, held_out_fraction=0.3)}
+    table = {**PREFERENCES[name][0], "task": write_task(folder, rows, held_out=8, held_out_fraction=0.3)}
     if name == "online_dpo":
         counts = "def count(prompt, completion, row):\n    return completion.count('b')\n"
-        table["reward"] = {"function": files(tmp_path, count=counts)["count"]}
-    _, summary, steps = await run_page(name, tmp_path, table)
+        table["reward"] = {"function": files(folder, count=counts)["count"]}
+    return table
+
+
+@pytest.mark.parametrize(
+    "name", ["dpo", *(pytest.param(name, marks=pytest.mark.wide) for name in PREFERENCES if name != "dpo")]
+)
+async def test_preferences_are_learned(name: str, tmp_path: Path) -> None:
+    _, learned = PREFERENCES[name]
+    _, summary, steps = await run_page(name, tmp_path, preferring(name, tmp_path))
     assert all(step.get("drift", 0) < 1e-5 for step in steps)
     assert learned(summary, steps), (summary, steps[0], steps[-1])
 
 
-@pytest.mark.parametrize("name", ["reward_model", pytest.param("process_reward", marks=pytest.mark.wide)])
-async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+def judging(name: str, folder: Path) -> dict[str, Any]:
     """Of a pair, the answer of b alone is the better; a step is right up to the first a."""
     rows: list[dict[str, Any]] = [
         {"question": f"{word}>", "answer": "bbb", "worse": "bab", "by": 0.5, "completions": list(word[:3])}
@@ -222,10 +227,14 @@ async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tm
         for word in WORDS
     ]
     pairs = {"rejected": "{worse}", "margin": "by"} if name == "reward_model" else {}
-    task = write_task(tmp_path, rows, held_out=8, held_out_fraction=0.3)
+    task = write_task(folder, rows, held_out=8, held_out_fraction=0.3)
+    return {"task": task, "reward": OF_AB, "rows": 24, **pairs}
 
+
+@pytest.mark.parametrize("name", ["reward_model", pytest.param("process_reward", marks=pytest.mark.wide)])
+async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     async def ran(steps: int, *, resume: bool = False) -> Ran:
-        table = {"task": task, "reward": OF_AB, "rows": 24, "steps": steps, **pairs}
+        table = {**judging(name, tmp_path), "steps": steps}
         return await run_page(name, tmp_path, table, checkpoint_every=5, resume=resume)
 
     folder, summary, steps = await ran(25)
@@ -237,6 +246,22 @@ async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tm
     assert again["held_out_accuracy_before"] == summary["held_out_accuracy_before"]
     assert [step["loss"] for step in later[:25]] == [step["loss"] for step in steps]
     assert len(later) == 30
+
+
+# --- those that are taught in `wide` alone
+
+
+@pytest.mark.parametrize(
+    "name", [*list(TAUGHT)[2:], *(name for name in PREFERENCES if name != "dpo"), "process_reward"]
+)
+async def test_a_page_makes_a_step_of_a_model(name: str, tmp_path: Path) -> None:
+    if name in TAUGHT:
+        table = {**letter_b(tmp_path), **TAUGHT[name]}
+    else:
+        table = (preferring if name in PREFERENCES else judging)(name, tmp_path)
+    _, _, (step,) = await run_page(name, tmp_path, {**table, "steps": 1})
+    assert math.isfinite(step["loss"])
+    assert step["grad_norm"] >= 0
 
 
 # --- what a student and its teacher share

@@ -1,13 +1,15 @@
 """FSDP2 on one rank: what its options change, and what they do not."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig
 from meshrl.errors import ConfigError, ModelError
 from meshrl.losses import TokenLoss
+from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.world import grid_of
+from meshrl_hf.boxes import write_boxes
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from tests.backends.material import MODEL, floats, rollouts
@@ -54,6 +58,14 @@ async def test_options_for_speed_and_memory_leave_the_numbers(
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
+def on_host(of: FsdpPolicy) -> list[bool]:
+    """Of each moment, whether it lies in a buffer of the host's."""
+    optimizer = of._trainable.optimizer
+    assert isinstance(optimizer, ShardedOptimizer)
+    hosts = {each.data_ptr() for each in optimizer._hosts.values()}
+    return [moment.data_ptr() in hosts for name in ("exp_avg", "exp_avg_sq") for moment in optimizer.moments(name)]
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -67,6 +79,7 @@ async def test_when_ranks_talk_and_where_moments_are_changes_no_bit(
     for seed in range(3):
         told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (plain, other)]
         assert told[0] == told[1]
+        assert set(on_host(other)) == {"offload_moments" in options}
         await other.checkpoint(str(tmp_path / "state"))  # from which training continues, whatever the options are
         await plain.restore(str(tmp_path / "state"))
         await other.restore(str(tmp_path / "state"))
@@ -131,6 +144,40 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
     await made.checkpoint(str(tmp_path), wait=False)
     await made.checkpoint(str(tmp_path / "elsewhere"))
     await made.written()  # of the last alone
+
+
+@pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
+async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
+    backend: type[FsdpPolicy | TorchPolicy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated, waited = Event(), list[bool]()
+
+    def later(write: Callable[..., None]) -> Callable[..., None]:
+        def writing(*arguments: object) -> None:
+            waited.append(updated.wait(60))
+            write(*arguments)
+
+        return writing
+
+    monkeypatch.setattr("meshrl_hf.state.save_file", later(save_file))
+    monkeypatch.setattr("meshrl_hf.spread_state.write_boxes", later(write_boxes))
+    made, other = (
+        backend(PolicyConfig.model_validate({"model": MODEL, "optimizer": {"lr": 1e-2}, "seed": seed}))
+        for seed in range(2)
+    )
+    await made.update(rollouts(), ClippedLoss())
+    await made.checkpoint(str(tmp_path), wait=False)
+    then = (await made.weights()).fingerprint()
+    try:
+        await made.update(rollouts(seed=1), ClippedLoss())
+    finally:
+        updated.set()
+    await made.written()
+    assert waited == [True], "it was written after the update"
+    await other.restore(str(tmp_path))
+    assert (await other.weights()).fingerprint() == then != (await made.weights()).fingerprint()
+    await other.update(rollouts(seed=1), ClippedLoss())
+    assert (await other.weights()).fingerprint() == (await made.weights()).fingerprint(), "and so are the moments"
 
 
 async def test_a_checkpoint_of_another_backend_is_told_as_such(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import meshrl as rl
 from meshrl.mesh import lightest, parts, plan_of, routed
+from meshrl.rollout.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
@@ -42,6 +43,25 @@ def test_a_division_is_level_and_loses_nothing(
     for load, rows in zip(after, plan, strict=True):
         if len(rows):
             assert load - min(after) <= largest + (0 if homes is None else slack)
+
+
+def test_a_group_stays_on_its_replica_unless_that_has_too_much_and_what_ends_is_outstanding_no_more() -> None:
+    router, one = Router(2), rl.Sampling(max_tokens=10)
+    before = {label: Share(1, 0, 10) for label in range(8)}
+    assert router.divide(asked([0, 0, 0]), one, before).tolist() == [1, 1, 1]
+    assert router.divide(asked([0, 1, 0, 1, 9]), one, before).tolist() == [1, 1, 1, 1, 0]
+    assert router.divide(asked([0, 1, 2, 3]), one, before).tolist() == [1, 1, 0, 1]
+    many = router.give(asked(list(range(20, 58))), one, np.repeat([0, 1], [18, 20]))
+    assert router.divide(asked([0]), one, before).tolist() == [1]  # 20 tokens more, of a mean of 195
+    other = router.give(asked([60]), one, np.array([1]))
+    assert router.outstanding.tolist() == [180, 210]
+    assert router.divide(asked([0]), one, before).tolist() == [0]
+    router.take(many, [20, 21, 57])
+    assert router.outstanding.tolist() == [160, 200]
+    router.end(many.values())  # what came back is not taken off twice
+    assert router.outstanding.tolist() == [0, 10]
+    router.end(other.values())
+    assert router.outstanding.tolist() == [0, 0]
 
 
 class Where(rl.Actor):

@@ -154,7 +154,7 @@ class Failing(FakePolicy):
 
 
 @pytest.mark.parametrize(
-    ("how", "meanwhile"), [("fails", True), ("fails later", False), ("fails later", True), ("hangs", False)]
+    ("how", "meanwhile"), [("fails", True), ("fails", False), ("fails later", True), ("hangs", False)]
 )
 async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meanwhile: bool

@@ -210,11 +210,13 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "quickstart.toml").write_text(MODEL, "utf-8")
     (tmp_path / "bad.toml").write_text("steps = \n", "utf-8")
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
     for path, told in {
         "quikstart.toml": r"quikstart\.toml: no such file; did you mean .*/quickstart\.toml\?$",
         "missing/x.toml": r"missing/x\.toml: no such file$",
         "": "is a folder, not a TOML file",
         "bad.toml": r"bad\.toml: not valid TOML: .*line 1",
+        "latin.toml": r"latin\.toml: not valid TOML: line 1 has the byte 0xe9",
     }.items():
         with pytest.raises(ConfigError, match=told):
             load_toml(tmp_path / path)

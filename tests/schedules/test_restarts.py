@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -201,6 +200,7 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
     wrong: list[str] = []
     for number, (error, again) in enumerate(table):
         lives: list[object] = []
+        raised: Exception | None = None
 
         async def fails_once(run: object, _: object) -> None:
             lives.append(run)  # noqa: B023 -- called at once, here and below
@@ -209,9 +209,13 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
 
         job = SETTINGS[0].job(tmp_path / f"{number}", restarts=1)
         job = replace(job, script=replace(job.script, function=fails_once))
-        with capture_logs(), suppress(Exception):
-            simulate(lambda: run_job(job))  # noqa: B023
-        wrong += [] if len(lives) == 1 + again else [f"{error!r}: {len(lives)} lives"]
+        try:
+            with capture_logs():
+                simulate(lambda: run_job(job))  # noqa: B023
+        except Exception as of_the_run:  # noqa: BLE001 -- whichever it is
+            raised = of_the_run
+        right = len(lives) == 1 + again and raised is (None if again else error)
+        wrong += [] if right else [f"{error!r}: {len(lives)} lives, and it raised {raised!r}"]
     assert not wrong
 
 
