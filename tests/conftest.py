@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # What is not there is not looked for elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Ray's workers would be the last to get a busy processor, after all other tests.
+os.environ["RAY_worker_niceness"] = "0"
+
 # Engines of processes import torch and the backends once a session.
 warm_process.install()
 

@@ -72,7 +72,7 @@ Trained: TypeAlias = rl.Policy | rl.Critic | rl.RewardModel
     ("make", "loss"),
     [
         (make_policy, rl.CrossEntropy()),
-        pytest.param(make_critic, rl.ValueLoss(), marks=pytest.mark.wide),
+        (make_critic, rl.ValueLoss()),
         pytest.param(make_reward_model, rl.ProcessLoss(), marks=pytest.mark.wide),
     ],
 )

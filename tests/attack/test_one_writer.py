@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from structlog.testing import capture_logs
 
 from meshrl import LocalEngine, Metrics, Run, RunConfig
 from meshrl.errors import ConfigError, DataError
+from meshrl.run.lock import FolderLock
 from meshrl.run.watch import NOW
 
 HOLDS = """
@@ -153,6 +156,20 @@ async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
                 assert files(tmp_path / "mine") == before
                 await run.record(Metrics.of(loss=(3.0, 1.0)))
     assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_process_that_was_stopped_while_it_watched_looks_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own clock says that the lease is over, and it has not looked since."""
+    first, seconds = FolderLock(tmp_path / "mine"), count(1)
+    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "a third")
+    monkeypatch.setattr("meshrl.run.lock.time.sleep", lambda _: os.utime(tmp_path / ".mine.lock", (1, next(seconds))))
+    monkeypatch.setattr("meshrl.run.lock.time.monotonic", lambda: next(seconds) * 1000.0)
+    with capture_logs(), pytest.raises(ConfigError, match=r"gone for good, remove .*/\.mine\.lock"):
+        FolderLock(tmp_path / "mine")
+    first.release()
 
 
 async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Path) -> None:

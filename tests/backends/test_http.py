@@ -315,10 +315,11 @@ def test_weights_that_could_not_be_written_are_refused_and_can_be_given_again(
     sampler.close()
 
 
-@pytest.mark.wide
-@pytest.mark.slow
-def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(server: Vllm) -> None:
-    """After a minute, in which an answer may be under way."""
+def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
+    server: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked whether it lives when an answer has been under way for a minute, which is short here."""
+    monkeypatch.setattr("meshrl_http.client.SHORT", 0.2)
     sampler = HttpSampler(config(server.url, patience=0.5))
 
     def stopped(_body: object, _number: int) -> Answer:

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.weights import Bucket
+from meshrl_hf.rollouts import Rollouts
 from meshrl_hf.seeds import key
+from meshrl_torch.cache import Cache
+from meshrl_torch.decode import Decoder
 from meshrl_torch.draw import Draw, uniforms
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -89,6 +92,20 @@ async def test_rows_come_as_they_finish_and_go_back_in_order(small: str) -> None
     batch = Batch.join(whole)
     assert batch.objects("prompt") == prompts.objects("prompt")
     assert [int(mask.sum()) for mask in batch.loss_mask] == limits.tolist()
+
+
+def test_slots_are_refilled_before_the_longest_row_ends(small: str) -> None:
+    made = sampler(small, slots=4)
+    batch = Batch.of(prompt=["abc>"] * 28, max_tokens=np.array([40, *[4] * 27]))
+    steps: dict[int, int] = {}
+    for refill in (1, 4):
+        request = Rollouts(made._model, batch, Sampling(ignore_eos=True)).request
+        decoder = Decoder(made._model, Cache(), request, Draw(Sampling(), key(0)), 4, refill)
+        steps[refill] = 0
+        while decoder.busy:
+            decoder.step(0)
+            steps[refill] += 1
+    assert steps[1] < steps[4]
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -1,18 +1,22 @@
 """A rank that dies is heard of by the others at once, whatever they wait for."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from meshrl.mesh import Rank
+from meshrl_hf import group
 from meshrl_hf.vigil import Vigil
 
 RANK = """
@@ -90,10 +94,32 @@ def test_a_rank_that_dies_before_it_has_connected_is_heard_of(watching: Watching
     assert {told.get() for _ in range(2)} == {(0, 2), (1, 2)}
 
 
+def test_a_rank_that_dies_is_heard_of_before_all_have_connected(watching: Watching, told: Told) -> None:
+    _, _, dies = watching(new_store(), 4, 0, 1, 2)
+    dies._own.shutdown(socket.SHUT_RDWR)
+    assert (0, 2) in {told.get() for _ in range(3)}
+
+
 @pytest.mark.parametrize("leaves", [0, 1])
 def test_who_closes_its_vigil_is_not_dead_and_hears_no_more(leaves: int, watching: Watching, told: Told) -> None:
     vigils = watching(new_store(), 3, 0, 1, 2, patience=(0.1, 1e9)[leaves])  # the system takes any patience
     vigils[leaves].close()
+    if leaves:  # the others are watched still
+        vigils[2]._own.shutdown(socket.SHUT_RDWR)
+        assert (0, 2) in {told.get() for _ in range(2)}
     for each in vigils:
         each.close()
     assert told.empty()
+
+
+def test_collectives_of_gpus_are_aborted_and_those_of_a_group_that_came_after_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=(world := object())))
+    group._end_collectives(torch.device("cpu"), world, 1, silent=False)  # type: ignore[arg-type]
+    group._end_collectives(torch.device("cuda"), object(), 1, silent=False)  # type: ignore[arg-type]
+    assert aborted == []
+    group._end_collectives(torch.device("cuda"), world, 1, silent=False)  # type: ignore[arg-type]
+    assert aborted == ["all"]

@@ -122,7 +122,11 @@ CASES = [
     *asked(Subject("torch"), GROUPED, model="grouped"),
     *asked(Subject("fsdp", {"dp": 2}, "processes"), ALL),
     *asked(Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"replicate": 2}}), AXIS, LAYOUT),
-    *asked(Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}), KEPT, TIMING),
+    *asked(
+        Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}),
+        [numbers.micro_batches, *KEPT],
+        TIMING,
+    ),
     *asked(TP, AXIS, [*LAYOUT, *REWARD_MODEL, a_loss_that_raises, log_probs_of_transformers]),
     *asked(TP, [], GROUPED, model="grouped"),
     *asked(

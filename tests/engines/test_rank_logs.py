@@ -45,7 +45,7 @@ class Talks(Actor):
 
 
 @in_one_loop
-@on_processes
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 async def test_a_rank_that_dies_leaves_its_last_lines(reserve: Reserve, tmp_path: Path) -> None:
     """In whatever way; in a folder that is renamed meanwhile."""
     before, logs = tmp_path / "before", tmp_path / "after" / "logs"

@@ -176,13 +176,12 @@ def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, check: Check) -> N
     assert "own answer" not in check("reward.function=reasoning_format")
 
 
-@pytest.mark.slow
-@pytest.mark.wide
-def test_a_reward_that_does_not_answer_is_told(mine: Path, terminal: Terminal) -> None:
+def test_a_reward_that_does_not_answer_is_told(mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.run.check._PATIENCE", 0.05)
     code = "import threading\ndef judge(prompt, completion, row):\n    threading.Event().wait()\n"
     (mine / "mine.py").write_text(code, "utf-8")
     found = terminal("check", "mine.toml")
-    told = "reward.function did not answer within 10 s for the task's first row, so it was not checked"
+    told = "reward.function did not answer within 0.05 s for the task's first row, so it was not checked"
     assert (found.status, told in found.told) == (0, True)
 
 

@@ -15,7 +15,10 @@ COVERING: Sequence[Check] = [
     draws.sampler_log_probs,
     draws.restricted_draws,
     draws.seeds,
+    draws.completions_of_a_prompt,
     rows.columns,
+    rows.few_rows,
+    rows.more_rows_than_slots,
     rows.ends_of_rows,
     rows.stop_texts,
     rows.rows_that_go_on,
@@ -34,9 +37,7 @@ CASES: Mapping[str, tuple[str, Sequence[Check]]] = {
 """The checks of a test, and its `kv_after_update`."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.wide] * (case != "covering")) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.wide] * (case == "others")) for case in CASES])
 async def test_the_sampler_conforms(
     backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]], case: str
 ) -> None:

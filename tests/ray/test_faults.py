@@ -166,18 +166,25 @@ async def until_it_fails(policy: Policy, batch: Batch) -> None:
 
 
 async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
-    """And a policy trains on ranks of Ray."""
+    """And a policy trains on ranks of Ray, and on new ones after one has died."""
     engine = RayEngine(inline_bytes=0)
     model = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-    policy = await (await Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2).spawn(FsdpPolicy, PolicyConfig(model=model))
+    mesh = (await Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
+    policy, killer = await mesh.spawn(FsdpPolicy, PolicyConfig(model=model)), await mesh.spawn(Probe)
     maker = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
     batch = (await maker.make(9)).assign(loss_mask=Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
     with pytest.raises(RankDied):
         await at(maker, dp=1).die()
     with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
         await until_it_fails(policy, batch)
-    await policy.update(rollouts(Ragged.of([np.arange(2, 11)] * 2, np.int32)), ClippedLoss())
+    trained = rollouts(Ragged.of([np.arange(2, 11)] * 2, np.int32))
+    await policy.update(trained, ClippedLoss())
     assert (await policy.weights()).version == 1
+    with pytest.raises(RankDied):
+        await at(killer, dp=1).die()
+    await respawn(policy)
+    await policy.update(trained, ClippedLoss())
+    assert (await policy.weights()).version == 1, "of new ranks, which have begun anew"
     await engine.close()
 
 

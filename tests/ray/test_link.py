@@ -1,16 +1,21 @@
 """Two ends of a process group: values in pieces, several at once, and what is told when one end is no more."""
 
+import asyncio
+import gc
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 
 from meshrl.engines.ray.flow import PIECE, Flow
 from meshrl.engines.ray.link import Link, Meeting
+from meshrl.engines.ray.relay import _linked
 
 HERE = "127.0.0.1"
 
@@ -115,3 +120,15 @@ def test_a_value_that_fails_on_its_way_fails_on_the_next_machine() -> None:
     ends.join()
     assert ahead.whole.exception()
     assert first.failed == "as asked"
+
+
+async def test_a_link_that_nobody_uses_any_more_is_let_go_with_its_port() -> None:
+    links = dict[str, asyncio.Task[Link]]()
+    port = (await _linked(links, "one", partial(Link, HERE, 600), 600)).meeting.port
+    assert (await _linked(links, "one", partial(Link, HERE, 600), 600)).meeting.port == port
+    links["one"].result().used -= 601
+    await _linked(links, "other", partial(Link, HERE, 600), 600)
+    assert list(links) == ["other"]
+    gc.collect()
+    with pytest.raises(ConnectionRefusedError), socket.create_connection((HERE, port)):
+        pass

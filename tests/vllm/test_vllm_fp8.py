@@ -117,7 +117,6 @@ async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_bro
     sampler.close()
 
 
-@pytest.mark.wide
 async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_path: Path, python: str | None) -> None:
     network = saved(BIASED, 0, tmp_path)
     weights = await TorchPolicy(PolicyConfig(model=str(tmp_path))).weights()
