@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Ray's workers would be the last to get a busy processor, after all other tests.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- the name that Ray reads
 
 # Engines of processes import torch and the backends once a session.
 warm_process.install()
