@@ -50,7 +50,7 @@ test: setup $(if $(shell command -v npm),$(NODE))  ## what proves the product on
 test-fast: setup  ## the tests in virtual time, that start no process and compute with no model: under a minute
 	$(TESTS) -m "not process and not slow and not wide" $(FAST)
 
-test-all: setup  ## all there is for machines without a GPU, as root: rare variants too, several hosts, the newest versions; 75 minutes
+test-all: setup  ## all there is for machines without a GPU, as root: rare variants too, several hosts, the newest versions
 	$(MAKE) WIDE=yes test $(SEPARATE)
 
 test-changed: setup  ## make test, and the parts of test-all that changes since a commit have to pass: BASE=origin/main

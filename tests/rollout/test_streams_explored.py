@@ -184,9 +184,7 @@ async def deaths(seed: int) -> None:
         (small, 0, 300),
         (anything, 0, 100),
         (deaths, 0, 40),
-        pytest.param(small, 300, 1000, marks=pytest.mark.wide),
-        pytest.param(anything, 300, 1000, marks=pytest.mark.wide),
-        pytest.param(deaths, 300, 500, marks=pytest.mark.wide),
+        *(pytest.param(each, 300, 1000, marks=pytest.mark.wide) for each in (small, anything, deaths)),
     ],
 )
 def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, first: int, seeds: int) -> None:
