@@ -70,17 +70,21 @@ class Replicas:
         """The newest weights, which a restarted replica gets."""
         self._changing = asyncio.Lock()
         """Held while weights are loaded, or a replica is taken in."""
+        self._restarts = False
+        """True from the first sampling to the end of the stream, which cancels restarts that are under way."""
 
     def begin(self) -> None:
-        """Wait for the replicas that are not available yet."""
+        """Restart those that died before, and wait for those that are not available yet."""
         self._weights = newest.get(self._sampler, self._weights)  # those published so far
+        self._restarts = True
         for number, replica in enumerate(self.each):
-            if is_away(replica) and number not in self._away:
-                self._away[number] = None
+            if is_away(replica):
+                self._away.setdefault(number, None)
                 self._start(self._return(number))
 
     def end(self) -> None:
         """Store the weights for the next restart of an absent replica, because no stream manages the replicas now."""
+        self._restarts = False
         if self._away and self._weights is not None:
             newest[self._sampler] = self._weights
 
@@ -136,7 +140,8 @@ class Replicas:
         if died(error):
             leave_out(self.each[number])
             self._away[number] = error
-            self._start(self._return(number))
+            if self._restarts:
+                self._start(self._return(number))
             self._tell()
         dead = (life, error) if died(error) else None
         self._changed(f"rows were lost with replica {number} of its sampler and drawn again", dead)

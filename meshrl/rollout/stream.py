@@ -146,10 +146,10 @@ class Rollouts:
         if self._cursor:
             self._cursor.close(self)
         self._condition.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
+        self.producer.replicas.end()
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.producer.replicas.end()
 
     def __aiter__(self) -> Self:
         return self
