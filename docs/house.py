@@ -19,7 +19,7 @@ ROOMS = (
     ("rewards", "rollout"),
     ("agents", "environments"),
     ("run",),
-    ("deprecated", "evaluation", "launch", "simulation", "watch"),
+    ("evaluation", "launch", "simulation", "watch"),
     ("planning", "testing"),
     ("cli",),
 )

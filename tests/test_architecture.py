@@ -21,7 +21,6 @@ BASE = ("errors", "config", "events", "log", "user_code")
 """What every room may use, of which each may use the others."""
 
 ROOMS = {
-    "deprecated": "data objectives roles tasks",
     "hub": "",
     "mesh": "",
     "report": "",
@@ -42,7 +41,7 @@ ROOMS = {
     "simulation": "mesh data engines weights losses objectives roles run report",
     "planning": "tasks rewards roles run simulation",
     "testing": (
-        "deprecated mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
+        "mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
         "simulation"
     ),
     "launch": "roles run",
@@ -311,7 +310,7 @@ NAMED = {
 
 def test_the_core_names_no_backend() -> None:
     wrong: list[str] = []
-    for module in CORE.keys() - {"deprecated"}:
+    for module in CORE:
         source = read(CORE[module])
         found = source.texts & backends().keys() - NAMED.get(module, set())
         found |= {word for word in source.texts | source.names if WORDS.search(word.replace("`vllm serve ", ""))}

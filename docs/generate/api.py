@@ -1,5 +1,6 @@
 """The reference of the Python API: a page for each room, with what its door gives, from the docstrings."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -12,8 +13,8 @@ import meshrl
 INDEX = "reference/api/index.md"
 _ALSO = ("errors",)
 """Modules of the base with names that users catch or call."""
-_WITHOUT = {"cli", "deprecated"}
-"""The command line has a reference of its own, and what is deprecated is found by its warning."""
+_WITHOUT = {"cli"}
+"""The command line has a reference of its own."""
 
 
 def pages() -> dict[str, str]:
@@ -71,4 +72,11 @@ def _written(module: str, name: str) -> str:
     return docstring.value if docstring else ""
 
 
-_DOORS: dict[str, str] = vars(meshrl)["_DOORS"]
+def _public() -> dict[str, str]:
+    """The public names, and the module of each."""
+    stub = ast.parse(Path(meshrl.__file__).with_suffix(".pyi").read_text("utf-8"))
+    found = (node for node in stub.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: f"meshrl.{node.module}" for node in found for alias in node.names}
+
+
+_DOORS = _public()

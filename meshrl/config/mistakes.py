@@ -24,20 +24,6 @@ class _Place(NamedTuple):
 
 _OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
 """Arguments of `rl.rollouts`, which users look for in the configuration."""
-_RENAMED: Final = {
-    "after_load": ("kv_after_update",),
-    "at_least": ("threshold", "min_reward"),
-    "broadcast_sync": ("weight_sync",),
-    "delta_sync": ("weight_sync",),
-    "least": ("min_ranks",),
-    "longest": ("max_prompt_tokens",),
-    "most": ("clip_high",),
-    "overlong": ("overlong_buffer",),
-    "read_back": ("verify_weights",),
-    "seconds": ("timeout", "row_timeout"),
-    "wait": ("pause_training",),
-}
-"""Old names of keys and their new names. The last one that the table has counts."""
 _NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
 """Errors that no file can cause, and errors of defaults derived from an invalid value."""
 
@@ -203,8 +189,6 @@ def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -
     if not above and path[0] in _OF_ROLLOUTS:
         return f"no such key; {path[0]} is an argument of `rl.rollouts` in the script: copy one with `meshrl new`"
     known = sorted(_keys(place.table)) if _is_config(place.table) else []
-    if renamed := [new for new in _RENAMED.get(str(path[-1]), ()) if new in known]:
-        return f"this key is now called {dotted((*above, renamed[-1]))}"
     near = nearest(str(path[-1]), known)
     if near:
         return f"no such key; did you mean {dotted((*above, near))}?"

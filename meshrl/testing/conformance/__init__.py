@@ -10,7 +10,6 @@ sides, if it is broken or if the check does not end in time.
 
 from typing import TYPE_CHECKING, Final
 
-from meshrl.deprecated import old_names
 from meshrl.errors import BackendError
 
 try:
@@ -63,6 +62,3 @@ SAMPLER_OF_NO_MODEL: Final[tuple[Check, ...]] = (*draws.ANY, *rows.ANY, *interru
 
 SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.MODEL, *interruptions.MODEL)
 """The guarantees of a sampler."""
-
-if not TYPE_CHECKING:  # else type checkers would accept any name
-    __getattr__ = old_names("meshrl.testing.conformance")
