@@ -33,6 +33,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Ray's workers would be the last to get a busy processor, after all other tests.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- the name that Ray reads
 
+# Torch asks for the name of each peer of a store: a nameserver that does not answer is waited for no longer than this.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
 # Engines of processes import torch and the backends once a session.
 warm_process.install()
 
@@ -64,6 +67,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
             item.add_marker(pytest.mark.xdist_group("cluster"))
             cluster.add(item)
+        if item.config.getoption("loadgroup", default=False) and hasattr(item, "id"):
+            # pytest-xdist 3.8 writes the groups into `item._nodeid`, which pytest 9.2 no longer reads.
+            groups = {mark.args[0] for mark in item.iter_markers("xdist_group")}
+            item._id = item.id.parse("@".join([item.nodeid, *sorted(groups)[:1]]))
     long = {item.path for item in items if any(map(item.get_closest_marker, ("process", "slow")))}
     items.sort(key=lambda item: (item not in cluster, item.path not in long))
 

@@ -56,7 +56,9 @@ def names(path: Path) -> dict[str, Found | str]:
     """The names that a file defines, and the modules of those that it imports."""
     tree = ast.parse(path.read_text("utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+    # Only the stub of meshrl has relative ones.
+    modules = [(node, f"{'meshrl.' * node.level}{node.module or ''}") for node in imports]
+    imported = {alias.asname or alias.name: module for node, module in modules for alias in node.names}
     here = zip(tree.body, [*tree.body[1:], None], strict=True)
     return {**imported, **{named(node): Found(path, node, below) for node, below in here}}
 

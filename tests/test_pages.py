@@ -26,7 +26,6 @@ import meshrl as rl
 from meshrl.cli import app
 from meshrl.config import Table
 from meshrl.errors import ConfigError
-from meshrl.report.quantities import QUANTITIES, quantity
 from meshrl.run import RunConfig, find_config, load_job, shipped_configs
 from meshrl.run.jobs import make_job
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
@@ -214,9 +213,3 @@ def test_the_readme_names_make_targets_that_exist_and_figures_of_the_benchmarks_
         block = re.compile(rf"^    python bench/{re.escape(command)}( --svg \S+)?$", re.MULTILINE)
         lines = [line for section in sections if block.search(section) for line in section.splitlines()]
         assert any({*figures} <= {*line.split()} for line in lines), f"no row of `{command}` has {figures}"
-
-
-def test_each_known_number_has_a_meaning_and_is_found_by_its_name() -> None:
-    for name, known in QUANTITIES.items():
-        assert known.meaning.endswith("."), name
-        assert quantity(name) is known, f"{name} is hidden by another that comes first"

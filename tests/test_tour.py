@@ -1,6 +1,5 @@
 """The rooms that the tour prints are those of the code."""
 
-import re
 from pathlib import Path
 from runpy import run_path
 
@@ -21,10 +20,3 @@ def test_a_room_lies_above_all_that_it_imports_from() -> None:
     assert level.keys() == {*ROOMS, "config"}
     for room, allowed in ROOMS.items():
         assert all(level[other] < level[room] for other in allowed.split()), room
-
-
-def test_the_way_of_a_call_is_read_in_an_hour() -> None:
-    tour = (ROOT / "docs" / "tour.md").read_text("utf-8")
-    part = tour.partition("## Read in this order")[2].partition("\n## ")[0]
-    files = re.findall(r"^\| `(meshrl/.*?)`", part, re.MULTILINE)
-    assert sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files) < 2000

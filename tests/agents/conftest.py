@@ -1,6 +1,5 @@
 """Tokenizers with chat templates in the shapes of those that models have, and conversations with them."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -93,15 +92,15 @@ def chat_of(shape: str) -> ShownChat:
 
 
 @pytest.fixture(scope="session")
-def chats() -> Callable[[str], ShownChat]:
-    """`chats("llama")`: a tokenizer with a template of this shape: chatml, llama or qwen."""
-    return chat_of
-
-
-@pytest.fixture(scope="session")
 def chat() -> ShownChat:
     """Of the shape that puts a token before the first message, too."""
     return chat_of("llama")
+
+
+@pytest.fixture(scope="session")
+def qwen() -> ShownChat:
+    """Of the shape that leaves out the thoughts of earlier turns, and shows a tool's answer as the user's."""
+    return chat_of("qwen")
 
 
 @pytest.fixture(scope="session", params=SHAPES)

@@ -1,6 +1,7 @@
 """Programs that talk to a scripted model by the real client, in virtual time."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -8,43 +9,62 @@ import httpx2
 import openai
 
 from meshrl import Batch, Sampling
-from meshrl.agents import Gateway, Session
+from meshrl.agents import Agent, Episode, Gateway, Session
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 
+ROW = {"prompt": "1+1=", "answer": "2"}
 USER: Any = {"role": "user", "content": "hello"}
+SAMPLING = Sampling(max_tokens=1000)
 
 
 @dataclass
 class Talk:
-    """A client of a session of a gateway."""
+    """A session of a gateway, and its client."""
 
-    client: openai.AsyncOpenAI
     gateway: Gateway
     session: Session
+    client: openai.AsyncOpenAI
+    sampler: Any = None
+
+    async def ask(self, messages: Any = (USER,), **more: Any) -> Any:
+        """Ask for the answer to messages."""
+        return await self.client.chat.completions.create(model="any", messages=messages, **more)
+
+    async def complete(self, prompt: str, **more: Any) -> Any:
+        """Ask for the text after another."""
+        return await self.client.completions.create(model="any", prompt=prompt, **more)
 
     def rows(self) -> Batch:
         """What was recorded; the session is closed."""
         return self.gateway.close(self.session)
 
 
+def client_of(gateway: Gateway, url: str, key: str) -> openai.AsyncOpenAI:
+    """The real client of a session, without a network."""
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+
+@asynccontextmanager
+async def opened(gateway: Gateway, sampling: Sampling = SAMPLING, sampler: Any = None) -> AsyncGenerator[Talk]:
+    """A new session."""
+    session = gateway.open(sampling)
+    async with client_of(gateway, session.url, session.token) as client:
+        yield Talk(gateway, session, client, sampler)
+
+
 Program: TypeAlias = Callable[[Talk], Coroutine[Any, Any, None]]
 
 
-def client_of(gateway: Gateway, url: str, key: str, retries: int = 0) -> openai.AsyncOpenAI:
-    """The real client of a session, without a network."""
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries, http_client=http)
-
-
-def talking(script: Any) -> Callable[[Program], Callable[[], None]]:
-    """A test that is a program, to which the model says the script."""
+def talking(says: Any) -> Callable[[Program], Callable[[], None]]:
+    """A test that is a program, to which the model says a script; or a sampler of this class."""
 
     def made(program: Program) -> Callable[[], None]:
         async def main() -> None:
-            gateway = Gateway(ScriptedSampler(script), ScriptedChat())
-            session = gateway.open(Sampling(max_tokens=1000))
-            async with client_of(gateway, session.url, session.token) as client:
-                await program(Talk(client, gateway, session))
+            sampler = says() if isinstance(says, type) else ScriptedSampler(says)
+            gateway = Gateway(sampler, ScriptedChat())
+            async with opened(gateway, sampler=sampler) as talk:
+                await program(talk)
             await gateway.aclose()
 
         def test() -> None:
@@ -54,3 +74,9 @@ def talking(script: Any) -> Callable[[Program], Callable[[], None]]:
         return test
 
     return made
+
+
+async def served(agent: Agent, *script: str) -> Episode:
+    """An episode behind a server, in which the model says the script."""
+    async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
+        return await agent.play(gateway, ROW, Sampling(max_tokens=100))

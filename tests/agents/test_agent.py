@@ -1,9 +1,9 @@
 """Episodes of programs: functions and command lines, what they return, and what goes wrong with them."""
 
 import asyncio
-import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl import ConfigError, Sampling
-from meshrl.agents import Agent, AgentConfig, Episode, Gateway
+from meshrl.agents import Agent, AgentConfig, Episode, Gateway, Session
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
-from tests.agents.talks import client_of
-
-ROW = {"prompt": "1+1=", "answer": "2"}
+from tests.agents.talks import ROW, client_of, served
 
 
 @pytest.fixture
@@ -122,28 +120,6 @@ def test_a_sampler_that_fails_is_no_fault_of_the_agent(agent: Callable[..., Agen
     assert episode.rows.objects("completion") == ("hi",)
 
 
-def test_an_agent_that_is_cancelled_is_cancelled_and_its_session_closed(
-    agent: Callable[..., Agent], tmp_path: Path
-) -> None:
-    told = tmp_path / "told"
-    tell = f"pathlib.Path({str(told)!r}).write_text(f'{{client.base_url}} {{client.api_key}}')"
-    body = f"import pathlib\n{tell}\nawait asyncio.sleep(60)"
-
-    async def main() -> None:
-        gateway = Gateway(ScriptedSampler(["hi"]), ScriptedChat())
-        playing = asyncio.create_task(agent(body).play(gateway, ROW, Sampling()))
-        await asyncio.sleep(1)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        url, key = told.read_text("utf-8").split()
-        async with client_of(gateway, url, key) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.completions.create(model="", prompt="late")
-
-    simulate(main)
-
-
 SWALLOWS = """
 while True:
     try:
@@ -160,10 +136,18 @@ while True:
 """
 
 
+class Remembers(Gateway):
+    """Knows its last session."""
+
+    def open(self, sampling: Sampling) -> Session:
+        self.last = super().open(sampling)
+        return self.last
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python tells of the one that is freed
-def test_an_async_agent_that_ends_late_or_never_is_left(agent: Callable[..., Agent]) -> None:
+def test_an_async_agent_that_ends_late_or_never_is_left_and_its_session_closed(agent: Callable[..., Agent]) -> None:
     async def main(body: str) -> None:
-        gateway = Gateway(ScriptedSampler(lambda prompt: "ok"), ScriptedChat())
+        gateway = Remembers(ScriptedSampler(lambda prompt: "ok"), ScriptedChat())
         solve, now = agent(ASK + body, timeout=60), asyncio.get_running_loop().time
         episode = await solve.play(gateway, ROW, Sampling(max_tokens=100))
         assert "no result in 60 seconds" in str(episode.error)
@@ -175,6 +159,9 @@ def test_an_async_agent_that_ends_late_or_never_is_left(agent: Callable[..., Age
         assert playing.cancelled()
         assert now() < 60 + 1 + 2 * 10  # in virtual time
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        async with client_of(gateway, gateway.last.url, gateway.last.token) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.completions.create(model="", prompt="late")
 
     for body in (SWALLOWS, NEVER_ENDS):
         simulate(partial(main, body))
@@ -191,11 +178,6 @@ def test_async_functions_in_other_shapes(tmp_path: Path) -> None:
     )
     for name in ("decorated", "called"):
         assert played(Agent(AgentConfig(source=f"{tmp_path / 'shapes.py'}:{name}"))).reward == 1.0
-
-
-async def served(agent: Agent, *script: str) -> Episode:
-    async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
-        return await agent.play(gateway, ROW, Sampling(max_tokens=100))
 
 
 async def test_a_plain_function_has_a_plain_client_that_asks_no_proxy(
@@ -215,48 +197,38 @@ async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -
             await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
 
 
-async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
+async def test_plain_functions_that_hang_hold_up_no_other_and_no_end(
+    agent: Callable[..., Agent], tmp_path: Path
+) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
-    solve, last = agent(body, "def"), tmp_path / "last"
+    last, before = tmp_path / "last", threading.enumerate()
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
-        rows = [{"until": str(last)} for _ in range(40)]
-        hanging = [asyncio.create_task(solve.play(gateway, row, Sampling())) for row in rows]
-        await asyncio.sleep(0)  # they begin first
+        solve, hasty = agent(body, "def"), agent(body, "def", timeout=0.1)
+        hanging = [asyncio.create_task(solve.play(gateway, {"until": str(last)}, Sampling())) for _ in range(40)]
+        left = await hasty.play(gateway, {"until": str(last)}, Sampling())
+        assert "no result in 0.1 seconds" in str(left.error)
         quick = await solve.play(gateway, {"until": str(tmp_path)}, Sampling())
+        # Python's end waits for none of them.
+        assert all(thread.daemon for thread in threading.enumerate() if thread not in before)
         last.touch()
         assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
 
 
-@pytest.mark.process
-def test_a_plain_function_that_hangs_does_not_hold_up_the_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
-    agent("import time\ntime.sleep(600)", "def")
-    script = f"""
-import asyncio
-from meshrl import Sampling
-from meshrl.agents import Agent, AgentConfig, Gateway
-from meshrl.testing import ScriptedChat, ScriptedSampler
-
-async def main():
-    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
-        agent = Agent(AgentConfig(source={f"{tmp_path}/my_agent.py:solve"!r}, timeout=0.5))
-        print((await agent.play(gateway, {{}}, Sampling())).error)
-
-asyncio.run(main())
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "no result in 0.5 seconds" in ended.stdout
-
-
 def test_configurations_that_are_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("solve = 3\ndef other(client):\n    pass\n", "utf-8")
     with pytest.raises(ValidationError, match="give one of source"):
         AgentConfig()
-    (tmp_path / "mine.py").write_text("solve = 3\ndef other(client):\n    pass\n", "utf-8")
-    with pytest.raises(ConfigError, match="not a function"):
-        Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:solve"))
-    with pytest.raises(ConfigError, match="a client and a row"):
-        Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:other"))
-    with pytest.raises(ConfigError, match="the transcripts, a row and what the program returned"):
-        Agent(AgentConfig(command=("true",), reward=f"{tmp_path / 'mine.py'}:other"))
+    for config, why in (
+        (AgentConfig(source=f"{mine}:solve"), "not a function"),
+        (AgentConfig(source=f"{mine}:other"), "a client and a row"),
+        (
+            AgentConfig(command=("true",), reward=f"{mine}:other"),
+            "the transcripts, a row and what the program returned",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Agent(config)
 
 
 def test_an_episode_that_fails_is_played_again(agent: Callable[..., Agent]) -> None:

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 
 from meshrl import ConfigError, Sampling
-from meshrl.agents import Agent, AgentConfig, Episode, Gateway
+from meshrl.agents import Agent, AgentConfig, Gateway
 from meshrl.testing import ScriptedChat, ScriptedSampler
+from tests.agents.talks import served
 
-ROW = {"prompt": "1+1=", "answer": "2"}
-
-
-async def served(agent: Agent, *script: str) -> Episode:
-    async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
-        return await agent.play(gateway, ROW, Sampling(max_tokens=100))
-
+pytestmark = pytest.mark.process
 
 COMMAND = """
 import json, os, sys, urllib.request
@@ -37,7 +32,6 @@ def python(code: str, **config: Any) -> Agent:
     return Agent(AgentConfig(command=(sys.executable, "-c", code), **config))
 
 
-@pytest.mark.process
 async def test_a_command_line_asks_no_proxy_for_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -51,7 +45,6 @@ async def test_a_command_line_asks_no_proxy_for_the_gateway(monkeypatch: pytest.
     assert len(episode.rows) == 1
 
 
-@pytest.mark.process
 async def test_a_function_judges_a_command_that_knows_nothing_of_rewards(tmp_path: Path) -> None:
     judge = "def judge(transcripts, row, result):\n    return float(result == f'it said {row[\"answer\"]}\\n')\n"
     (tmp_path / "judges.py").write_text(judge, "utf-8")
@@ -60,7 +53,6 @@ async def test_a_function_judges_a_command_that_knows_nothing_of_rewards(tmp_pat
     assert (episode.reward, episode.error) == (1.0, None)
 
 
-@pytest.mark.process
 async def test_commands_that_fail() -> None:
     cases: list[tuple[str, dict[str, float], str]] = [
         ("import sys; sys.exit('broken')", {}, "ended with status 1: broken"),
@@ -74,11 +66,6 @@ async def test_commands_that_fail() -> None:
     for episode, (_, _, error) in zip(episodes, cases, strict=True):
         assert error in str(episode.error)
         assert episode.reward == 0.0
-
-
-def test_a_command_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
-        Agent(AgentConfig(command=("no-such-program",)))
 
 
 CHILD = """
@@ -98,7 +85,6 @@ print(1)
 """
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_the_processes_of_a_command_end_with_it(tmp_path: Path, hangs: bool) -> None:
     """What one left that ended, and both of one that hangs."""
@@ -118,7 +104,6 @@ async def test_the_processes_of_a_command_end_with_it(tmp_path: Path, hangs: boo
     held.close()
 
 
-@pytest.mark.process
 async def test_what_commands_write_is_kept(tmp_path: Path) -> None:
     code = "import json, sys; n = json.load(sys.stdin)['n']; print('try', n, file=sys.stderr); print(n)"
     for first, count in ((0, 3), (3, 1)):  # the second goes on with the folder
@@ -153,11 +138,11 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.process
-async def test_a_command_in_a_container(docker: Path) -> None:
+async def test_a_command_in_a_container_that_ends_with_its_episode(docker: Path) -> None:
+    asked = docker / "asked"
     episode = await served(python(COMMAND, image="node:22"), "2")
     assert (episode.reward, episode.error) == (1.0, None)
-    info, run = (docker / "asked").read_text("utf-8").splitlines()[:2]
+    info, run = asked.read_text("utf-8").splitlines()[:2]
     assert info == "info"
     names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY", "no_proxy")
     variables = " ".join(f"--env {name}" for name in names)
@@ -166,21 +151,16 @@ async def test_a_command_in_a_container(docker: Path) -> None:
         run,
     )
 
-
-@pytest.mark.process
-async def test_a_container_ends_with_its_episode(docker: Path) -> None:
-    asked = docker / "asked"
     playing = asyncio.create_task(served(python("import time; time.sleep(600)", image="node:22")))
-    while not (asked.exists() and "--name" in asked.read_text("utf-8")):  # noqa: ASYNC110 -- it tells by a file
+    while asked.read_text("utf-8").count("--name") < 2:  # noqa: ASYNC110 -- it tells by a file
         await asyncio.sleep(0.01)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    _, run, *_, last = asked.read_text("utf-8").splitlines()
+    run, last = asked.read_text("utf-8").splitlines()[-2:]
     assert last == f"rm --force --volumes {run.split('--name ')[1].split()[0]}"
 
 
-@pytest.mark.process
 def test_an_image_that_nothing_here_runs(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (docker / "broken").touch()
     with pytest.raises(ConfigError, match="needs docker, which does not work here: the daemon is asleep"):

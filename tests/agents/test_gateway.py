@@ -8,10 +8,10 @@ import numpy as np
 import openai
 import pytest
 
-from meshrl import SamplerConfig, Sampling, Weights
+from meshrl import SamplerConfig, Weights
 from meshrl.agents import Gateway
 from meshrl.testing import FakeSampler, ScriptedChat, simulate
-from tests.agents.talks import USER, Talk, client_of, talking
+from tests.agents.talks import SAMPLING, USER, Talk, opened, talking
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -20,11 +20,9 @@ LLAMAS = '{"name": "add", "parameters": {"a": 1}}'
 
 @talking(["hi"])
 async def test_an_answer(talk: Talk) -> None:
-    told = await talk.client.chat.completions.create(model="any", messages=[USER])
-    assert told.choices[0].message.content == "hi"
-    assert told.choices[0].message.role == "assistant"
-    assert told.choices[0].finish_reason == "stop"
-    assert told.usage is not None
+    told = await talk.ask()
+    said = told.choices[0].message
+    assert (said.content, said.role, told.choices[0].finish_reason) == ("hi", "assistant", "stop")
     assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (len("user: hello\0\nassistant: "), 3)
     rows = talk.rows()
     assert rows.tokens[0].tolist() == list(map(ord, "user: hello\0\nassistant: hi\0"))
@@ -35,11 +33,10 @@ async def test_an_answer(talk: Talk) -> None:
 async def test_turns_go_on_in_one_row_as_the_client_dumps_them(talk: Talk) -> None:
     messages: list[Any] = [USER]
     for _ in range(3):
-        told = await talk.client.chat.completions.create(model="any", messages=messages)
+        told = await talk.ask(messages)
         messages += [told.choices[0].message, USER]  # with all the keys that the client puts there
     parts: Any = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot"}]
-    history: Any = [USER, {"role": "assistant", "content": parts}, USER]
-    await talk.client.chat.completions.create(model="any", messages=history)
+    await talk.ask([USER, {"role": "assistant", "content": parts}, USER])
     rows = talk.rows()
     assert [int(mask.sum()) for mask in rows.loss_mask] == [len("one\0two\0three\0"), len("four\0")]
     assert rows.objects("prompt")[1] == "user: hello\nassistant: I cannot\nuser: hello\nassistant: "
@@ -47,9 +44,7 @@ async def test_turns_go_on_in_one_row_as_the_client_dumps_them(talk: Talk) -> No
 
 @talking(["one", CALL])
 async def test_a_stream_adds_up_to_the_answer(talk: Talk) -> None:
-    stream = await talk.client.chat.completions.create(
-        model="any", messages=[USER], n=2, tools=TOOLS, stream=True, stream_options={"include_usage": True}
-    )
+    stream = await talk.ask(n=2, tools=TOOLS, stream=True, stream_options={"include_usage": True})
     texts: list[str] = ["", ""]
     calls: list[Any] = []
     reasons: dict[int, Any] = {}
@@ -69,69 +64,50 @@ async def test_a_stream_adds_up_to_the_answer(talk: Talk) -> None:
 
 @talking([f"I add {CALL}", '{"name": "add", "arguments": 3}', LLAMAS, LLAMAS])
 async def test_tools_are_called_and_answered(talk: Talk) -> None:
-    told = await talk.client.chat.completions.create(model="any", messages=[USER], tools=TOOLS)
-    (call,) = list(told.choices[0].message.tool_calls or [])
-    assert told.choices[0].message.content == "I add"
-    assert told.choices[0].finish_reason == "tool_calls"
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-    messages: list[Any] = [USER, told.choices[0].message, result]
-    told = await talk.client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    told = await talk.ask(tools=TOOLS)
+    (call,) = told.choices[0].message.tool_calls
+    assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("I add", "tool_calls")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    told = await talk.ask([USER, told.choices[0].message, result], tools=TOOLS)
     assert told.choices[0].message.content == '{"name": "add", "arguments": 3}'  # no call: these are no arguments
     assert len(talk.rows()) == 1
-
-    own = talk.gateway.open(Sampling(max_tokens=1000))
-    async with client_of(talk.gateway, own.url, own.token) as other:
-        told = await other.chat.completions.create(model="any", messages=[USER], tools=TOOLS)
-        assert told.choices[0].message.tool_calls
-        told = await other.chat.completions.create(model="any", messages=[USER], tools=TOOLS, tool_choice="none")
-        assert told.choices[0].message.content == LLAMAS
+    async with opened(talk.gateway) as other:
+        assert (await other.ask(tools=TOOLS)).choices[0].message.tool_calls
+        assert (await other.ask(tools=TOOLS, tool_choice="none")).choices[0].message.content == LLAMAS
 
 
-@talking(["hello you"] * 2)
+@talking(["hello you", "hello", "hello"])
 async def test_stop_length_and_logprobs(talk: Talk) -> None:
-    ask = talk.client.chat.completions.create
-    told = await ask(model="any", messages=[USER], stop=["lo"], logprobs=True)
+    told = await talk.ask(stop=["lo"], logprobs=True)
     assert told.choices[0].message.content == "hel"
-    assert told.choices[0].logprobs is not None
-    logprobs = [(each.token, each.logprob) for each in told.choices[0].logprobs.content or ()]
+    logprobs = [(each.token, each.logprob) for each in told.choices[0].logprobs.content]
     assert logprobs == [(letter, -0.5) for letter in "hello"]
-    told = await ask(model="any", messages=[USER], max_completion_tokens=2)
-    assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("he", "length")
-    assert talk.rows().row("truncated").tolist() == [False, True]
+    for most, reason in ((5, "length"), (6, "stop")):  # the end of a turn is a token, too
+        told = await talk.ask(max_completion_tokens=most)
+        assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("hello", reason)
+    assert talk.rows().row("truncated").tolist() == [False, True, False]
 
 
 @talking([" 3", " 4"])
 async def test_completions_without_messages(talk: Talk) -> None:
-    told = await talk.client.completions.create(model="any", prompt="1 2", max_tokens=2, logprobs=0)
-    assert (told.choices[0].text, told.choices[0].finish_reason) == (" 3", "length")
-    assert told.choices[0].logprobs is not None
-    assert (told.choices[0].logprobs.tokens, told.choices[0].logprobs.token_logprobs) == ([" ", "3"], [-0.5] * 2)
-    stream = await talk.client.completions.create(model="any", prompt="1 2 3", stream=True)
+    (told,) = (await talk.complete("1 2", max_tokens=2, logprobs=0)).choices
+    assert (told.text, told.finish_reason) == (" 3", "length")
+    assert (told.logprobs.tokens, told.logprobs.token_logprobs) == ([" ", "3"], [-0.5] * 2)
+    stream = await talk.complete("1 2 3", stream=True)
     assert [(choice.text, choice.logprobs) async for chunk in stream for choice in chunk.choices] == [(" 4", None)]
     assert [model.id async for model in talk.client.models.list()] == ["policy"]
     assert len(talk.rows()) == 1
 
 
-def test_a_fake_sampler_answers_whatever_it_is_asked_and_ends_as_others_do() -> None:
+def test_a_fake_sampler_answers_whatever_it_is_asked() -> None:
     async def main() -> None:
         sampler = FakeSampler(SamplerConfig(model="none"))
         await sampler.load(Weights(0, {"skill": np.array([1.0])}))
-        gateway = Gateway(sampler, ScriptedChat())
-        session = gateway.open(Sampling(max_tokens=1000))
-        async with client_of(gateway, session.url, session.token) as client:
-            ask = client.chat.completions.create
-            look: Any = {"type": "function", "function": {"name": "look", "parameters": None}}
-            calls = (await ask(model="any", messages=[USER], tools=[look])).choices[0].message.tool_calls
-            assert [call.function.arguments for call in calls or () if call.type == "function"] == ["{}"]
-            ends: Any = (
-                ({"max_completion_tokens": 5}, "hello", "length"),
-                ({"max_completion_tokens": 6}, "hello", "stop"),  # the end of a turn is a token, too
-                ({"stop": ["ll"]}, "he", "stop"),
-            )
-            for given, content, reason in ends:
-                answer = await ask(model="any", messages=[USER], **given)
-                assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (content, reason)
-        assert gateway.close(session).row("truncated").sum() == 1
+        async with opened(Gateway(sampler, ScriptedChat())) as talk:
+            look = {"type": "function", "function": {"name": "look", "parameters": None}}
+            (call,) = (await talk.ask(tools=[look])).choices[0].message.tool_calls
+            assert call.function.arguments == "{}"
+            assert (await talk.ask(stop=["ll"])).choices[0].message.content == "he"
 
     simulate(main)
 
@@ -143,36 +119,33 @@ def fails(prompt: str) -> str:
 @talking(fails)
 async def test_a_sampler_that_fails_or_is_cancelled_and_a_prompt_without_room(talk: Talk) -> None:
     with pytest.raises(openai.InternalServerError, match="the sampler failed: CancelledError"):
-        await talk.client.completions.create(model="any", prompt="cancelled")
+        await talk.complete("cancelled")
     with pytest.raises(openai.InternalServerError, match="the sampler failed: IndexError"):
-        await talk.client.chat.completions.create(model="any", messages=[USER])
+        await talk.ask()
     with pytest.raises(openai.BadRequestError) as caught:
-        await talk.client.completions.create(model="any", prompt="a" * (1 << 20))
+        await talk.complete("a" * (1 << 20))
     assert caught.value.code == "context_length_exceeded"
 
 
 @talking([])
 async def test_requests_that_are_refused_in_words(talk: Talk) -> None:
-    image: Any = [{"role": "user", "content": [{"type": "image_url"}]}]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"messages": []}, r"length >= 1"),
         ({"n": 0}, r"`\$.n`"),
         ({"n": 100_000}, r"`\$.n`"),
         ({"messages": [{"role": "king", "content": ""}]}, r"Invalid enum value 'king'"),
-        ({"messages": image}, r"type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"type 'image_url'"),
         ({"tool_choice": "required", "tools": TOOLS}, r"tool_choice"),
         ({"response_format": {"type": "json_object"}}, r"response_format"),
         ({"logprobs": True, "top_logprobs": 3}, r"top_logprobs"),
     ]
     for given, why in cases:
-        request: dict[str, Any] = {"model": "any", "messages": [USER], **given}
         with pytest.raises(openai.BadRequestError, match=why) as caught:
-            await talk.client.chat.completions.create(**request)
+            await talk.ask(**given)
         assert caught.value.type == "invalid_request_error"
-    malformed = (b"", b"{", b"[]", b'"\\ud83d"', b"\xff", b"[" * 100_000, b'{"messages": 1}')
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=talk.gateway.app)) as http:
         headers = {"Authorization": f"Bearer {talk.session.token}"}
-        for body in malformed:
+        for body in (b"", b"{", b"[]", b'"\\ud83d"', b"\xff", b"[" * 100_000, b'{"messages": 1}'):
             got = await http.post(f"{talk.session.url}/chat/completions", content=body, headers=headers)
             assert (got.status_code, body) == (400, body)
             assert "the body is no such request" in got.json()["error"]["message"]
@@ -181,18 +154,13 @@ async def test_requests_that_are_refused_in_words(talk: Talk) -> None:
 
 @talking(["never"])
 async def test_a_token_opens_its_own_session_alone(talk: Talk) -> None:
-    other = talk.gateway.open(Sampling(max_tokens=1000))
+    mine, other = talk.session, talk.gateway.open(SAMPLING)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=talk.gateway.app)) as http:
-        for url, key in (
-            (other.url, talk.session.token),
-            (talk.session.url, other.token),
-            (talk.session.url, "é"),
-            (talk.session.url, ""),
-        ):
+        for url, key in ((other.url, mine.token), (mine.url, other.token), (mine.url, "é"), (mine.url, "")):
             headers, body = {b"Authorization": f"Bearer {key}".encode()}, {"model": "", "messages": [USER]}
             got = await http.post(f"{url}/chat/completions", json=body, headers=headers)
             assert got.status_code == 401
-            assert talk.session.token not in got.text
+            assert mine.token not in got.text
     talk.rows()
     with pytest.raises(openai.AuthenticationError):
-        await talk.client.chat.completions.create(model="any", messages=[USER])
+        await talk.ask()

@@ -3,12 +3,10 @@
 import asyncio
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +27,26 @@ MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1,
 TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that converses."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    transformers.AutoModelForCausalLM.from_config(new_config(MODEL, tokenizer)).save_pretrained(folder)
-    return folder
+def recorded_of(program: Callable[[openai.OpenAI], None], *arguments: object) -> None:
+    """Let the command, in this process, record a program, and end it as Ctrl-C does."""
+    read, write = os.pipe()
 
-
-@contextmanager
-def recording(*arguments: object) -> Generator[tuple[subprocess.Popen[str], openai.OpenAI]]:
-    """The command, and a client that it serves."""
-    code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
-    command = [sys.executable, "-c", code, "record", *map(str, arguments), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": f"{Path(cli.__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    def talk() -> None:
+        with os.fdopen(read) as told:
+            url, key = (told.readline().strip().partition("=")[2] for _ in range(2))
+        if not key:
+            return  # the command has failed
         try:
-            assert process.stdout is not None
-            told = [process.stdout.readline() for _ in range(2)]
-            url, key = [re.sub("export OPENAI_[A-Z_]*=", "", line).strip() for line in told]
             with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
-                yield process, client
+                program(client)
         finally:
-            process.kill()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    with os.fdopen(write, "w") as told, redirect_stdout(told), suppress(SystemExit):
+        cli.main(["record", *map(str, arguments), "--port", "0"])
+    talking.join()
 
 
 def converse(client: openai.OpenAI, *words: str) -> list[Any]:
@@ -72,15 +62,21 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.process
-async def test_what_is_recorded_of_a_model_is_added_and_learnt_by_sft(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
+def test_what_is_recorded_of_a_model_is_added_and_learnt_by_sft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file, said = tmp_path / "model", tmp_path / "rows.jsonl", list[list[Any]]()
+    tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    transformers.AutoModelForCausalLM.from_config(new_config(MODEL, tokenizer)).save_pretrained(model)
     file.write_text("{}\n", "utf-8")  # of an earlier recording
-    with recording(model, "sampling.temperature=0.5", "--out", tmp_path) as (process, client):
-        said = [await asyncio.to_thread(converse, client, *words) for words in (("abc", "de", "f"), ("h",))]
-        process.send_signal(signal.SIGINT)
-        _, err = await asyncio.to_thread(process.communicate)
-        assert (process.returncode, err) == (0, f"2 rows were added to {file}\n")
+
+    def program(client: openai.OpenAI) -> None:
+        said.extend(converse(client, *words) for words in (("abc", "de", "f"), ("h",)))
+
+    recorded_of(program, model, "sampling.temperature=0.5", "--out", tmp_path)
+    assert f"2 rows were added to {file}\n" in capsys.readouterr().err
     before, *rows = rows_of(tmp_path)
     assert before == {}
     assert [row["messages"] for row in rows] == said
@@ -90,12 +86,12 @@ async def test_what_is_recorded_of_a_model_is_added_and_learnt_by_sft(model: Pat
 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     task = Task.load(TaskConfig(source=str(file), prompt="{id}", answer="{completion}", held_out=0))
-    policy = implementation(Policy, "torch")(PolicyConfig(model=str(model)))
     batch = recorded(next(task.batches(2, seed=0)))
+    policy = implementation(Policy, "torch")(PolicyConfig(model=str(model)))
     learnt = np.asarray(batch.loss_mask.values, np.bool_)
-    told = (await policy.logprobs(batch)).ragged("logprobs").values
+    told = asyncio.run(policy.logprobs(batch)).ragged("logprobs").values
     assert told[learnt] == pytest.approx(batch.sampler_logprobs.values[learnt], abs=1e-4)
-    loss = (await policy.update(batch, CrossEntropy())).means()["loss"]
+    loss = asyncio.run(policy.update(batch, CrossEntropy())).means()["loss"]
     assert loss == pytest.approx(-told[learnt].mean(), abs=1e-4)
 
 
@@ -176,6 +172,10 @@ def test_a_conversation_whose_answer_is_waited_for_does_not_rest(tmp_path: Path)
     assert len(row["messages"]) == 6
 
 
+def _full(_: int) -> None:
+    raise OSError("full")
+
+
 def test_a_disk_that_is_full_costs_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,10 +203,6 @@ def test_a_line_without_an_end_is_cut_off(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_bytes(before)
         with Recording(tmp_path / "rows.jsonl", ScriptedChat()):
             assert (tmp_path / "rows.jsonl").read_bytes() == after
-
-
-def _full(_: int) -> None:
-    raise OSError("full")
 
 
 def test_one_process_records_in_a_folder(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from meshrl import Sampling
-from tests.agents.talks import USER, Talk, client_of, talking
+from tests.agents.talks import USER, Talk, opened, talking
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -32,27 +31,22 @@ async def test_calls_of_tools_go_on_in_one_row(talk: Talk) -> None:
         async with client.responses.stream(model="any", input=given, tools=[TOOL]) as stream:
             return await stream.get_final_response()
 
-    for streamed in (False, True):
-        for before in ("I add", ""):
-            session = talk.gateway.open(Sampling(max_tokens=1000))
-            async with client_of(talk.gateway, session.url, session.token) as client:
-                given: Any = [{"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]}]
-                told = await asked(client, given, streamed)
-                assert told.output_text == before
-                given += told.output
-                (call,) = [item for item in told.output if item.type == "function_call"]
-                assert (call.name, call.arguments) == ("add", '{"a": 1}')
-                given.append({"type": "function_call_output", "call_id": call.call_id, "output": "2"})
-                assert (await asked(client, given, streamed)).output_text == "two"
-            masks = talk.gateway.close(session).loss_mask
-            assert [int(mask.sum()) for mask in masks] == [len(f"{before}{CALL}\0two\0")]
+    for streamed, before in ((False, "I add"), (False, ""), (True, "I add"), (True, "")):
+        async with opened(talk.gateway) as own:
+            given: Any = [{"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]}]
+            told = await asked(own.client, given, streamed)
+            assert told.output_text == before
+            (call,) = [item for item in told.output if item.type == "function_call"]
+            assert (call.name, call.arguments) == ("add", '{"a": 1}')
+            given += [*told.output, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+            assert (await asked(own.client, given, streamed)).output_text == "two"
+            assert [int(mask.sum()) for mask in own.rows().loss_mask] == [len(f"{before}{CALL}\0two\0")]
 
 
 @talking(["one", "two"])
 async def test_a_conversation_goes_on_in_either_form(talk: Talk) -> None:
     told = await talk.client.responses.create(model="any", input="hello")
-    history: Any = [USER, {"role": "assistant", "content": told.output_text}, USER]
-    again = await talk.client.chat.completions.create(model="any", messages=history)
+    again = await talk.ask([USER, {"role": "assistant", "content": told.output_text}, USER])
     assert again.choices[0].message.content == "two"
     assert len(talk.rows()) == 1
 

@@ -2,30 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-from meshrl import (
-    Batch,
-    CrossEntropy,
-    PolicyConfig,
-    Ragged,
-    Sampling,
-    Weights,
-    group_advantages,
-    publish,
-    rollout,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
 from meshrl.errors import DataError
 from meshrl.run import Run, RunConfig
 from meshrl.run.batch_stats import statistics
-from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
+from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, delayed, simulate
 
 AGENT = """
 import asyncio
@@ -47,8 +35,16 @@ async def solve(client, row):
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Agent:
-    (tmp_path / "stream_agent.py").write_text(AGENT, "utf-8")
-    return Agent(AgentConfig(source=f"{tmp_path / 'stream_agent.py'}:solve"))
+    return written(tmp_path / "stream_agent.py", AGENT)
+
+
+def written(file: Path, program: str) -> Agent:
+    file.write_text(program, "utf-8")
+    return Agent(AgentConfig(source=f"{file}:solve"))
+
+
+def fake_policy() -> FakePolicy:
+    return FakePolicy(rl.PolicyConfig(model="none"))
 
 
 def agents_of(agent: Agent, sampler: ScriptedSampler) -> Agents:
@@ -56,10 +52,10 @@ def agents_of(agent: Agent, sampler: ScriptedSampler) -> Agents:
 
 
 def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
-    async def main() -> Batch:
+    async def main() -> rl.Batch:
         agents = agents_of(agent, ScriptedSampler(lambda prompt: "ok"))
-        prompts = Batch.of(prompt=["aa", "", "b"], groups=np.arange(3))
-        return await rollout(agents, prompts, Sampling(n=2))
+        prompts = rl.Batch.of(prompt=["aa", "", "b"], groups=np.arange(3))
+        return await rl.rollout(agents, prompts, rl.Sampling(n=2))
 
     batch = simulate(main)
     assert batch.objects("prompt") == ("aa", "aa", "", "", "b", "b")
@@ -72,9 +68,16 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     told = asyncio.run(statistics(batch))
     assert (told["conversations"], told["completion_tokens"], told["turns"]) == (1.0, 4.0, 4 / 3)
     assert told["tokens"] == sum(len(row) for row in conversations(batch).tokens)
-    rows = conversations(batch.assign(advantages=np.arange(6, dtype=np.float32)))
+    assert [turns.tolist() for turns in batch.ragged("turn_rewards")] == [[0, 0, 1]] * 2 + [[]] * 2 + [[0]] * 2
+    by_turn = rl.Ragged.of([[1, 2, 3], [4, 5, 6], [], [], [7], [8]], np.float32)
+    rows = conversations(batch.assign(advantages=np.arange(6, dtype=np.float32), by_turn=by_turn))
     assert rows.groups.tolist() == [0, 0, 0, 0, 2, 2]
     assert rows.row("advantages").tolist() == [0, 0, 1, 1, 4, 5]
+    of_tokens = [row.tolist() for row in rows.ragged("by_turn")]  # the sub-agent's turn is the third
+    assert [[each for each in row if each] for row in of_tokens] == [
+        [turn for turn in turns for _ in range(3)] for turns in ([1, 2], [3], [4, 5], [6], [7], [8])
+    ]
+    assert [[bool(each) for each in row] for row in of_tokens] == [mask.tolist() for mask in rows.loss_mask]
     assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
     assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
     assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
@@ -84,53 +87,51 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert asyncio.run(statistics(failed, worked=True))["reward_errors"] == 2.0
 
 
-def test_each_turns_tokens_have_what_is_the_turns(agent: Agent) -> None:
-    async def main() -> Batch:
-        return await rollout(
-            agents_of(agent, ScriptedSampler(lambda prompt: "ok")), Batch.of(prompt=["aa", "a"]), Sampling()
-        )
-
-    batch = simulate(main)
-    assert [turns.tolist() for turns in batch.ragged("turn_rewards")] == [[0, 0, 1], [0.5]]
-    rows = conversations(batch.assign(advantages=Ragged.of([[1, 2, 3], [4]], np.float32)))
-    learnt = [row[row != 0].tolist() for row in rows.ragged("advantages")]
-    assert learnt == [[1, 1, 1, 2, 2, 2], [3, 3, 3], [4, 4, 4]]  # the sub-agent's turn is the third
-    told = rows.ragged("advantages").values != 0
-    assert (told == rows.loss_mask.values).all()
-
-
 def test_the_age_of_an_episode_is_that_of_its_tokens(agent: Agent) -> None:
     """Also where the weights went to the sampler itself; without tokens, the last that `Agents` were given."""
 
-    async def main() -> Batch:
-        sampler, policy = ScriptedSampler(lambda prompt: "ok"), FakePolicy(PolicyConfig(model="none"))
+    async def main() -> rl.Batch:
+        sampler, policy = ScriptedSampler(lambda prompt: "ok"), fake_policy()
         agents = agents_of(agent, sampler)
-        await publish(policy, agents)
-        await policy.update(conversations(await rollout(agents, Batch.of(prompt=["a"]), Sampling())), CrossEntropy())
-        await publish(policy, sampler)
-        return await rollout(agents, Batch.of(prompt=["a", ""]), Sampling())
+        await rl.publish(policy, agents)
+        await policy.update(
+            conversations(await rl.rollout(agents, rl.Batch.of(prompt=["a"]), rl.Sampling())), rl.CrossEntropy()
+        )
+        await rl.publish(policy, sampler)
+        return await rl.rollout(agents, rl.Batch.of(prompt=["a", ""]), rl.Sampling())
 
     assert simulate(main).row("oldest_version").tolist() == [1, 0]
 
 
-def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Agent) -> None:
+def test_episodes_are_trained_on_under_the_bound_and_a_sampler_that_fails_costs_retries(agent: Agent) -> None:
+    random = Random(0)
+
     class Failing(ScriptedSampler):
-        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
             if 1 < asyncio.get_running_loop().time() < 100:
                 raise RuntimeError("device-side assert")
             async for batch in super().generate(prompts, sampling):
                 yield batch
 
-    async def main(retries: int) -> list[float]:
-        agents = agents_of(agent, Failing(lambda prompt: "ok"))
-        prompts = (Batch.of(prompt=["a", "aaa"], groups=np.arange(2) + 2 * step) for step in range(3))
-        await publish(FakePolicy(PolicyConfig(model="none")), agents)
-        async with rollouts(agents, prompts, Sampling(n=2), ahead=3, retries=retries) as stream:
-            return [reward async for batch in stream for reward in batch.rewards.tolist()]
+    async def main(retries: int) -> list[tuple[int, float]]:
+        kind = delayed(Failing, seed=1, generate=2.0, load=0.5)
+        policy, agents = fake_policy(), agents_of(agent, kind(lambda prompt: "o" * random.randrange(1, 9)))
+        await rl.publish(policy, agents)
+        prompts = (rl.Batch.of(prompt=["a", "aa", "aaa"], groups=np.arange(3) + 3 * step) for step in range(5))
+        trained: list[tuple[int, float]] = []
+        async with rl.rollouts(agents, prompts, rl.Sampling(n=2, max_tokens=50), ahead=1, retries=retries) as stream:
+            async for batch in stream:
+                trained += zip(batch.groups.tolist(), batch.rewards.tolist(), strict=True)
+                rows = conversations(batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups)))
+                assert policy.version - min(rows.row("oldest_version").tolist()) <= 1
+                await policy.update(rows, rl.CrossEntropy())
+                await rl.publish(policy, stream)
+        return trained
 
     with pytest.raises(RuntimeError, match="device-side"):
         simulate(lambda: main(0))
-    assert sorted(simulate(lambda: main(20))) == [0.5] * 6 + [1.5] * 6
+    expected = [(group, (0.5, 1.0, 1.5)[group % 3]) for group in range(15)]
+    assert sorted(simulate(lambda: main(20))) == sorted(expected * 2)
 
 
 RANDOM_AGENT = """
@@ -150,46 +151,44 @@ async def solve(client, row):
 
 
 def test_a_replay_has_the_episodes_of_the_run_and_plays_none(tmp_path: Path) -> None:
-    (tmp_path / "random_agent.py").write_text(RANDOM_AGENT, "utf-8")
-
-    def trained(name: str, steps: int, replayed: str | None = None) -> list[Batch]:
+    def trained(name: str, steps: int, replayed: str | None = None) -> list[rl.Batch]:
         """The rows of each step, by a run of this name."""
-        replay = str(tmp_path / replayed) if replayed else None
 
-        async def main() -> list[Batch]:
-            policy, rows = FakePolicy(PolicyConfig(model="none")), list[Batch]()
+        async def main() -> list[rl.Batch]:
+            policy, rows = fake_policy(), list[rl.Batch]()
             agents = agents_of(
-                Agent(AgentConfig(source=f"{tmp_path / 'random_agent.py'}:solve")),
+                written(tmp_path / "random_agent.py", RANDOM_AGENT),
                 delayed(ScriptedSampler, seed=len(name), generate=2.0, load=0.5)(lambda prompt: prompt[-4:]),
             )
-            prompts = (Batch.of(prompt=["a", "b"], groups=np.arange(2) + 2 * step) for step in range(steps))
-            config = RunConfig(name=name, folder=str(tmp_path), log=[], deterministic=True, replay=replay)
-            async with Run(config) as run:
-                await publish(policy, agents)
-                async with rollouts(agents, prompts, Sampling(n=2, max_tokens=50), ahead=2) as stream:
+            prompts = (rl.Batch.of(prompt=["a", "b"], groups=np.arange(2) + 2 * step) for step in range(steps))
+            replay = str(tmp_path / replayed) if replayed else None
+            async with Run(
+                RunConfig(name=name, folder=str(tmp_path), log=[], deterministic=True, replay=replay)
+            ) as run:
+                await rl.publish(policy, agents)
+                async with rl.rollouts(agents, prompts, rl.Sampling(n=2, max_tokens=50), ahead=2) as stream:
                     async for _ in run.steps(steps):
                         batch = await anext(stream)
                         rows.append(conversations(batch.assign(advantages=batch.rewards)))
-                        await run.record(await policy.update(rows[-1], CrossEntropy()), batch)
-                        await publish(policy, stream)
+                        await run.record(await policy.update(rows[-1], rl.CrossEntropy()), batch)
+                        await rl.publish(policy, stream)
             return rows
 
         return simulate(main)
 
-    first = trained("first", 6)
-    played = (tmp_path / "played").read_text("utf-8")
-    assert len(played) == 24
-    again = trained("again", 6, "first")
-    third = trained("third", 7, "again")  # goes on where the record ends
-    for before, after in zip([*first, *first], [*again, *third[:6]], strict=True):
+    first = trained("first", 4)
+    played = tmp_path / "played"
+    assert len(played.read_text("utf-8")) == 16
+    again = trained("again", 5, "first")  # goes on where the record ends
+    assert len(played.read_text("utf-8")) == 16 + 4
+    assert len(again) == 5
+    for before, after in zip(first, again[:4], strict=True):
         assert before.names == after.names
         assert before.objects("prompt") == after.objects("prompt")
         for name in ("tokens", "loss_mask", "sampler_logprobs", "versions"):
             assert before.ragged(name).values.tolist() == after.ragged(name).values.tolist()
         assert before.rewards.tolist() == after.rewards.tolist()
         assert before.row("staleness").tolist() == after.row("staleness").tolist()
-    assert len((tmp_path / "played").read_text("utf-8")) == 24 + 4
-    assert len(third) == 7
 
 
 class Typist(ScriptedSampler):
@@ -197,32 +196,33 @@ class Typist(ScriptedSampler):
 
     loading, version = False, 0
 
-    async def load(self, weights: Weights) -> Batch:
+    async def load(self, weights: rl.Weights) -> rl.Batch:
         self.loading = True
         await asyncio.sleep(2)
         places = await super().load(weights)
         self.loading, self.version = False, weights.version
         return places
 
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         assert not self.loading  # what was stopped waits for the new weights
-        tokens, mask = [row.tolist() for row in prompts.tokens], [row.tolist() for row in prompts.loss_mask]
-        self.asked += ["".join(map(chr, row)) for row in tokens]
-        versions = [row.tolist() for row in prompts.versions]
+        self.asked += ["".join(map(chr, row.tolist())) for row in prompts.tokens]
+        tokens, mask, versions = (
+            [row.tolist() for row in column] for column in (prompts.tokens, prompts.loss_mask, prompts.versions)
+        )
         async with self.generate_calls.begin(sampling.beside) as call:
-            going_on = True
-            while going_on and (rows := [index for index, row in enumerate(mask) if sum(row) < 8]):
+            while rows := [index for index, row in enumerate(mask) if sum(row) < 8]:
                 await asyncio.sleep(1)
-                if going_on := await call.step():
-                    for index in rows:
-                        tokens[index].append(ord("abcdefgh"[sum(mask[index])]))
-                        mask[index].append(True)
-                        versions[index].append(self.version)
+                if not await call.step():
+                    break
+                for index in rows:
+                    tokens[index].append(ord("abcdefgh"[sum(mask[index])]))
+                    mask[index].append(True)
+                    versions[index].append(self.version)
         yield prompts.assign(
-            tokens=Ragged.of(tokens, np.int32),
-            loss_mask=Ragged.of(mask, np.bool_),
-            versions=Ragged.of(versions, np.int32),
-            sampler_logprobs=Ragged.of([np.full(len(row), -0.5) * row for row in mask], np.float32),
+            tokens=rl.Ragged.of(tokens, np.int32),
+            loss_mask=rl.Ragged.of(mask, np.bool_),
+            versions=rl.Ragged.of(versions, np.int32),
+            sampler_logprobs=rl.Ragged.of([np.full(len(row), -0.5) * row for row in mask], np.float32),
             completion=["abcdefgh"[: sum(row)] for row in mask],
             temperature=np.ones(len(mask), np.float32),
             truncated=np.zeros(len(mask), np.bool_),
@@ -243,96 +243,61 @@ async def solve(client, row):
 
 
 def test_an_answer_that_is_aborted_goes_on_with_the_new_weights_and_the_program_sees_one(tmp_path: Path) -> None:
-    (tmp_path / "talker.py").write_text(TALKER, "utf-8")
-
     async def main() -> list[list[int]]:
-        policy, sampler, learnt = FakePolicy(PolicyConfig(model="none")), Typist([]), list[list[int]]()
-        agents = agents_of(Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve")), sampler)
-        await publish(policy, agents)
-        prompts = (Batch.of(prompt=["a"], groups=np.array([step])) for step in range(8))
+        policy, sampler, learnt = fake_policy(), Typist([]), list[list[int]]()
+        agents = agents_of(written(tmp_path / "talker.py", TALKER), sampler)
+        await rl.publish(policy, agents)
+        prompts = (rl.Batch.of(prompt=["a"], groups=np.array([step])) for step in range(5))
         clock = asyncio.get_running_loop().time
-        async with rollouts(agents, prompts, Sampling(n=2), ahead=2, swap="abort") as stream:
+        async with rl.rollouts(agents, prompts, rl.Sampling(n=2), ahead=2, swap="abort") as stream:
             async for batch in stream:
                 assert batch.rewards.tolist() == [1.0, 1.0]
                 rows = conversations(batch.assign(advantages=batch.rewards))
                 assert len(rows) == 2  # each episode is one conversation, whose answers came back as they were told
-                learnt += [
-                    row[np.asarray(mask, np.bool_)].tolist()
-                    for row, mask in zip(rows.versions, rows.loss_mask, strict=True)
-                ]
-                await policy.update(rows, CrossEntropy())
+                learnt += [[version for version in row.tolist() if version >= 0] for row in rows.versions]
+                await policy.update(rows, rl.CrossEntropy())
                 await asyncio.sleep(2.5)
                 began = clock()
-                await publish(policy, stream)
+                await rl.publish(policy, stream)
                 assert clock() - began <= 2.5  # no episode is waited for
         assert any(asked.endswith(": abcd") for asked in sampler.asked)  # it was aborted, and asked to go on
         return learnt
 
     versions = simulate(main)
-    assert len(versions) == 16
-    for row in versions:
-        assert len(row) == 24
-        assert row == sorted(row)
+    assert [len(row) for row in versions] == [24] * 10
+    assert versions == [sorted(row) for row in versions]
     assert any(len(set(row[turn : turn + 8])) > 1 for row in versions for turn in (0, 8, 16))
 
 
 class Refusing(Agents):
     """Refuses the weights of version 1 before the sampler has them."""
 
-    async def load(self, weights: Weights) -> Batch:
+    async def load(self, weights: rl.Weights) -> rl.Batch:
         if weights.version == 1:
             raise DataError("refused")
         return await super().load(weights)
 
 
+class Failing(Typist):
+    async def abort(self) -> None:
+        raise DataError("no abort")
+
+
 def test_programs_wait_no_longer_where_new_weights_do_not_come(tmp_path: Path) -> None:
     """Since they are refused, or since the sampler cannot be aborted."""
-    (tmp_path / "talker.py").write_text(TALKER, "utf-8")
 
-    class Failing(Typist):
-        async def abort(self) -> None:
-            raise DataError("no abort")
-
-    async def main(kind: type[Typist], told: str) -> None:
-        policy, sampler = FakePolicy(PolicyConfig(model="none")), kind([])
-        agent = Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve"))
-        agents = Refusing(sampler, agent, Gateway(sampler, ScriptedChat()))
-        await publish(policy, agents)
-        fresh = await policy.encode(Batch.of(prompt=["a"], completion=["b"]))
-        prompts = [Batch.of(prompt=["a"], groups=np.array([0]))]
-        async with rollouts(agents, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
+    async def main(sampler: Typist, told: str) -> None:
+        policy = fake_policy()
+        agents = Refusing(sampler, written(tmp_path / "talker.py", TALKER), Gateway(sampler, ScriptedChat()))
+        await rl.publish(policy, agents)
+        fresh = await policy.encode(rl.Batch.of(prompt=["a"], completion=["b"]))
+        prompts = [rl.Batch.of(prompt=["a"], groups=np.array([0]))]
+        async with rl.rollouts(agents, prompts, rl.Sampling(n=2), ahead=1, swap="abort") as stream:
             await asyncio.sleep(2.5)
-            await policy.update(fresh, CrossEntropy())
+            await policy.update(fresh, rl.CrossEntropy())
             with pytest.raises(DataError, match=told):
-                await publish(policy, stream)
+                await rl.publish(policy, stream)
             assert (await anext(stream)).rewards.tolist() == [1.0, 1.0]
 
-    simulate(lambda: main(Typist, "refused"))
-    simulate(lambda: main(Failing, "no abort"))
-
-
-def test_episodes_are_trained_on_under_the_bound(agent: Agent) -> None:
-    async def main(ahead: int) -> None:
-        random = Random(ahead)
-        sampler = delayed(ScriptedSampler, seed=ahead, generate=2.0, load=0.5)(
-            lambda prompt: "o" * random.randrange(1, 9)
-        )
-        policy = FakePolicy(PolicyConfig(model="none"))
-        witness = Witness(policy)
-        agents = agents_of(agent, sampler)
-        await publish(witness, agents)
-        labels = np.arange(24).reshape(6, 4)
-        prompts = (Batch.of(prompt=["a", "b", "aa", "aaa"], groups=some) for some in labels)
-        trained: list[int] = []
-        async with rollouts(agents, witness.prompts(prompts), Sampling(n=2, max_tokens=50), ahead=ahead) as stream:
-            async for batch in stream:
-                advantages = group_advantages(batch.rewards, batch.groups)
-                rows = conversations(batch.assign(advantages=advantages))
-                assert policy.version - min(rows.row("oldest_version").tolist()) <= ahead
-                await policy.update(rows, CrossEntropy())
-                trained += batch.groups.tolist()
-                await publish(policy, stream)
-        assert sorted(trained) == sorted([*range(24)] * 2)
-
-    for ahead in (0, 1, 3):
-        simulate(partial(main, ahead))
+    simulate(lambda: main(Typist([]), "refused"))
+    simulate(lambda: main(Failing([]), "no abort"))

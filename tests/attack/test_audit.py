@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,11 +32,26 @@ def some(batch: rl.Batch) -> NDArray[np.bool_]:
     return np.not_equal(batch.groups % 7, 6)
 
 
-@pytest.fixture(autouse=True)
-def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.testing.FakePolicy", delayed(FakePolicy, update=Lognormal(1, 0.5)))
-    monkeypatch.setattr("meshrl.testing.FakeSampler", delayed(FakeSampler, generate=Lognormal(0.3, 1)))
-    monkeypatch.setattr("os.fsync", lambda _: None)
+@pytest.fixture(scope="module", autouse=True)
+def _roles() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshrl.testing.FakePolicy", delayed(FakePolicy, update=Lognormal(1, 0.5)))
+        patch.setattr("meshrl.testing.FakeSampler", delayed(FakeSampler, generate=Lognormal(0.3, 1)))
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int | None, Path]:
+    """By `ahead`, the folder of a run that ended well."""
+    folder = tmp_path_factory.mktemp("honest")
+    return {ahead: play(folder / f"{ahead}", ahead=ahead) for ahead in (None, 0, 1, 2)}
+
+
+@pytest.fixture
+def honest(played: Mapping[int | None, Path], tmp_path: Path) -> Callable[[int | None], Path]:
+    """Copies the folder of such a run, to be changed."""
+    return lambda ahead: Path(shutil.copytree(played[ahead], tmp_path / secrets.token_hex(4)))
 
 
 def play(
@@ -79,14 +95,10 @@ def play(
     return folder / "mine"
 
 
-def lines_of(folder: Path, file: str = "groups.jsonl") -> Lines:
-    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
-
-
 def forged(folder: Path, change: Callable[[Lines], object], file: str = "groups.jsonl") -> None:
     """Change the lines of a file."""
     path = folder / file
-    lines = lines_of(folder, file)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -103,8 +115,8 @@ def breaches(folder: Path) -> str:
     return "\n".join(breach for verdict in found.verdicts for breach in verdict.breaches)
 
 
-def test_a_loop_without_a_stream_keeps_its_promises(tmp_path: Path) -> None:
-    found = audit_run(play(tmp_path, ahead=None))
+def test_a_loop_without_a_stream_keeps_its_promises(played: Mapping[int | None, Path]) -> None:
+    found = audit_run(played[None])
     assert found.holds
     assert (found.steps, found.drawn, found.trained, found.under_way) == (STEPS, 32, 32, 0)
     assert (found.staleness, found.bound, found.resumed) == (None, None, 0)
@@ -112,8 +124,8 @@ def test_a_loop_without_a_stream_keeps_its_promises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_stream_keeps_its_promises(tmp_path: Path, ahead: int) -> None:
-    found = audit_run(play(tmp_path, ahead=ahead))
+def test_a_stream_keeps_its_promises(played: Mapping[int | None, Path], ahead: int) -> None:
+    found = audit_run(played[ahead])
     assert found.holds, found.verdicts
     assert (found.steps, found.trained, found.bound) == (STEPS, SIZE * STEPS, ahead)
     assert found.staleness == ahead
@@ -128,13 +140,12 @@ def test_a_stream_keeps_its_promises(tmp_path: Path, ahead: int) -> None:
         "no delivered row is older than the bound",
         "steps follow each other",
     ]
+    assert max(map(len, (played[ahead] / "groups.jsonl").read_text().splitlines())) < 1000, "bounded in size"
 
 
 def test_a_run_that_went_on_keeps_its_promises_and_its_steps_one_by_one(tmp_path: Path) -> None:
     """Of one loop or two, killed in either."""
-    for number, (ahead, loops, until) in enumerate(
-        ((None, 1, 7.0), (0, 1, 7.0), (2, 1, 7.0), (1, 2, 14.0), (1, 2, 23.0))
-    ):
+    for number, (ahead, loops, until) in enumerate(((None, 1, 7.0), (2, 1, 7.0), (1, 2, 14.0), (1, 2, 23.0))):
         folder = tmp_path / f"{number}"
         play(folder, ahead=ahead, until=until, resume=True, loops=loops)
         found = audit_run(play(folder, ahead=ahead, resume=True, loops=loops))
@@ -164,80 +175,56 @@ def test_a_prompt_that_a_resumed_run_does_not_draw_again_is_found(tmp_path: Path
     assert "was in progress at the checkpoint of the resumed run, but is not drawn again" in breaches(folder)
 
 
-def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
-    folder = play(tmp_path, ahead=2)
-    assert max(map(len, (folder / "groups.jsonl").read_text().splitlines())) < 1000
+FORGED: list[tuple[int | None, int, str, dict[str, object], str]] = [
+    (None, 5, "train", {"groups": [[9, 10], [20, 24]]}, "step 5: group 9 is delivered again: step 2"),
+    (1, 4, "deliver", {"groups": [[9, 10], [18, 20], [21, 23]]}, "step 4: group 9 is delivered again: step 2"),
+    (1, 3, "deliver", {"groups": [[14, 17]]}, "group 17 was drawn, but is neither delivered, dropped nor in progress"),
+    (None, 3, "train", {"groups": [[12, 14]]}, "groups 14 to 15 were drawn, but delivered to no step"),
+    (1, 4, "publish", {"version": 2}, "step 4: version 2 is published after version 4"),
+    (1, 5, "publish", {"stream": 7}, "step 5: version 6 is published to stream 7, which was never opened"),
+    (1, 4, "deliver", {"staleness": 2}, "21, 22 the oldest token is 2 publications behind, and ahead = 1"),
+    (1, 4, "deliver", {"version": 0}, "21, 22 the oldest token is 4 publications behind, and ahead = 1"),
+    (1, 4, "deliver", {"staleness": 0}, "0 is recorded, but by the versions published since version 3 it is 1"),
+]
+"""The `ahead` of a run, the step and event that are changed, the change, and the one thing that an audit says."""
 
 
-def test_a_group_that_is_delivered_twice_or_dropped_as_well_is_found(tmp_path: Path) -> None:
-    folder = play(tmp_path / "trained", ahead=None)
-    forged(folder, lambda lines: of(lines, 5, "train")["groups"].append([9, 10]))
-    assert breaches(folder) == "step 5: group 9 is delivered again: step 2"
-    assert audit_run(folder).twice == [9]
-    folder = play(tmp_path / "given", ahead=1)
-    forged(folder, lambda lines: of(lines, 5, "deliver")["groups"].append(of(lines, 2, "deliver")["groups"][0]))
-    assert "is delivered again: step 2" in breaches(folder)
-    folder = play(tmp_path / "dropped", ahead=0)
-    forged(folder, lambda lines: lines[-1]["happened"].append({"what": "drop", "groups": [[0, 1]], "why": "stale"}))
-    assert "group 0 is dropped as stale, but was delivered: step 0" in breaches(folder)
+def test_an_event_that_was_forged_is_found(honest: Callable[[int | None], Path]) -> None:
+    for ahead, step, what, change, told in FORGED:
+        folder = honest(ahead)
+        forged(folder, lambda lines: of(lines, step, what).update(change))  # noqa: B023 -- called at once
+        (breach,) = breaches(folder).splitlines()
+        assert breach.endswith(told)
+        assert f"step {step}" in breach or ahead is None
 
 
-def test_a_group_that_is_left_out_is_found(tmp_path: Path) -> None:
-    folder = play(tmp_path / "stream", ahead=1)
-    forged(folder, lambda lines: of(lines, 3, "deliver").update(groups=[[13, 14]]))
-    assert "step 3: group 14 was drawn, but is neither delivered, dropped nor in progress" in breaches(folder)
-    folder = play(tmp_path / "loop", ahead=None)
-    forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[12, 14]]))
-    assert breaches(folder) == "groups 14 to 15 were drawn, but delivered to no step"
-    assert audit_run(folder).missing == [(14, 16)]
+def test_lines_that_were_added_or_left_out_are_found(honest: Callable[[int | None], Path]) -> None:
+    dropped, stale, out, again = honest(0), honest(1), honest(None), honest(None)
+    drop = {"what": "drop", "groups": [[0, 1]], "why": "stale"}
+    forged(dropped, lambda lines: lines[-1]["happened"].append(drop))
+    assert "group 0 is dropped as stale, but was delivered: step 0" in breaches(dropped)
+    forged(stale, lambda lines: lines[5].update(staleness_max=3.0), "metrics.jsonl")
+    assert breaches(stale) == "step 5: metrics.jsonl has staleness_max = 3, and ahead = 1"
+    forged(out, lambda lines: lines.pop(3))
+    assert "step 4 comes after step 2 in groups.jsonl" in breaches(out)
+    forged(again, lambda lines: lines.insert(4, lines[3]), "metrics.jsonl")
+    assert "step 3 comes after step 3 in metrics.jsonl" in breaches(again)
 
 
-def test_a_version_that_goes_back_is_found(tmp_path: Path) -> None:
-    folder = play(tmp_path, ahead=1)
-    forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
-    assert "step 4: version 2 is published after version 4" in breaches(folder)
-    forged(folder, lambda lines: of(lines, 5, "publish").update(stream=7))
-    assert "step 5: version 6 is published to stream 7, which was never opened" in breaches(folder)
+def test_what_was_lost_or_trained_twice_is_named(honest: Callable[[int | None], Path]) -> None:
+    folder = honest(None)
+    forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[9, 10], [12, 14]]))
+    found = audit_run(folder)
+    assert (found.twice, found.missing) == ([9], [(14, 16)])
 
 
-def test_a_staleness_above_the_bound_is_found(tmp_path: Path) -> None:
-    honest = play(tmp_path / "honest", ahead=1)
-
-    def copy(name: str) -> Path:
-        shutil.copytree(honest, tmp_path / name)
-        return tmp_path / name
-
-    for name, change, told in (
-        ("told", {"staleness": 2}, "the oldest token is 2 publications behind, and ahead = 1"),
-        ("sampled", {"version": 0}, "the oldest token is 4 publications behind, and ahead = 1"),
-        (
-            "less",
-            {"staleness": 0},
-            "a staleness of 0 is recorded, but by the versions published since version 3 it is 1",
-        ),
-    ):
-        folder = copy(name)
-        forged(folder, lambda lines: of(lines, 4, "deliver").update(change))  # noqa: B023 -- called at once
-        assert "step 4: " in breaches(folder)
-        assert told in breaches(folder)
-    recorded = copy("recorded")
-    forged(recorded, lambda lines: lines[5].update(staleness_max=3.0), "metrics.jsonl")
-    assert breaches(recorded) == "step 5: metrics.jsonl has staleness_max = 3, and ahead = 1"
-    configured = play(tmp_path / "configured", ahead=2, configured=1)
+def test_another_bound_than_the_configured_one_is_found(tmp_path: Path) -> None:
+    configured = play(tmp_path, ahead=2, configured=1)
     assert breaches(configured) == "stream 0 was opened with ahead = 2, and config.toml has 1"
 
 
-def test_a_step_that_is_left_out_or_repeated_is_found(tmp_path: Path) -> None:
-    folder = play(tmp_path / "out", ahead=None)
-    forged(folder, lambda lines: lines.pop(3))
-    assert "step 4 comes after step 2 in groups.jsonl" in breaches(folder)
-    folder = play(tmp_path / "again", ahead=None)
-    forged(folder, lambda lines: lines.insert(4, lines[3]), "metrics.jsonl")
-    assert "step 3 comes after step 3 in metrics.jsonl" in breaches(folder)
-
-
-def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
-    folder = play(tmp_path, ahead=1)
+def test_files_that_cannot_say_are_errors(honest: Callable[[int | None], Path]) -> None:
+    folder = honest(1)
     groups = folder / "groups.jsonl"
     content = groups.read_bytes()
     for damaged, words in {
@@ -258,13 +245,11 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
         audit_run(folder)
 
 
-def test_a_run_that_was_killed_is_judged_as_far_as_it_went(tmp_path: Path) -> None:
-    folder = play(tmp_path, ahead=2)
-    groups = folder / "groups.jsonl"
-    groups.write_bytes(b"".join(groups.read_bytes().splitlines(keepends=True)[:5]) + b'{"step":5,"happ')
-    (folder / "metrics.jsonl").write_bytes(
-        b"".join((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:5])
-    )
+def test_a_run_that_was_killed_is_judged_as_far_as_it_went(honest: Callable[[int | None], Path]) -> None:
+    folder = honest(2)
+    for file, cut in (("groups.jsonl", b'{"step":5,"happ'), ("metrics.jsonl", b"")):
+        lines = (folder / file).read_bytes().splitlines(keepends=True)[:5]
+        (folder / file).write_bytes(b"".join(lines) + cut)
     (folder / "summary.json").unlink()
     found = audit_run(folder)
     assert found.holds, found.verdicts
@@ -272,14 +257,16 @@ def test_a_run_that_was_killed_is_judged_as_far_as_it_went(tmp_path: Path) -> No
     assert found.under_way > 0
 
 
-def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_by_its_exit_status(
+    honest: Callable[[int | None], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     def audit() -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main(["audit", str(folder)])
         told = capsys.readouterr()
         return ended.value.code or 0, told.out + told.err  # type: ignore[return-value]
 
-    folder = play(tmp_path, ahead=2)
+    folder = honest(2)
     status, told = audit()
     assert status == 0
     assert "8 steps; finished" in told

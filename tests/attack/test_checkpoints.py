@@ -9,40 +9,29 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import LocalEngine, Metrics, Policy, PolicyConfig, Run, RunConfig
+from meshrl import LocalEngine, Run
 from meshrl.errors import DataError
+from tests.run.test_checkpoints import config, counting, lines, run
 
-FAKE = PolicyConfig(backend="fake", model="none")
 STEPS = 6
 
 
-class Crash(Exception):
-    pass
+async def train(folder: Path) -> list[int]:
+    """Go on with a run until its sixth step; the steps that were done."""
+    seen: list[int] = []
+    async with Run(config(folder)) as under_way:
+        await counting(STEPS, seen=seen)(under_way)
+    return seen
 
 
-def config(folder: Path, every: int) -> RunConfig:
-    table = {"name": "mine", "folder": str(folder), "resume": True, "checkpoint_every": every, "checkpoints_kept": 2}
-    return RunConfig.model_validate({**table, "meshes": {"main": {"cpus": 0}}})
+async def crashed(folder: Path, after: int = 2) -> Path:
+    """The checkpoints of a run that was killed in the step after so many."""
+    return await run(counting(STEPS, dies_in=after), folder) / "checkpoints"
 
 
-async def train(folder: Path, crash: int = STEPS, every: int = 1) -> list[int]:
-    """A run of six steps that is gone on with, and crashes after so many; the steps that were done."""
-    done: list[int] = []
-    async with Run(config(folder, every), engine=LocalEngine()) as run:
-        await run.spawn(Policy, FAKE)
-        async for step in run.steps(STEPS):
-            if step == crash:
-                raise Crash
-            done.append(step)
-            await run.record(Metrics.of(loss=(float(step), 1.0)))
-    return done
-
-
-async def crashed(folder: Path, after: int = 3, every: int = 1) -> Path:
-    """The checkpoints of a run that crashed."""
-    with capture_logs(), pytest.raises(Crash):
-        await train(folder, after, every)
-    return folder / "mine/checkpoints"
+def state_of(folder: Path) -> Path:
+    """The first file of an actor's state in this folder."""
+    return next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json")
 
 
 def edited(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -56,7 +45,7 @@ def edited(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize("most", [30, pytest.param(1000, marks=pytest.mark.wide)])
 async def test_each_bit_counts(tmp_path: Path, most: int) -> None:
     """Of run.json and of every other file, as far as so many of each file tell."""
-    folder = await crashed(tmp_path, after=2, every=2)
+    folder = await crashed(tmp_path)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 1
     for file in files:
@@ -66,41 +55,34 @@ async def test_each_bit_counts(tmp_path: Path, most: int) -> None:
             changed[place // 8] ^= 1 << place % 8
             file.write_bytes(changed)
             with pytest.raises(DataError, match="restore that file, or remove"):
-                Run(config(tmp_path, every=2), engine=LocalEngine())
+                Run(config(tmp_path), engine=LocalEngine())
         for other in (b"", whole[:-1], whole + b"\n"):
             file.write_bytes(other)
             with pytest.raises(DataError):
-                Run(config(tmp_path, every=2), engine=LocalEngine())
+                Run(config(tmp_path), engine=LocalEngine())
         file.write_bytes(whole)
-    assert await train(tmp_path, every=2) == [2, 3, 4, 5]
+    assert await train(tmp_path) == [2, 3, 4, 5]
 
 
 async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path)
-    state = next(path for path in (folder / "step-000003").rglob("*") if path.is_file() and path.name != "run.json")
+    folder = await crashed(tmp_path, after=4)
+    state = state_of(folder / "step-000004")
     state.write_bytes(state.read_bytes() + b" ")
     with capture_logs() as logs:
         assert await train(tmp_path) == [2, 3, 4, 5]
     told = next(line for line in logs if "is damaged" in line["event"])
     assert f"resuming from {folder}/step-000002" in told["event"]
     assert "differs from what was written with this checkpoint" in told["error"]
-    lines = (tmp_path / "mine/metrics.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line)["step"] for line in lines] == list(range(STEPS))
-    assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000003")]) == 1
+    assert [line["step"] for line in lines(tmp_path / "mine/metrics.jsonl")] == list(range(STEPS))
+    assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000004")]) == 1
 
 
 async def test_links_and_other_files_are_refused(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path, after=2, every=2)
+    await crashed(tmp_path)
     for what in ("file", "folder", "added", "lost", "renamed"):
         here = tmp_path / what
         shutil.copytree(tmp_path / "mine", here / "mine")
-        state = (
-            here
-            / "mine"
-            / next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json").relative_to(
-                folder.parent
-            )
-        )
+        state = state_of(here / "mine/checkpoints")
         match what:
             case "file":
                 shutil.move(state, here / "elsewhere")
@@ -118,7 +100,7 @@ async def test_links_and_other_files_are_refused(tmp_path: Path) -> None:
 
 
 async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> None:
-    await crashed(tmp_path, after=2, every=2)
+    await crashed(tmp_path)
     victim = tmp_path / "victim"
     victim.write_text("precious")
 
@@ -142,13 +124,13 @@ async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> N
 
 
 async def test_a_checkpoint_of_a_version_before_is_gone_on_with(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path, after=2, every=2)
+    folder = await crashed(tmp_path)
     edited(folder / "step-000002/run.json", lambda _: None)
-    assert await train(tmp_path, every=2) == [2, 3, 4, 5]
+    assert await train(tmp_path) == [2, 3, 4, 5]
 
 
 async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path, after=2, every=2)
+    folder = await crashed(tmp_path)
     metrics = folder.parent / "metrics.jsonl"
     whole = metrics.read_bytes()
     for line in (b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"step": "one"}\n'):
@@ -158,7 +140,7 @@ async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path) 
 
 
 async def test_a_link_in_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path, after=2, every=2)
+    folder = await crashed(tmp_path)
     metrics, victim = folder.parent / "metrics.jsonl", tmp_path / "victim"
     victim.write_bytes(metrics.read_bytes() + b"precious")
     metrics.unlink()

@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +24,12 @@ from meshrl.rewards.function import FunctionReward
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
 from meshrl.testing import FakePolicy
+
+
+class Pid(Actor):
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 class Slow(Actor):
@@ -48,16 +53,16 @@ class Slow(Actor):
         yield Batch.of(row=[2])
 
 
-def config(folder: Path, **changes: object) -> RunConfig:
-    table = {"name": "mine", "folder": str(folder), **changes}
-    return RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})  # type: ignore[arg-type]
+def config(folder: Path, slow_after: float = 60) -> RunConfig:
+    meshes = {"main": MeshConfig(cpus=0)}
+    return RunConfig(name="mine", folder=str(folder), slow_after=slow_after, meshes=meshes)
 
 
-async def told(logs: list[Any], text: str) -> str:
+async def told(logs: Sequence[Mapping[str, object]], text: str) -> str:
     """The first line of the log that has a text."""
     while True:
         for line in logs:
-            if text in line["event"]:
+            if text in str(line["event"]):
                 return str(line["event"])
         await asyncio.sleep(0.01)
 
@@ -95,8 +100,7 @@ async def test_a_call_beyond_the_timeout_is_an_error_that_names_its_rank() -> No
 
 
 class Hangs(FakePolicy):
-    @endpoint
-    async def hang(self) -> None:
+    async def save(self, folder: str) -> None:
         await asyncio.Event().wait()
 
 
@@ -104,8 +108,11 @@ async def test_a_role_has_the_timeout_of_its_table(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("meshrl.testing.FakePolicy", Hangs)
     async with Run(config(tmp_path)) as run:
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", timeout=0.05))
-        with pytest.raises(CallTimeout, match=r"Hangs.hang has not answered"):
-            await policy.hang()  # type: ignore[attr-defined]
+        with pytest.raises(CallTimeout, match=r"Hangs.save has not answered"):
+            await policy.save(str(tmp_path))
+
+
+ENDED = threading.Event()
 
 
 def hangs(prompt: str, completion: str, row: dict[str, object]) -> float:
@@ -121,13 +128,10 @@ async def hangs_async(prompt: str, completion: str, row: dict[str, object]) -> f
     return 1.0
 
 
-ENDED = threading.Event()
-
-
 async def test_a_reward_that_hangs_costs_its_row_alone() -> None:
-    for name in ("hangs", "hangs_async"):
-        reward = FunctionReward(RewardConfig(function=f"{__file__}:{name}", row_timeout=3))
-        batch = await reward.score(Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"]))
+    rows = Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"])
+    configs = [RewardConfig(function=f"{__file__}:{name}", row_timeout=3) for name in ("hangs", "hangs_async")]
+    for batch in await asyncio.gather(*(FunctionReward(config).score(rows) for config in configs)):
         assert batch.rewards.tolist() == [1, 0, 1]
         assert batch.objects("reward_error")[1] == "TimeoutError: the reward took longer than reward.row_timeout = 3"
     ENDED.set()
@@ -178,7 +182,8 @@ def test_one_interrupt_ends_a_run_whose_reward_hangs(tmp_path: Path, engine: str
 
 
 @pytest.mark.process
-async def test_a_process_that_is_stopped_is_an_error_of_its_rank() -> None:
+async def test_a_process_that_is_stopped_is_an_error_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.engines.hosting.reservation.GRACE", 0.1)
     engine = ProcessEngine()
     slow = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Pid)
     pid = await slow.pid()
@@ -190,9 +195,3 @@ async def test_a_process_that_is_stopped_is_an_error_of_its_rank() -> None:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-class Pid(Actor):
-    @endpoint
-    async def pid(self) -> int:
-        return os.getpid()

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Metrics, Policy, PolicyConfig, Run, RunConfig
+from meshrl import Metrics, Run, RunConfig
 from meshrl.errors import ConfigError, DataError, MeshrlError
-from meshrl.run.config import MeshConfig
 from meshrl.testing import FaultyFiles
+from tests.run.test_checkpoints import counting, lines, run
 
 if TYPE_CHECKING:
     from meshrl.testing.faulty_files import Fault
@@ -20,12 +19,7 @@ STEPS = 3
 
 async def train(folder: Path) -> None:
     """A run of three steps with a checkpoint after each, that is gone on with."""
-    table = {"name": "mine", "folder": str(folder), "resume": True, "checkpoint_every": 1}
-    with capture_logs():
-        async with Run(RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})) as run:  # type: ignore[arg-type]
-            await run.spawn(Policy, PolicyConfig(backend="fake", model="none"))
-            async for step in run.steps(STEPS):
-                await run.record(Metrics.of(loss=(float(step), 1.0)))
+    await run(counting(STEPS), folder, checkpoint_every=1)
 
 
 async def operations(folder: Path) -> int:
@@ -34,9 +28,8 @@ async def operations(folder: Path) -> int:
     return disk.operations
 
 
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "mine/metrics.jsonl").read_bytes().splitlines()
-    return [msgspec.json.decode(line)["loss"] for line in lines]
+def groups(folder: Path) -> list[float]:
+    return [line["group"] for line in lines(folder / "mine/metrics.jsonl")]
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.wide)])
@@ -61,7 +54,7 @@ async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, ever
                     pass
             assert disk.operations > at
             await train(folder)
-            assert losses(folder) == [0, 1, 2], f"{fault} at operation {at}"
+            assert groups(folder) == [0, 2, 4], f"{fault} at operation {at}"
     assert len(told) > STEPS
     assert any("step-000002" in each for each in told)
 
@@ -73,7 +66,7 @@ async def test_a_write_that_is_short_is_gone_on_with(tmp_path: Path, every: int)
         folder = tmp_path / str(at)
         with FaultyFiles(folder, at, "short").installed():
             await train(folder)
-        assert losses(folder) == [0, 1, 2], f"operation {at}"
+        assert groups(folder) == [0, 2, 4], f"operation {at}"
 
 
 async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_path: Path) -> None:

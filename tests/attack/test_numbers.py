@@ -1,11 +1,10 @@
 """Numbers that are no numbers, too large for their type, or of a type without a sign."""
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 
 import meshrl as rl
@@ -87,10 +86,8 @@ def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path) -> N
     job = load_job(config, ["run.seed=3", "sampler.seed=4"], rl.RunConfig)
     roles = {name: getattr(job.config, name).seed for name in ("policy", "sampler", "reference")}
     assert roles == {"policy": 3, "sampler": 4, "reference": 5}
-    again = tmp_path / "again.toml"
-    again.write_text(tomli_w.dumps(without_none(job.resolved)), "utf-8")
-    told = load_job(again, ["run.seed=8"], rl.RunConfig).config
-    assert getattr(told, "policy").seed == 3, "what is resolved says what was"  # noqa: B009 -- it is of the script's class
+    policy = cast("dict[str, object]", job.resolved["policy"])
+    assert policy["seed"] == 3, "what is resolved says what was"
 
 
 async def test_a_script_of_ones_own_has_the_seed_too(tmp_path: Path) -> None:
@@ -99,8 +96,3 @@ async def test_a_script_of_ones_own_has_the_seed_too(tmp_path: Path) -> None:
         same = await (await run.spawn(rl.Policy, rl.PolicyConfig(model=MODEL, seed=7))).weights()
         other = await (await run.spawn(rl.Policy, rl.PolicyConfig(model=MODEL, seed=0))).weights()
     assert first.fingerprint() == same.fingerprint() != other.fingerprint()
-
-
-def without_none(table: Mapping[str, object]) -> dict[str, object]:
-    kept = {name: value for name, value in table.items() if value is not None}
-    return {name: without_none(value) if isinstance(value, Mapping) else value for name, value in kept.items()}

@@ -219,36 +219,3 @@ async def test_of_many_that_open_a_folder_at_once_one_does(tmp_path: Path) -> No
     (alone,) = [run for run in opened if run]
     async with alone:
         pass
-
-
-class Crash(Exception):
-    pass
-
-
-async def attempt(folder: Path, steps: int, every: int | None = 100) -> None:
-    """A run of ten steps that is to be gone on with, and crashes after so many."""
-    made = config(folder, resume=True, checkpoint_every=every)
-    with capture_logs():
-        async with Run(made, {"run": made.model_dump()}) as run:
-            async for step in run.steps(10):
-                if step == steps:
-                    raise Crash
-                await run.record(Metrics.of(loss=(float(steps), 1.0)))
-
-
-async def test_a_crash_loop_before_the_first_checkpoint_keeps_one_folder(tmp_path: Path) -> None:
-    for steps in (3, 2, 1):
-        with pytest.raises(Crash):
-            await attempt(tmp_path, steps)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    lines = (tmp_path / "mine/metrics.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line)["loss"] for line in lines] == [1.0]
-    assert not list((tmp_path / "mine").glob("events-*.jsonl"))
-    assert len(list((tmp_path / "mine").glob("events.out.tfevents.*"))) == 1
-
-
-async def test_a_run_that_finished_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
-    await attempt(tmp_path, steps=99, every=None)
-    await attempt(tmp_path, steps=99, every=None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
-    assert (tmp_path / "mine-1/metrics.jsonl").read_bytes().count(b"\n") == 10

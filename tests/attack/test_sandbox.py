@@ -20,7 +20,7 @@ from meshrl import RewardConfig
 from meshrl.errors import ConfigError
 from meshrl.rewards import sandbox
 from meshrl.rewards.function import FunctionReward
-from meshrl.rewards.sandbox import Enforced, Limits, run_tests
+from meshrl.rewards.sandbox import Enforced, Limits, Outcome, run_tests
 
 JUDGES = """
 import asyncio, json, os, sys
@@ -38,6 +38,15 @@ asyncio.run(main(json.loads(sys.stdin.read())))
 """
 """Runs each code of its input as a test, and tells the outcome and the output of each."""
 PLAIN = ("/usr/bin/setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+JOB = """
+import sys
+frame = sys._getframe()
+while "job" not in frame.f_locals:
+    frame = frame.f_back
+job = frame.f_locals["job"]
+"""
 
 
 def opened(command: Sequence[str], hold: Path) -> list[str]:
@@ -94,6 +103,17 @@ def attacks(mark: str, mine: Path, port: int) -> dict[str, str]:
     }
 
 
+LIES: dict[str, Outcome] = {
+    "import os\nfor name in os.listdir('.'): os.remove(name)\nos.mkfifo('result')": "passed",
+    "import os, glob\nfor name in ('result', 'result-0'): os.symlink('/dev/zero', name)": "passed",
+    f"{JOB}\nimport os\nos.write(job['result'], b'[' * 60_000)\nassert False": "failed",
+    f"{JOB}\nimport os\nos.write(job['result'], (job['secret'] + ' 7').encode())\nos._exit(0)": "failed",
+    f"{JOB}\nimport os\nwhile True: os.write(job['result'], b'x' * 4096)": "timeout",
+    f"{JOB}\nimport os\nos.close(job['result'])": "failed",
+}
+"""Code that lies to its judge, holds it up, or leaves something behind."""
+
+
 def harmless(mark: str) -> dict[str, str]:
     """What may work, and leaves nothing."""
     wait = f"'-c', 'import time; time.sleep(600)', '{mark}'"
@@ -101,7 +121,7 @@ def harmless(mark: str) -> dict[str, str]:
         "shared": f"open('/dev/shm/{mark}', 'w')",
         "segment": f"import ctypes\nassert ctypes.CDLL(None).shmget({key(mark)}, 1 << 20, 0o1666) >= 0",
         "daemon": f"import subprocess, sys\nsubprocess.Popen([sys.executable, {wait}], start_new_session=True)",
-        "folders": "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)",
+        "folders": "import os\nfor _ in range(1100): os.mkdir('dddd'); os.chdir('dddd')\nos.chmod('.', 0)",
     }
 
 
@@ -149,6 +169,8 @@ def test_code_reaches_nothing_of_its_trainer(plain: bool, bare: bool, tmp_path: 
             os.chown(path, 65534, 65534)
     with socket.create_server(("127.0.0.1", 0)) as server:
         codes = {**attacks(mark, mine, server.getsockname()[1]), **harmless(mark), "fine": FINE}
+        if bare:
+            del codes["bounds"]  # only the timeout would end it
         told = judged(codes, plain=plain, bare=bare, folder=folder, hold=tmp_path)
     landlock, namespaces = told.pop("landlock"), told.pop("namespaces")
     assert not (bare and namespaces)
@@ -162,6 +184,15 @@ def test_code_reaches_nothing_of_its_trainer(plain: bool, bare: bool, tmp_path: 
     mine.unlink()
     folder.rmdir()  # of the sandboxes nothing is left
     assert not left_behind(mark)
+
+
+async def test_the_judge_is_neither_held_up_nor_believes_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-judge-"))  # of this test alone, whoever the sandboxes run as
+    folder.chmod(0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    results = {code: await run_tests(code, ["assert True"], Limits(timeout=3, memory_mib=256)) for code in LIES}
+    assert {code: result.outcome for code, result in results.items()} == LIES, results
+    folder.rmdir()  # of the sandboxes nothing is left
 
 
 def test_where_nothing_holds_it_is_refused_but_for_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

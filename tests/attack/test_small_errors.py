@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -16,11 +15,8 @@ from meshrl import Actor, LocalEngine, Mesh, Metrics, Resources, Run, RunConfig,
 from meshrl.data import Batch
 from meshrl.errors import RankFailed, described
 from meshrl.rewards import RewardConfig
-from meshrl.rewards.function import FunctionReward, boundary
+from meshrl.rewards.function import FunctionReward
 from meshrl.testing import FakeRun
-
-if TYPE_CHECKING:
-    from meshrl.mesh import Engine
 
 REWARDS = """
 import asyncio
@@ -82,21 +78,6 @@ async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path) -> None:
         assert sample["reward_error"] == SAYS[name]
 
 
-async def test_a_reward_that_is_cancelled_is_cancelled() -> None:
-    began = asyncio.Event()
-
-    async def forever(*_: object) -> float:
-        began.set()
-        await asyncio.Event().wait()
-        return 1.0
-
-    task = asyncio.create_task(boundary(forever, "", "", {}))
-    await began.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 class Raises(Actor):
     @endpoint
     async def work(self) -> None:
@@ -107,20 +88,14 @@ class Raises(Actor):
         raise asyncio.CancelledError("of its own")
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.wide)])
-async def test_what_an_endpoint_raises_is_told_by_its_rank(engine: str, request: pytest.FixtureRequest) -> None:
-    made: Engine = LocalEngine()
-    if engine == "ray":
-        request.getfixturevalue("ray_cluster")
-        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
-
-        made = RayEngine()
-    actor = await (await Mesh.reserve(made, 1, Resources(cpus=0))).spawn(Raises)
+async def test_what_an_endpoint_raises_is_told_by_its_rank() -> None:
+    engine = LocalEngine()
+    actor = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Raises)
     with pytest.raises(RankFailed, match=r"Raises\.work on rank 0 .*Silent"):
         await actor.work()
     with pytest.raises(RankFailed, match=r"Raises\.cancel on rank 0 .*CancelledError: of its own"):
         await actor.cancel()
-    await made.close()
+    await engine.close()
 
 
 async def test_a_script_whose_error_has_no_text_leaves_a_summary(tmp_path: Path) -> None:

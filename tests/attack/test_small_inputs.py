@@ -56,9 +56,6 @@ def test_a_configuration_that_is_no_toml_is_told_in_words(tmp_path: Path) -> Non
         (tmp_path / "run.toml").write_bytes(text)
         with pytest.raises(ConfigError, match=rf"run\.toml: .*{says}"):
             load_toml(tmp_path / "run.toml")
-
-
-def test_a_deep_override_is_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"steps = 1\n")
     with pytest.raises(ConfigError, match=r"command line: .* more than 100 deep"):
         load_toml(tmp_path / "run.toml", [".".join(["a"] * 5000) + "=1"])

@@ -22,33 +22,17 @@ class Linear(nn.Module):
     """A linear layer on one rank."""
 
     def __init__(  # noqa: PLR0913, PLR0917 -- as many as the real one takes
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], object] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], object] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: dict[str, int] | None = None,
-        device: torch.device | str = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
+        self, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: dist.ProcessGroup | None = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], object] | None = None, rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], object] | None = None, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        parameters_split: dict[str, int] | None = None, device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_name: str | None = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None, save_original_input: bool = False,
         name: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         assert tp_size == 1
         assert not any((fuse_wgrad_accumulation, return_bias, delay_wgrad_compute, ub_name))
@@ -66,12 +50,9 @@ class Linear(nn.Module):
                 setattr(self.bias, attribute, value)
 
     def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         used.append(f"{type(self).__name__}")
         return functional.linear(inp, self.weight, self.bias if len(self.bias) else None)
 
@@ -80,15 +61,10 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight."""
 
     def __init__(
-        self,
-        normalized_shape: int | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
+        self, normalized_shape: int | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
         **kwargs: torch.device | str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         assert normalized_shape is None
         assert hidden_size is not None
@@ -104,17 +80,8 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(states, states.shape[-1:], self.weight, self.eps)
 
 
-_NAMES = (
-    "",
-    ".common",
-    ".common.recipe",
-    ".pytorch",
-    ".pytorch.distributed",
-    ".pytorch.fp8",
-    ".pytorch.ops",
-    ".pytorch.router",
-    ".pytorch.tensor",
-)
+_PARTS = ("distributed", "fp8", "ops", "router", "tensor")
+_NAMES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in _PARTS))
 """The modules that Megatron-Core cannot do without, as it believes that it has found Transformer Engine."""
 
 

@@ -1,14 +1,17 @@
 """What tests of backends share: small models, rows for them, and what transformers alone computes of each row."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
+from pydantic import PrivateAttr
 from torch import Tensor
 
-from meshrl import Batch, NewModel, OptimizerConfig, Ragged
+from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, Ragged
+from meshrl.losses import TokenLoss
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {
@@ -23,6 +26,13 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 """Of a configuration of transformers, for the tokenizer that `random_model` writes."""
+RANKS_OF_MEGATRON = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.megatron,
+    pytest.mark.process,
+    pytest.mark.xdist_group("warm"),
+]
+"""Marks of tests that run Megatron on the session's warm processes."""
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
 
@@ -65,3 +75,23 @@ def norm_of(network: Any) -> float:
 def columns_of(batch: Batch, names: Sequence[str], row: int) -> dict[str, Tensor]:
     """Ragged columns of one row, as a loss is given them."""
     return {name: torch.from_numpy(batch.ragged(name)[row].copy()) for name in names}
+
+
+class Counted(ClippedLoss):
+    """Knows how many micro-batches it was asked of."""
+
+    _calls: list[int] = PrivateAttr(default_factory=list)
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        self._calls.append(len(logprobs))
+        return super().__call__(logprobs, columns)
+
+
+class Late(Counted):
+    """Fails after the first micro-batch has left its gradient."""
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        judged = super().__call__(logprobs, columns)
+        if len(self._calls) == 2:
+            raise ZeroDivisionError
+        return judged

@@ -1,54 +1,81 @@
 """The buckets of a broadcast: which part of which tensor is where in them, and copies of parts."""
 
-from math import prod
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl_hf import fp8
 from meshrl_hf.boxes import Box
 from meshrl_hf.buckets import planned
 from meshrl_hf.collective import Flight, copy, place_in, view
+from meshrl_hf.offer import SCALE
 
 LIMIT = 1 << 10
 
 
+QUANTISED = frozenset({"matrix", "tall", "columns", "none"})
+
+
 def boxes() -> list[Box]:
     torch.manual_seed(0)
-    shapes = {"wide": (3, 1000), "many": (999, 5), "small": (7,), "number": (), "experts": (2, 3, 700)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    shapes = {
+        "wide": (3, 1000),
+        "many": (999, 5),
+        "small": (7,),
+        "number": (),
+        "experts": (2, 3, 700),
+        "tall": (3, 700),
+    }
+    matrix = torch.randn(70, 30)
     return [
-        *(Box(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()),
+        Box("matrix", (70, 30), (0, 0), matrix[:40]),
+        *(Box(name, shape, (0,) * len(shape), torch.randn(shape)) for name, shape in shapes.items()),
+        Box("matrix", (70, 30), (40, 0), matrix[40:]),
+        Box("columns", (4, 30), (0, 10), torch.randn(4, 10)),
+        Box("none", (4, 30), (4, 0), torch.randn(0, 30)),
         Box("part", (8, 2, 4), (4, 0, 2), torch.randn(4, 2, 2)),
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buckets_have_every_number_once_and_keep_to_their_size(dtype: torch.dtype) -> None:
-    whole = {box.name: torch.full(box.size, torch.nan, dtype=dtype) for box in boxes()}
-    plan = planned(boxes(), dtype, LIMIT)
-    flight = Flight()
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, LIMIT), (torch.bfloat16, LIMIT), (torch.bfloat16, 1 << 16)]
+)
+def test_buckets_have_every_number_once_keep_to_their_size_and_round_rows_as_the_whole_matrix_would(
+    dtype: torch.dtype, limit: int
+) -> None:
+    came, flight, numbers = dict[str, Tensor](), Flight(), Counter[str]()
+    plan = planned(boxes(), dtype, limit, QUANTISED)
     flight.begin(max(bucket.layout.nbytes for bucket in plan), torch.device("cpu"))
     for bucket in plan:
-        layout = bucket.layout
-        assert layout.nbytes <= LIMIT
-        buffer = flight.memory(layout.nbytes)
-        bucket.write(buffer)
-        assert layout.nbytes == layout.parts[-1].start + prod(layout.parts[-1].shape) * dtype.itemsize
-        for part in layout.parts:
+        assert bucket.layout.nbytes <= limit
+        memory = flight.memory(bucket.layout.nbytes)
+        bucket.write(memory)
+        for part in bucket.layout.parts:
             assert part.start % 64 == 0
-            came = view(buffer, part)
-            place = place_in(whole[part.name], part)
-            assert place.isnan().all()
-            place.copy_(came)
+            content = view(memory, part)
+            whole = came.setdefault(part.name, torch.zeros(part.size, dtype=content.dtype))
+            place_in(whole, part).copy_(content)
+            numbers[part.name] += content.numel()
         flight.drop()
+    expected = Counter[str]()
     for box in boxes():
-        there = whole[box.name][tuple(map(slice, box.offsets, np.add(box.offsets, box.tensor.shape).tolist()))]
-        assert torch.equal(there, box.tensor.to(dtype))
-    assert planned([], dtype, LIMIT) == []
-    assert sum(int(each.isnan().sum()) for each in whole.values()) == 64 - 16  # what others have of `part`
+        name, tensor = box.name, box.tensor.to(dtype)
+        expected[name] += tensor.numel()
+        there = tuple(map(slice, box.offsets, np.add(box.offsets, box.tensor.shape).tolist()))
+        if name in {"matrix", "tall"}:
+            rounded, scales = fp8.quantized(tensor)
+            expected[name + SCALE] += len(tensor)
+            assert torch.equal(came[name][there].view(torch.uint8), rounded.view(torch.uint8))
+            assert torch.equal(came[name + SCALE][there[0]], scales)
+        elif tensor.numel():
+            assert torch.equal(came[name][there], tensor)  # a rank with some columns does not know the rows' scales
+    assert numbers == +expected
+    assert planned([], dtype, limit) == []
 
 
 class Copies(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """The fingerprint of bytes: what changes it, what does not, and that a GPU's tensors stay where they are."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -8,9 +8,7 @@ from torch import Tensor
 
 from meshrl_hf.fingerprints import fingerprint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+SIGN = -(1 << 15)
 SHAPES = [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4), (4 * 1021,), (4 * 1020 + 1,)]
 
 
@@ -30,41 +28,24 @@ def test_it_is_of_the_bytes_wherever_they_lie(dtype: torch.dtype) -> None:
         assert fingerprint(torch.zeros(shape, dtype=dtype)) != 0, shape
 
 
-def flip(bits: Tensor) -> None:
-    bits[57, 3] ^= 1
-
-
-def flip_two_signs(bits: Tensor) -> None:
-    bits[57, 3::4][:2] ^= -(1 << 15)
-
-
-def flip_every_fourth_sign(bits: Tensor) -> None:
-    bits[:, 3::4] ^= -(1 << 15)
-
-
-def flip_two_signs_in_other_rows_and_columns(bits: Tensor) -> None:
-    """A sum that is linear in the bits misses one of 2^33 such pairs: this one."""
-    bits.view(-1)[[4 * 341_841 + 1, 4 * 393_339 + 1]] ^= -(1 << 15)
-
-
-def swap_two_rows(bits: Tensor) -> None:
-    bits[[0, 1]] = bits[[1, 0]]
-
-
-def shift(bits: Tensor) -> None:
-    bits.copy_(bits.roll(4))  # by one of the integers that are summed
+DAMAGES: Mapping[str, Callable[[Tensor], object]] = {
+    "a bit": lambda bits: bits[57, 3].bitwise_xor_(1),
+    "two signs": lambda bits: bits[57, 3:8:4].bitwise_xor_(SIGN),
+    "every fourth sign": lambda bits: bits[:, 3::4].bitwise_xor_(SIGN),
+    # A sum that is linear in the bits misses one of 2^33 such pairs: this one.
+    "two signs far apart": lambda bits: bits.view(-1)[4 * 341_841 + 1 :: 4 * 51_498][:2].bitwise_xor_(SIGN),
+    "two rows swapped": lambda bits: bits[:2].copy_(bits[:2].flip(0)),
+    "all shifted by one of the integers that are summed": lambda bits: bits.copy_(bits.roll(4)),
+    "zeros": Tensor.zero_,
+}
 
 
 def test_damage_changes_it() -> None:
-    damages: list[Callable[[Tensor], object]] = [
-        flip, flip_two_signs, flip_every_fourth_sign, flip_two_signs_in_other_rows_and_columns, swap_two_rows, shift,
-        Tensor.zero_,
-    ]  # fmt: skip
-    for damage in damages:
+    for name, damage in DAMAGES.items():
         tensor = whole((1200, 2000)).bfloat16()
         known = fingerprint(tensor)
         damage(tensor.view(torch.int16))
-        assert fingerprint(tensor) != known, damage.__name__
+        assert fingerprint(tensor) != known, name
 
 
 def test_on_another_device_the_host_reads_nothing_of_the_tensor() -> None:

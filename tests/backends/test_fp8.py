@@ -15,15 +15,11 @@ from meshrl import PolicyConfig
 from meshrl.errors import ConfigError, ModelError
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import fp8
-from meshrl_hf.boxes import Box
-from meshrl_hf.buckets import planned
-from meshrl_hf.collective import place_in, view
 from meshrl_hf.offer import FP8, SCALE
 from meshrl_inference.assembly import read
 from meshrl_inference.naming import Naming
 from tests.senders import sending
 
-LIMIT = 1 << 10
 SHAPE: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -74,40 +70,6 @@ def test_they_are_those_of_linear_layers_without_the_head_and_other_models_are_r
     config = PolicyConfig(model=gpt2, weight_sync="broadcast", weight_sync_dtype="fp8")
     with pytest.raises(ConfigError, match=r"FP8: 4 of its tensors .*, such as transformer\.h\.0\..*Remove"):
         FsdpPolicy(config)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, LIMIT), (torch.bfloat16, LIMIT), (torch.bfloat16, 1 << 16)]
-)
-def test_buckets_have_the_rows_that_the_whole_matrix_would_have(dtype: torch.dtype, limit: int) -> None:
-    torch.manual_seed(0)
-    matrix, wide, plain = torch.randn(70, 30), torch.randn(3, 700), torch.randn(20, 30)
-    boxes = [
-        Box("matrix", (70, 30), (0, 0), matrix[:40]),
-        Box("plain", (20, 30), (0, 0), plain),
-        Box("wide", (3, 700), (0, 0), wide),
-        Box("matrix", (70, 30), (40, 0), matrix[40:]),
-        Box("columns", (4, 30), (0, 10), torch.randn(4, 10)),
-        Box("none", (4, 30), (4, 0), torch.randn(0, 30)),
-    ]
-    came: dict[str, torch.Tensor] = {}
-    plan = planned(boxes, dtype, limit, frozenset({"matrix", "wide", "columns", "none"}))
-    for bucket in plan:
-        assert bucket.layout.nbytes <= limit
-        memory = torch.zeros(bucket.layout.nbytes, dtype=torch.uint8)
-        bucket.write(memory)
-        for part in bucket.layout.parts:
-            assert part.start % 64 == 0
-            content = view(memory, part)
-            whole = came.setdefault(part.name, torch.zeros(part.size, dtype=content.dtype))
-            place_in(whole, part).copy_(content)
-    for name, tensor in {"matrix": matrix, "wide": wide}.items():
-        numbers, scales = fp8.quantized(tensor.to(dtype))
-        assert torch.equal(came[name].view(torch.uint8), numbers.view(torch.uint8))
-        assert torch.equal(came[name + SCALE], scales)
-    assert torch.equal(came["plain"], plain.to(dtype))
-    assert came["columns"].dtype == dtype  # a rank with some columns does not know the rows' scales
-    assert len(came) == 6
 
 
 def test_an_engine_gets_them_with_their_layers_and_others_refuse_them(tmp_path: Path) -> None:

@@ -136,18 +136,25 @@ def config(*urls: str, **options: object) -> SamplerConfig:
     )
 
 
-def drawn(made: SamplerConfig, sampling: Sampling = GREEDY) -> Batch:
-    sampler = HttpSampler(made)
+@contextmanager
+def sampling(*urls: str, **options: object) -> Generator[HttpSampler]:
+    """A sampler before these servers."""
+    made = HttpSampler(config(*urls, **options))
     try:
-        return asyncio.run(rollout(sampler, PROMPTS, sampling))
+        yield made
     finally:
-        sampler.close()
+        made.close()
+
+
+def drawn(made: HttpSampler, how: Sampling = GREEDY) -> Batch:
+    return asyncio.run(rollout(made, PROMPTS, how))
 
 
 def test_rows_are_what_a_server_draws_and_its_key_is_sent(server: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_THIS_TEST", "open sesame")
     made = config(f"{server.url}/v1/", key_env="KEY_OF_THIS_TEST")
-    rows = drawn(made)
+    with sampling(f"{server.url}/v1/", key_env="KEY_OF_THIS_TEST") as sampler:
+        rows = drawn(sampler)
     assert list(rows.objects("completion")) == ["bbbb"] * 3
     assert rows.sampler_logprobs[0][-4:].tolist() == [-1.0] * 4
     assert set(server.headers) == {"Bearer open sesame"}
@@ -162,29 +169,22 @@ def test_what_may_be_answered_the_next_time_is_asked_again(server: Vllm) -> None
         (503, {"error": "busy"}), (429, {}), (500, {}), (502, b"<html>a proxy's page"), (200, b'{"choices": [{'),
         (200, None),
     ]  # fmt: skip
-    sampler, impatient = HttpSampler(config(server.url)), HttpSampler(config(server.url, patience=0.5))
-    begun = server.completions
-    server.instead = lambda _body, number: wrongs[(number - begun) // 2] if number - begun in range(1, 12, 2) else None
-    for _ in range(4):
-        rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
-        assert [len(row) for row in rows.tokens] == [8, 9, 6]
-    assert server.completions >= begun + 12 + len(wrongs)
-    sampler.close()
-    server.instead = lambda _body, _number: (503, {"error": "never again"})
-    with pytest.raises(EngineDied, match=r"no answer from http://127.*never again.*patience = 0.5"):
-        asyncio.run(rollout(impatient, PROMPTS, GREEDY))
-    with pytest.raises(EngineDied, match="respawn the sampler"):
-        asyncio.run(rollout(impatient, PROMPTS, GREEDY))
-    impatient.close()
+    with sampling(server.url) as sampler, sampling(server.url, patience=0.5) as impatient:
+        begun = server.completions
+        server.instead = lambda _, number: wrongs[(number - begun) // 2] if number - begun in range(1, 12, 2) else None
+        for _ in range(4):
+            assert [len(row) for row in drawn(sampler).tokens] == [8, 9, 6]
+        assert server.completions >= begun + 12 + len(wrongs)
+        server.instead = lambda _body, _number: (503, {"error": "never again"})
+        for words in (r"no answer from http://127.*never again.*patience = 0.5", "respawn the sampler"):
+            with pytest.raises(EngineDied, match=words):
+                drawn(impatient)
 
 
 def test_rows_go_to_the_servers_that_answer(server: Vllm) -> None:
-    with serving() as other:
-        sampler = HttpSampler(config(server.url, other.url))
+    with serving() as other, sampling(server.url, other.url) as sampler:
         other.instead = lambda _body, _number: (503, {})
-        rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
-        sampler.close()
-    assert list(rows.objects("completion")) == ["bbbb"] * 3
+        assert list(drawn(sampler).objects("completion")) == ["bbbb"] * 3
 
 
 def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm) -> None:
@@ -211,18 +211,19 @@ def test_one_log_prob_that_a_server_reads_otherwise_says_nothing_of_how_it_draws
         return (200, {"choices": [chosen(-3.0)]}) if heated == [number] else None
 
     server.instead = rounded
-    with pytest.raises(DataError, match=r"at temperature 1, but rows are sampled at 0.5"):
-        drawn(config(server.url), Sampling(temperature=0.5))
+    with sampling(server.url) as sampler, pytest.raises(DataError, match=r"at temperature 1, but .* sampled at 0.5"):
+        drawn(sampler, Sampling(temperature=0.5))
 
 
 def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
-    with pytest.raises(DataError, match=r"at temperature 1, but rows are sampled at 0.5"):  # -1 at 2 and at 1
-        drawn(config(server.url), Sampling(temperature=0.5))
-    server.instead = lambda body, _number: (200, {"choices": [chosen(0.0)]}) if body["top_k"] == 1 else None
-    with pytest.raises(DataError, match=r"log-probs of the tokens that top_p = 0.5 leave"):
-        drawn(config(server.url), Sampling(top_p=0.5))
-    with pytest.raises(DataError, match="cannot sample at temperature 3"):
-        drawn(config(server.url), Sampling(temperature=3))
+    for how, words in (
+        (Sampling(temperature=0.5), r"at temperature 1, but rows are sampled at 0.5"),  # -1 at 2 and at 1
+        (Sampling(top_p=0.5), r"log-probs of the tokens that top_p = 0.5 leave"),
+        (Sampling(temperature=3), "cannot sample at temperature 3"),
+    ):
+        with sampling(server.url) as sampler, pytest.raises(DataError, match=words):
+            drawn(sampler, how)
+        server.instead = lambda body, _number: (200, {"choices": [chosen(0.0)]}) if body["top_k"] == 1 else None
 
 
 def test_servers_that_cannot_be_used_are_told_before_a_run(server: Vllm, tmp_path: Path) -> None:
@@ -255,16 +256,15 @@ def new_weights(version: int) -> Weights:
 
 def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm, tmp_path: Path) -> None:
     server.tag = "default"
-    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
-    asyncio.run(sampler.load(new_weights(3)))
-    assert [Path(folder).name for folder in server.folders] == ["model", "version-3-1"]
-    last = server.folders[-1]
-    server.tag = "default"
-    rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
-    assert server.folders[2:] == [last]
-    assert {path.name for path in Path(last).iterdir()} >= {"config.json", "model-00001.safetensors"}
-    assert set(rows.versions[0][-4:].tolist()) == {3}
-    sampler.close()
+    with sampling(server.url, weights=str(tmp_path)) as sampler:
+        asyncio.run(sampler.load(new_weights(3)))
+        assert [Path(folder).name for folder in server.folders] == ["model", "version-3-1"]
+        last = server.folders[-1]
+        server.tag = "default"
+        rows = drawn(sampler)
+        assert server.folders[2:] == [last]
+        assert {path.name for path in Path(last).iterdir()} >= {"config.json", "model-00001.safetensors"}
+        assert set(rows.versions[0][-4:].tolist()) == {3}
     assert not list(tmp_path.iterdir()), "its folders go with it"
 
 
@@ -274,7 +274,7 @@ def test_a_row_that_leaves_while_its_server_is_given_old_weights_again_keeps_no_
     server.tag = "default"
     old, new = new_weights(3), new_weights(4)
 
-    async def left() -> None:
+    async def left(sampler: HttpSampler) -> None:
         await sampler.load(old)
         server.tag = "default"  # it was started anew
         server.updates.clear()
@@ -289,30 +289,31 @@ def test_a_row_that_leaves_while_its_server_is_given_old_weights_again_keeps_no_
         server.updates.set()
         await loaded
 
-    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
-    asyncio.run(left())
+    with sampling(server.url, weights=str(tmp_path)) as sampler:
+        asyncio.run(left(sampler))
     assert Path(server.folders[-1]).name.startswith("version-4-")
-    assert server.tag is not None
-    assert server.tag.endswith("-version-4")
-    sampler.close()
+    assert str(server.tag).endswith("-version-4")
 
 
-def test_weights_that_could_not_be_written_are_refused_and_can_be_given_again(
+def test_weights_that_cannot_be_given_are_refused_and_can_be_given_again(
     server: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with sampling(server.url) as sampler:
+        with pytest.raises(ModelError, match=r"sampler\.http\.weights is not set"):
+            asyncio.run(sampler.load(new_weights(2)))
+        assert len(drawn(sampler)) == 3
     server.tag = "default"
-    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
 
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
-    with monkeypatch.context() as disk:
-        disk.setattr("meshrl_http.folders.save_file", full)
-        with pytest.raises(ModelError, match=r"cannot be written into sampler\.http\.weights: .*No space left"):
-            asyncio.run(sampler.load(new_weights(3)))
-    asyncio.run(sampler.load(new_weights(3)))
+    with sampling(server.url, weights=str(tmp_path)) as sampler:
+        with monkeypatch.context() as disk:
+            disk.setattr("meshrl_http.folders.save_file", full)
+            with pytest.raises(ModelError, match=r"cannot be written into sampler\.http\.weights: .*No space left"):
+                asyncio.run(sampler.load(new_weights(3)))
+        asyncio.run(sampler.load(new_weights(3)))
     assert Path(server.folders[-1]).name.startswith("version-3-")
-    sampler.close()
 
 
 def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
@@ -320,25 +321,16 @@ def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
 ) -> None:
     """It is asked whether it lives when an answer has been under way for a minute, which is short here."""
     monkeypatch.setattr("meshrl_http.client.SHORT", 0.2)
-    sampler = HttpSampler(config(server.url, patience=0.5))
 
     def stopped(_body: object, _number: int) -> Answer:
         server.answers.clear()
         server.answers.wait()
         return 503, {}
 
-    server.instead = stopped
-    try:
-        with pytest.raises(EngineDied, match=r"no answer from .*patience = 0\.5"):
-            asyncio.run(rollout(sampler, PROMPTS, GREEDY))
-    finally:
-        server.answers.set()
-        sampler.close()
-
-
-def test_weights_without_a_way_to_the_server_are_refused(server: Vllm) -> None:
-    sampler = HttpSampler(config(server.url))
-    with pytest.raises(ModelError, match=r"sampler\.http\.weights is not set"):
-        asyncio.run(sampler.load(new_weights(2)))
-    assert len(asyncio.run(rollout(sampler, PROMPTS, GREEDY))) == 3
-    sampler.close()
+    with sampling(server.url, patience=0.5) as sampler:
+        server.instead = stopped
+        try:
+            with pytest.raises(EngineDied, match=r"no answer from .*patience = 0\.5"):
+                drawn(sampler)
+        finally:
+            server.answers.set()

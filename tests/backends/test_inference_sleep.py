@@ -99,18 +99,13 @@ class Sampler:
         self.connection.send_bytes(encode(Generate(rows, 1.0, 1.0, 0, [], [])))
 
 
-@pytest.fixture
-def sleeps() -> bool:
-    return True
-
-
-@pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeps: bool) -> Iterator[Sampler]:
+@pytest.fixture(params=[True])
+def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sampler]:
+    """Of an engine that sleeps, unless a test asks for one that does not."""
     ours, theirs = Pipe()
-    monkeypatch.setattr(
-        "meshrl_inference.naming.Naming", MagicMock(return_value=SimpleNamespace(held=lambda dtype: {}))
-    )
-    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=sleeps, own={})
+    naming = MagicMock(return_value=SimpleNamespace(held=lambda dtype: {}))
+    monkeypatch.setattr("meshrl_inference.naming.Naming", naming)
+    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={})
 
     def run() -> None:
         with pytest.raises(EOFError):
@@ -144,7 +139,7 @@ def test_new_weights_wake_the_weights_alone_and_their_probe_the_rest(sampler: Sa
     assert sampler.hear(6) == ["wake weights", "take", "wake kv_cache", "read", "sleep", "Loaded"]
 
 
-@pytest.mark.parametrize("sleeps", [False])
+@pytest.mark.parametrize("sampler", [False], indirect=True)
 def test_it_stays_awake_unless_told(sampler: Sampler) -> None:
     sampler.generate(0)
     sampler.load()

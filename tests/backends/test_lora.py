@@ -17,13 +17,8 @@ from meshrl_torch.sampler import TorchSampler
 from tests.backends.material import floats, rollouts
 
 LORA = LoraConfig(rank=4, alpha=8)
-Backend = type[TorchPolicy] | type[FsdpPolicy]
-
-
-@pytest.fixture(params=[TorchPolicy, FsdpPolicy])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    made: Backend = request.param
-    return made
+Backend = type[TorchPolicy | FsdpPolicy]
+EACH = pytest.mark.parametrize("backend", [TorchPolicy, FsdpPolicy])
 
 
 def config(model: str, lora: LoraConfig | None = LORA) -> PolicyConfig:
@@ -37,12 +32,14 @@ async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> Torc
     return made
 
 
+@EACH
 async def test_new_adapters_change_nothing(backend: Backend, small: str) -> None:
     plain, adapted = backend(config(small, None)), backend(config(small))
     assert await plain.logprobs(rollouts()) == await adapted.logprobs(rollouts())
     assert await plain.weights() == await adapted.weights()
 
 
+@EACH
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 async def test_what_is_saved_opens_in_peft_is_what_samplers_are_given_and_can_be_continued(
     backend: Backend, small: str, tmp_path: Path
@@ -68,6 +65,7 @@ async def test_what_is_saved_opens_in_peft_is_what_samplers_are_given_and_can_be
     assert await policy.weights() == await again.weights()
 
 
+@EACH
 async def test_adapters_alone_give_the_same_rollouts(backend: Backend, small: str) -> None:
     beside = LORA.model_copy(update={"sync": "adapters"})
     prompts, sampling = Batch.of(prompt=["abc>", "de>"] * 4), Sampling(max_tokens=8)
@@ -85,6 +83,7 @@ async def test_adapters_alone_give_the_same_rollouts(backend: Backend, small: st
         await TorchSampler(SamplerConfig(model=small)).load(weights)
 
 
+@EACH
 def test_layers_that_are_not_there(backend: Backend, small: str) -> None:
     with pytest.raises(ConfigError, match=r"lora.targets = \['nope'\]"):
         backend(config(small, LoraConfig(targets=("nope",))))

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,10 +20,7 @@ FORMS = [
     ("f(y.cuda(non_blocking=True)).cuda()", "f(y.cpu()).cpu()"),
     ("torch.empty(n, pin_memory=pinned).pin_memory()", "torch.empty(n, pin_memory=False).cpu()"),
     ("torch.cuda.synchronize()", "(lambda *_: None)()"),
-    (
-        "def _get_cuda_rng_state(device='cuda'): return other()",
-        "def _get_cuda_rng_state(device='cpu'): return torch.get_rng_state()",
-    ),
+    ("def _get_cuda_rng_state(d): return other()", "def _get_cuda_rng_state(d): return torch.get_rng_state()"),
     ("torch.cuda.Stream()", "torch.cpu.Stream()"),
     ("torch.cuda.current_stream()", "torch.cuda.current_stream()"),
     ("torch.backends.cuda.matmul", "torch.backends.cuda.matmul"),
@@ -58,31 +54,17 @@ def test_lines_stay_where_they_were() -> None:
     assert raised.traceback[-1].lineno == 4  # counted from 0
 
 
-def test_megatron_that_was_imported_as_it_is_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_has_a_gpu_nothing_is_rewritten_and_what_was_imported_as_it_is_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", finders := list[object]())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cpu.install()
+    assert not finders
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(BackendError, match=r"megatron\.core was imported before meshrl_megatron\.core"):
         cpu.install()
-
-
-def test_where_torch_has_a_gpu_nothing_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "meta_path", finders := list[object]())
-    cpu.install()
-    assert not finders
-
-
-def test_checkers_see_the_names_that_there_are() -> None:
-    module = Path(cpu.__file__).with_name("core.py")
-    defined = ast.parse(module.with_suffix(".pyi").read_text()).body
-    seen = {each.name for each in defined if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name[0] != "_"}
-    (names,) = (
-        node.value
-        for node in ast.parse(module.read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    assert seen == set(ast.literal_eval(names))
 
 
 REAL = """

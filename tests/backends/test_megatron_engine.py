@@ -17,25 +17,15 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from meshrl import ConfigError, NewModel, PolicyConfig
 from meshrl_megatron.policy import MegatronPolicy
+from tests.backends.material import SHAPE
 
 pytestmark = pytest.mark.megatron
 
 ROOT = Path(__file__).parents[2]
 ENGINE = {"megatron": {"transformer_impl": "transformer_engine"}}
-SIZES: Mapping[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-    "eos_token_id": 1,
-    "initializer_range": 0.15,
-}
-BIASED = Qwen2Config(**SIZES, intermediate_size=48, tie_word_embeddings=True)
-EXPERTS = Qwen3MoeConfig(
-    **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, bos_token_id=None
-)
+SIZES: Mapping[str, Any] = {**SHAPE, "initializer_range": 0.15}
+BIASED = Qwen2Config(**SIZES, tie_word_embeddings=True)
+EXPERTS = Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 MODULES = {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear"}
 
 SCRIPT = """
@@ -46,14 +36,12 @@ from tests.backends.engine_standin import install, used
 install()
 from meshrl import ClippedLoss, PolicyConfig
 from meshrl_megatron.policy import MegatronPolicy
-from tests.backends.material import rollouts
-
-OPTIMIZER = {"lr": 0.03, "eps": 0.01, "max_grad_norm": 0.5}
+from tests.backends.material import SGD, rollouts
 
 warnings.simplefilter("error")
 
 def made(folder, **keys):
-    table = {"model": folder, "backend": "megatron", "optimizer": OPTIMIZER, **keys}
+    table = {"model": folder, "backend": "megatron", "optimizer": SGD, **keys}
     return MegatronPolicy(PolicyConfig.model_validate(table))
 
 async def compared(folder):

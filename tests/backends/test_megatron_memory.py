@@ -13,25 +13,15 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, Same, endpoint
 from meshrl.roles import Work, memory_of
 from meshrl_megatron.policy import MegatronPolicy
-from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, rollouts, told
+from tests.backends.material import RANKS_OF_MEGATRON
+from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, most, rollouts, told
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.megatron,
-    pytest.mark.process,
-    pytest.mark.xdist_group("warm"),
-]
+pytestmark = RANKS_OF_MEGATRON
 
 SIZES: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "vocab_size": 2000,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "vocab_size": 2000, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = {
     "dense": Qwen3Config(**SIZES, intermediate_size=320),
     "experts": Qwen3MoeConfig(
@@ -47,30 +37,6 @@ CASES: Mapping[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = {
     "experts": ("experts", {"dp": 2, "tp": 2}, {"megatron": {"experts": 2}}),
 }
 RARE = ["dp", "cp", "virtual stages", "tp, recomputed"]
-
-
-def most(profiled: Any) -> int:
-    """The most bytes of tensors that were alive at once, but for the copies that gloo makes, and NCCL does not."""
-    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
-    events = list[tuple[int, int, int, bool]]()
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag.name == "Allocation":
-            told, above = event.extra_fields, event.parent
-            own = above is not None
-            while above is not None:
-                own, above = own and not above.name.startswith("c10d::"), above.parent
-            events.append((event.start_time_ns, told.alloc_size, told.ptr, own))
-    alive, now, peak = dict[int, int](), 0, 0
-    for _, size, pointer, own in sorted(events):
-        if size > 0 and own:
-            alive[pointer] = size
-            now += size
-            peak = max(peak, now)
-        elif size < 0:
-            now -= alive.pop(pointer, 0)
-    return peak
 
 
 class Measured(Actor):

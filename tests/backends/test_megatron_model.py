@@ -25,13 +25,9 @@ from tests.backends.material import SHAPE
 pytestmark = [pytest.mark.bits, pytest.mark.megatron]
 
 SCALED: Final = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 SHAPES: Final = {
     "Llama, scaled RoPE, a head of its own": LlamaConfig(**SHAPE, rope_parameters=SCALED, tie_word_embeddings=False),
     "Qwen2, biases, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
@@ -39,16 +35,10 @@ SHAPES: Final = {
 }
 LENGTHS: Final = (9, 2, 17, 30, 9, 5)
 
-
-ROUNDING: Final = {"mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "mean", "sum"} | {
-    "pow",
-    "rsqrt",
-    "cos",
-    "sin",
-    "silu",
-    "exp",
-    "_log_softmax",
-}
+ROUNDING: Final = {
+    "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "mean", "sum", "pow", "rsqrt", "cos", "sin",
+    "silu", "exp", "_log_softmax",
+}  # fmt: skip
 """Operations whose last bits hang on where a number stands: on a sum's order, a vector's lane or a scalar tail."""
 
 

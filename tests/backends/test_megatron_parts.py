@@ -108,11 +108,3 @@ def test_ranks_attend_to_about_as_many_keys(lengths: list[int], ranks: int) -> N
     costs = [pairs(part) for part in parts_of(micro, ranks, 1)]
     assert max(costs) - min(costs) <= 2 * sum(lengths)
     assert max(costs) <= 1.05 * min(costs)
-
-
-def test_one_rank_alone_computes_the_micro_batch_as_it_is() -> None:
-    (micro,) = packed([3, 4, 5, 6], [(0, 5), (0, 7), (1, 2)], training=True)
-    part = part_of(micro, 0, 1, 1)
-    assert part.ids is micro.ids
-    assert part.attend is micro.attend
-    assert part.target.tolist() == list(range(len(micro.target)))

@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,13 +10,9 @@ from torch.distributed import ProcessGroup
 from meshrl import Actor, Mesh, current_rank, endpoint
 from meshrl_megatron.vocabulary import logprobs
 from meshrl_megatron.world import World
+from tests.backends.material import RANKS_OF_MEGATRON
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.megatron,
-    pytest.mark.process,
-    pytest.mark.xdist_group("warm"),
-]
+pytestmark = RANKS_OF_MEGATRON
 
 TOKENS, VOCABULARY = 6, 11
 COLUMNS = {1: 12, 2: 6, 4: 4}

@@ -1,6 +1,6 @@
 """Packed rows: each token is read after the tokens that are before it in its row, and what rows share is read once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from meshrl_torch.policy import TorchPolicy
 from tests.backends.material import SHAPE, by_row, floats, norm_of
 
 LONG = packing._WORTH + 6
+EIGHT = Balance(per_token=1000.0, per_pair=16.0, fewest=8)
 SPLITS: list[Split] = [micro_batches, Balance(per_token=1000.0, per_pair=16.0, fewest=3)]
 
 
@@ -139,3 +140,27 @@ async def test_log_probs_and_gradients_are_those_of_each_row_alone(
         expected[torch.from_numpy(np.array(batch.loss_mask.values))].mean().neg().backward()
         metrics = await trainer.update(batch, CrossEntropy())
         assert metrics["grad_norm"] == pytest.approx(norm_of(network), rel=1e-5)
+
+
+def balanced(lengths: Sequence[int], prompts: Sequence[int], budget: int) -> list[MicroBatch]:
+    """Micro-batches of rows of (prompt number, completion length); prompt `n` has n + 1 tokens."""
+    pairs = list(zip(prompts, lengths, strict=True))
+    tokens = Ragged.of([np.concatenate([np.full(p + 1, p), np.full(n, 50)]) for p, n in pairs], np.int32)
+    mask = Ragged.of([np.arange(p + 1 + n) > p for p, n in pairs], np.bool_)
+    return list(EIGHT(tokens, learned(tokens, mask), mask, budget))
+
+
+def work(micro: MicroBatch) -> float:
+    groups = micro.attend.groups
+    seen = [each.count * (each.queries * each.keys - each.queries * (each.queries - 1) / 2) for each in groups]
+    return EIGHT.per_token * micro.ids.shape[1] + EIGHT.per_pair * sum(seen)
+
+
+def test_a_pipeline_has_several_micro_batches_of_about_the_same_work_that_read_a_prompt_once_where_it_fits() -> None:
+    generator = np.random.default_rng(0)
+    lengths = np.exp(generator.uniform(np.log(8), np.log(400), 64)).astype(int).tolist()
+    micros = balanced(lengths, range(64), 1 << 14)
+    assert len(micros) == 8
+    assert max(map(work, micros)) < 1.05 * np.mean(list(map(work, micros)))
+    for budget, sizes in ((4, [8, 8, 8, 8]), (64, [6 + 4 * 2])):  # a prompt of 6, of each row 2 more are read
+        assert [micro.ids.shape[1] for micro in balanced([3] * 4, [5] * 4, budget)] == sizes

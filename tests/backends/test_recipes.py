@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from meshrl import RunConfig
-from meshrl.run import Job, load_job, plan_memory, shipped_configs
+from meshrl.run import load_job, plan_memory, shipped_configs
 from meshrl.simulation import simulate_job
 from meshrl_inference.memory import parameters_of
 from tests.first_hour.chat_model import save_tokenizer
@@ -36,19 +36,13 @@ def save_models(folder: Path) -> None:
         save_tokenizer(own)
 
 
-def job(name: str) -> Job[RunConfig]:
-    return load_job(shipped_configs()[name], [], RunConfig)
-
-
 def tell() -> None:
     """In a process of its own, that is in no process group: what the recipes take."""
     found: dict[str, object] = {}
     for name in RECIPES:
-        made = job(name)
-        found[name] = [
-            {**asdict(mesh), "headroom": mesh.headroom, "unknown": mesh.unknown}
-            for mesh in plan_memory(made.config, made.run).meshes
-        ]
+        made = load_job(shipped_configs()[name], [], RunConfig)
+        meshes = plan_memory(made.config, made.run).meshes
+        found[name] = [{**asdict(mesh), "headroom": mesh.headroom, "unknown": mesh.unknown} for mesh in meshes]
     json.dump(found, sys.stdout)
 
 
@@ -62,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipes_run_in_virtual_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name in RECIPES:
-        made = load_job(shipped_configs()[name], ["steps=8", "task.options.size=6000"], RunConfig)
+        made = load_job(shipped_configs()[name], ["steps=5", "task.options.size=6000"], RunConfig)
         assert simulate_job(made, rollout=40, train=25).step_seconds > 0, name
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +14,7 @@ from meshrl.roles import Policy
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
-from tests.backends.material import MODEL, rollouts
+from tests.backends.material import MODEL, Counted, rollouts
 
 BACKENDS: Mapping[str, Callable[[PolicyConfig], Policy]] = {
     "torch": TorchPolicy,
@@ -39,16 +38,6 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         self.reads[name] += name in READS
         return func(*args, **(kwargs or {}))
-
-
-class Counted(ClippedLoss):
-    """Of how many micro-batches it was asked."""
-
-    _calls: list[int] = PrivateAttr(default_factory=list)
-
-    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        self._calls.append(len(logprobs))
-        return super().__call__(logprobs, columns)
 
 
 class Curious(Counted):

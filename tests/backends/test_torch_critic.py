@@ -12,19 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from meshrl import (
-    Batch,
-    CriticConfig,
-    Gae,
-    OptimizerConfig,
-    PolicyConfig,
-    Ragged,
-    ValueLoss,
-    explained_variance,
-    gae,
-)
-from meshrl.errors import ContractError, DataError, ModelError
-from meshrl.mesh import Rank, rank_context
+from meshrl import Batch, CriticConfig, Gae, PolicyConfig, Ragged, ValueLoss, gae
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from tests.backends import material
@@ -76,21 +64,19 @@ class Plain:
         return rows
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 async def test_values_are_those_before_each_learned_token_and_advantages_follow_from_them(
-    kind: str, folder: str, random_model: Callable[..., str], tmp_path: Path
+    folder: str, random_model: Callable[..., str], tmp_path: Path
 ) -> None:
-    if kind == "gpt2":
-        sizes: dict[str, Any] = {"vocab_size": 11, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
-        made = random_model(GPT2Config(**sizes, bos_token_id=None, eos_token_id=1), tmp_path / "gpt2")
-        folder = with_head(made, tmp_path / "critic")
+    sizes: dict[str, Any] = {"vocab_size": 11, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+    gpt2 = random_model(GPT2Config(**sizes, bos_token_id=None, eos_token_id=1), tmp_path / "gpt2")
     batch = rollouts()
-    found = await critic(folder, micro_batch_tokens=64).advantages(batch, Gae(decay=0.9))
-    expected = torch.cat(Plain(folder).by_row(batch)).detach().numpy() * batch.loss_mask.values
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(floats(found.ragged("values").values), expected, atol=1e-5)
-    by_hand = gae(batch.rewards, found.ragged("values"), batch.loss_mask, Gae(decay=0.9))
-    assert (found.ragged("advantages"), found.ragged("returns")) == by_hand
+    for model in (folder, with_head(gpt2, tmp_path / "critic")):
+        found = await critic(model, micro_batch_tokens=64).advantages(batch, Gae(decay=0.9))
+        expected = torch.cat(Plain(model).by_row(batch)).detach().numpy() * batch.loss_mask.values
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(floats(found.ragged("values").values), expected, atol=1e-5)
+        by_hand = gae(batch.rewards, found.ragged("values"), batch.loss_mask, Gae(decay=0.9))
+        assert (found.ragged("advantages"), found.ragged("returns")) == by_hand
 
 
 async def test_a_new_head_values_nothing_and_a_kl_in_the_reward_reads_the_log_probs() -> None:
@@ -102,17 +88,12 @@ async def test_a_new_head_values_nothing_and_a_kl_in_the_reward_reads_the_log_pr
     expected = [float(batch.rewards[row]) - 0.5 * int(mask.sum()) for row, mask in enumerate(batch.loss_mask)]
     firsts = batch.tokens.offsets[:-1] + [int(np.argmax(mask)) for mask in batch.loss_mask]
     np.testing.assert_allclose(floats(found.ragged("returns").values[firsts]), expected, rtol=1e-5)
-    with pytest.raises(DataError, match=r"gae: kl = 0\.5 needs the columns"):
-        await made.advantages(batch, Gae(kl=0.5))
 
 
-@pytest.mark.parametrize("budget", [4096, 16])
-async def test_update_is_the_gradient_of_the_global_batch_for_any_micro_batches(folder: str, budget: int) -> None:
+async def test_update_is_the_gradient_of_the_global_batch_for_any_micro_batches(folder: str) -> None:
     loss = ValueLoss(clip=0.2)
     values = Ragged(np.full(len(rollouts().tokens.values), 0.1, np.float32), rollouts().tokens.offsets)
     batch = (await critic().advantages(rollouts(), Gae())).assign(values=values)  # from which the critic is far
-    made = critic(folder, optimizer=material.SGD, micro_batch_tokens=budget)
-    metrics = await made.update(batch, loss)
     plain, whole = Plain(folder), torch.zeros(())
     for row, predicted in enumerate(plain.by_row(batch)):
         mask = torch.from_numpy(batch.loss_mask[row].copy())
@@ -120,19 +101,11 @@ async def test_update_is_the_gradient_of_the_global_batch_for_any_micro_batches(
         whole = whole + judged / int(batch.loss_mask.values.sum())
     whole.backward()
     norm = float(np.hypot(norm_of(plain.network), norm_of(plain.head)))
-    assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert {"value_error", "value_clip_fraction", "lr"} <= set(metrics)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_critic_learns_what_returns_there_are(dtype: str) -> None:
-    made, batch = critic(dtype=dtype, optimizer=OptimizerConfig(lr=1e-2)), rollouts()
-    batch = await made.advantages(batch, Gae(decay=1))
-    before, *_, after = [await made.update(batch, ValueLoss()) for _ in range(60)]
-    assert after["loss"] < before["loss"] / 3
-    assert explained_variance(before) == pytest.approx(0)
-    assert explained_variance(after) > 0.6
+    for budget in (4096, 16):
+        metrics = await critic(folder, optimizer=material.SGD, micro_batch_tokens=budget).update(batch, loss)
+        assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert {"value_error", "value_clip_fraction", "lr"} <= set(metrics)
 
 
 async def test_a_saved_critic_is_itself_again_and_a_policy_of_its_folder_ignores_the_head(
@@ -140,33 +113,6 @@ async def test_a_saved_critic_is_itself_again_and_a_policy_of_its_folder_ignores
 ) -> None:
     saved, batch, made = str(tmp_path / "critic"), rollouts(), critic(folder)
     await made.save(saved)
-    await made.save(saved)  # over the older one
-    expected = await made.advantages(batch, Gae())
-    assert await critic(saved).advantages(batch, Gae()) == expected
+    assert await critic(saved).advantages(batch, Gae()) == await made.advantages(batch, Gae())
     await TorchPolicy(PolicyConfig(model=saved)).save(saved)
     assert not np.any((await critic(saved).advantages(batch, Gae())).ragged("values").values)
-
-
-def test_a_head_of_another_model_is_refused(folder: str, tmp_path: Path) -> None:
-    wrong = shutil.copytree(folder, tmp_path / "wrong")
-    save_file({"weight": torch.zeros(1, 16), "bias": torch.zeros(1)}, wrong / "value_head.safetensors")
-    with pytest.raises(ModelError, match=r"'weight': \[1, 16\]}, and not {'bias': \[1\], 'weight': \[1, 32\]}"):
-        critic(str(wrong))
-    (wrong / "value_head.safetensors").write_bytes(b"cut")
-    with pytest.raises(ModelError, match=r"value_head.safetensors cannot be read"):
-        critic(str(wrong))
-
-
-async def test_what_a_critic_cannot_learn_from_or_on() -> None:
-    tokens, rewards = Ragged.of([[2, 3, 4], [5]], np.int32), np.zeros(2, np.float32)
-    batch = Batch.of(tokens=tokens, loss_mask=Ragged.of([[0, 0, 0], [0]], np.bool_), rewards=rewards)
-    batch = await critic().advantages(batch, Gae())
-    assert not np.any(batch.ragged("returns").values)
-    with pytest.raises(DataError, match="nothing to learn"):
-        await critic().update(batch, ValueLoss())
-    first = batch.assign(loss_mask=Ragged.of([[0, 1, 1], [1]], np.bool_))
-    with pytest.raises(DataError, match="row 1 is True at the first token"):
-        await critic().advantages(first, Gae())
-    rank_context.set(Rank(index=0, size=2, axes={"dp": 0}, shape={"dp": 2}, threads=1))
-    with pytest.raises(ContractError, match="TorchCritic trains on one rank, but its mesh has 2"):
-        critic()

@@ -9,39 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from meshrl import Batch, CrossEntropy, ModelConfig, PolicyConfig, SamplerConfig, Sampling
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ModelError
 from meshrl_hf.loading import load
 from meshrl_hf.model import ready
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.backends.material import MODEL
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -58,37 +39,22 @@ def test_a_new_model_is_made_of_its_seed_alone() -> None:
     assert ids == [2, 3, 10]
     assert model.tokenizer.decode([2, 3, 10, 1], skip_special_tokens=True) == "ab>"
     assert (model.tokenizer.bos_token_id, model.tokenizer.eos_token_id, model.max_tokens) == (None, 1, 48)
-    state = torch.random.get_rng_state()
-    again = load(ModelConfig(model=MODEL))
+    state, again = torch.random.get_rng_state(), load(ModelConfig(model=MODEL))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
 
 
-def test_a_new_model_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ModelError, match="no chat template"):
-        load(ModelConfig(model=MODEL, chat=True))
-    with pytest.raises(ConfigError, match=r"model\.characters has 'ab' twice"):
-        load(ModelConfig(model=MODEL.model_copy(update={"characters": "abcab"})))
-    with pytest.raises(ModelError, match=r"hidden_size 16 over model\.heads 3"):
-        load(ModelConfig(model=MODEL.model_copy(update={"heads": 3})))
-
-
-async def test_a_saved_folder_loads_again_and_spares_other_files(folder: Path) -> None:
+async def test_a_saved_folder_loads_again(folder: Path) -> None:
     model, again = load(ModelConfig(model=MODEL)), load(ModelConfig(model=str(folder)))
     assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
     assert again.tokenizer("ab>")["input_ids"] == [2, 3, 10]
-    (folder.parent / "thesis.tex").write_text("x")
-    with pytest.raises(ModelError, match=r"has other files and no config\.json"):
-        await TorchPolicy(PolicyConfig(model=MODEL)).save(str(folder.parent))
-    assert (folder.parent / "thesis.tex").exists()
 
 
-async def test_a_chat_template_wraps_prompts_and_is_given_its_variables(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{{ 'b' }}{{ messages[0].content }}{% if not enable_thinking %}aa{% endif %}"
-    tokenizer.save_pretrained(folder)
+async def test_a_chat_template_wraps_prompts_and_is_given_its_variables() -> None:
+    template = "{{ 'b' }}{{ messages[0].content }}{% if not enable_thinking %}aa{% endif %}"
+    model = MODEL.model_copy(update={"chat_template": template})
     for thinks, prompt in ((True, [3, 4]), (False, [3, 4, 2, 2])):
-        table = {"model": str(folder), "chat": True, "chat_template_kwargs": {"enable_thinking": thinks}}
+        table = {"model": model, "chat": True, "chat_template_kwargs": {"enable_thinking": thinks}}
         policy = TorchPolicy(PolicyConfig.model_validate(table))
         sampler = TorchSampler(SamplerConfig.model_validate(table))
         trained = await policy.encode(Batch.of(prompt=["c"], completion=["d"]))
@@ -97,8 +63,8 @@ async def test_a_chat_template_wraps_prompts_and_is_given_its_variables(folder: 
         assert drawn.tokens[0].tolist()[:-1] == prompt
 
 
-def save(folder: Path, network: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    network(config).save_pretrained(folder)
+def save(folder: Path, network: Any, **options: object) -> None:
+    network(network.config_class(**{"vocab_size": 11, **options})).save_pretrained(folder)
 
 
 def rewrite(folder: Path, name: str, **changes: object) -> None:
@@ -106,24 +72,14 @@ def rewrite(folder: Path, name: str, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def remove(folder: Path, pattern: str) -> None:
-    for file in folder.glob(pattern):
-        file.unlink()
-
-
 def overwrite(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
 
 
 def pickle_weights(folder: Path) -> None:
     """The same weights as torch pickles them, which would be unpickled."""
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    remove(folder, "model.safetensors")
+    (folder / "model.safetensors").unlink()
 
 
 T5: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
@@ -131,25 +87,16 @@ MAMBA: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size"
 GEMMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 1}
 UNLOADED = "cannot be loaded as a causal language model"
 SPOILT: Sequence[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: remove(folder, "*"), "has no config.json, so it is not a Hugging Face model"),
-    (lambda folder: remove(folder, "tokenizer*"), "tokenizer cannot be loaded .tokenizer.json"),
     (lambda folder: rewrite(folder, "tokenizer_config.json", eos_token=None), "has no end-of-text token"),
-    (truncate, f"{UNLOADED}: SafetensorError"),
     (lambda folder: overwrite(folder / "model.safetensors", b"not a model"), f"{UNLOADED}: SafetensorError"),
-    (lambda folder: remove(folder, "model.safetensors"), f"{UNLOADED}: OSError"),
     (pickle_weights, f"{UNLOADED}: .*safetensors"),
     (lambda folder: overwrite(folder / "config.json", b"{"), UNLOADED),
     (lambda folder: rewrite(folder, "config.json", model_type="llama9"), f"{UNLOADED}: .*llama9"),
-    (lambda folder: save(folder, BertForMaskedLM, BertConfig(vocab_size=11, **SIZES)), "is a BertForMaskedLM, not a"),
-    (lambda folder: save(folder, T5ForConditionalGeneration, T5Config(vocab_size=11, **T5)), UNLOADED),
-    (lambda folder: save(folder, MambaForCausalLM, MambaConfig(vocab_size=11, **MAMBA)), "MambaForCausalLM"),
-    (lambda folder: save(folder, Gemma2ForCausalLM, Gemma2Config(vocab_size=11, **GEMMA)), "uses capped attention"),
-    (lambda folder: rewrite(folder, "config.json", num_hidden_layers=3), "its files lack 9 tensors"),
-    (lambda folder: rewrite(folder, "config.json", intermediate_size=32), UNLOADED),
-    (
-        lambda folder: save(folder, LlamaForCausalLM, LlamaConfig(vocab_size=5, **SIZES)),
-        "11 tokens and the model 5",
-    ),
+    (lambda folder: save(folder, transformers.BertForMaskedLM, **SIZES), "is a BertForMaskedLM, not a"),
+    (lambda folder: save(folder, transformers.T5ForConditionalGeneration, **T5), UNLOADED),
+    (lambda folder: save(folder, transformers.MambaForCausalLM, **MAMBA), "MambaForCausalLM"),
+    (lambda folder: save(folder, transformers.Gemma2ForCausalLM, **GEMMA), "uses capped attention"),
+    (lambda folder: save(folder, transformers.LlamaForCausalLM, **SIZES, vocab_size=5), "11 tokens and the model 5"),
 ]
 
 
@@ -165,13 +112,8 @@ def test_names_of_no_model_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(b"x")
     (tmp_path / "file.gguf").write_bytes(b"not GGUF")
     for name, text in (
-        ("nowhere", "nowhere does not exist"),
-        ("HuggingFaceTB/SmolLM2-135M", "there is no such folder, and .* the files are not in the cache"),
         ("package:meshrl", "write package:NAME/FILE"),
-        ("package:no_such_package/a.gguf", "no package 'no_such_package' is installed"),
-        ("package:meshrl/a.gguf", "package 'meshrl' has no 'a.gguf'; it has no GGUF file"),
         (f"{tmp_path}/file.bin", "is a file: give a Hugging Face folder"),
-        (f"{tmp_path}/file.gguf", "transformers cannot read this GGUF file"),
         (f"{tmp_path}", r"for GGUF name the file, as in .*file\.gguf"),
     ):
         with pytest.raises(ModelError, match=text):
@@ -181,14 +123,10 @@ def test_names_of_no_model_are_refused_with_the_reason(tmp_path: Path) -> None:
 def write_gguf(path: Path) -> None:
     """A Llama of one layer, quantised, with a byte-pair tokenizer."""
     writer = GGUFWriter(path, "llama")
-    writer.add_context_length(48)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(16)
+    sizes = {"context_length": 48, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
+    heads = {"head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-6, "rope_dimension_count": 16}
+    for name, size in {**sizes, **heads}.items():
+        getattr(writer, f"add_{name}")(size)
     tokens = ["<eos>", *"abcdefgh>", "ab"]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
@@ -227,7 +165,7 @@ def test_logprobs_of_a_large_vocabulary_are_computed_in_chunks_with_the_same_gra
     tokens, vocabulary = 100, 500
     monkeypatch.setattr("meshrl_hf.model.MAX_LOGITS", 32 * vocabulary)
     shape: dict[str, Any] = {**SIZES, "hidden_size": 8, "vocab_size": vocabulary, "eos_token_id": 1}
-    network = LlamaForCausalLM(LlamaConfig(**shape))
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     network = network.bfloat16() if dtype == torch.bfloat16 else network
     model = ready(network, load(ModelConfig(model=MODEL)).tokenizer, chat=None)
     chosen = torch.arange(tokens) * 4

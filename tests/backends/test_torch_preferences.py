@@ -5,15 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl import (
-    Batch,
-    OptimizerConfig,
-    PolicyConfig,
-    PreferenceLoss,
-    Ragged,
-    ReferenceConfig,
-    preference_columns,
-)
+import meshrl as rl
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 from tests.backends.material import MODEL, SGD, by_row, floats, norm_of
@@ -22,16 +14,16 @@ BETA = 0.5
 COUNT = 10
 
 
-def pairs() -> Batch:
+def pairs() -> rl.Batch:
     """Pairs with prompts of their own, whose rows lie far apart; in one neither is preferred."""
     rng = np.random.default_rng(0)
     heads = [rng.integers(2, 11, rng.integers(1, 9)) for _ in range(COUNT)]
     rows = [(heads[row % COUNT], rng.integers(1, 11, rng.integers(1, 10))) for row in range(2 * COUNT)]
     preferred = np.repeat(np.array([1, -1], np.int8), COUNT)
     preferred[[3, 3 + COUNT]] = 0
-    return Batch.of(
-        tokens=Ragged.of([np.concatenate(row) for row in rows], np.int32),
-        loss_mask=Ragged.of([np.arange(len(a) + len(b)) >= len(a) for a, b in rows], np.bool_),
+    return rl.Batch.of(
+        tokens=rl.Ragged.of([np.concatenate(row) for row in rows], np.int32),
+        loss_mask=rl.Ragged.of([np.arange(len(a) + len(b)) >= len(a) for a, b in rows], np.bool_),
         groups=np.tile(np.arange(COUNT), 2),
         preferred=preferred,
     )
@@ -39,10 +31,10 @@ def pairs() -> Batch:
 
 async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches(small: str) -> None:
     def policy(budget: int) -> TorchPolicy:
-        return TorchPolicy(PolicyConfig(model=small, optimizer=SGD, micro_batch_tokens=budget))
+        return TorchPolicy(rl.PolicyConfig(model=small, optimizer=SGD, micro_batch_tokens=budget))
 
-    reference = TorchReference(ReferenceConfig(model=MODEL, seed=2))
-    batch = await preference_columns(await reference.logprobs(await policy(1000).logprobs(pairs())))
+    reference = TorchReference(rl.ReferenceConfig(model=MODEL, seed=2))
+    batch = await rl.preference_columns(await reference.logprobs(await policy(1000).logprobs(pairs())))
 
     network = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float64)
     sums: list[torch.Tensor] = []
@@ -57,7 +49,7 @@ async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches
     updated = []
     for budget in (1000, 60, 1):
         trainer = policy(budget)
-        metrics = await trainer.update(batch, PreferenceLoss(beta=BETA))
+        metrics = await trainer.update(batch, rl.PreferenceLoss(beta=BETA))
         assert metrics["loss"] == pytest.approx(whole.item(), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm_of(network), rel=1e-4)
         assert metrics["drift"] == pytest.approx(0, abs=1e-5)
@@ -65,12 +57,3 @@ async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches
     for other in updated[1:]:
         for name, array in updated[0].items():
             np.testing.assert_allclose(floats(other[name]), floats(array), atol=1e-6)
-
-
-async def test_drift_tells_that_margins_are_of_an_older_policy() -> None:
-    reference = TorchReference(ReferenceConfig(model=MODEL, seed=2))
-    trainer = TorchPolicy(PolicyConfig(model=MODEL, seed=1, optimizer=OptimizerConfig(lr=1e-2)))
-    batch = await preference_columns(await reference.logprobs(await trainer.logprobs(pairs())))
-    drifts = [(await trainer.update(batch, PreferenceLoss(beta=BETA)))["drift"] for _ in range(3)]
-    assert drifts[0] < 1e-5
-    assert 1e-2 < drifts[1] < drifts[2]

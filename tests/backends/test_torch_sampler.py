@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PretrainedConfig
 
 from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.weights import Bucket
-from meshrl_hf.rollouts import Rollouts
 from meshrl_hf.seeds import key
-from meshrl_torch.cache import Cache
-from meshrl_torch.decode import Decoder
 from meshrl_torch.draw import Draw, uniforms
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -37,17 +34,17 @@ async def rollout(made: TorchSampler, sampling: Sampling, prompts: Batch = PROMP
     return Batch.join(await parts(made, prompts.part(np.arange(len(prompts))), sampling))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+WINDOWED = MistralConfig(**SHAPE, sliding_window=4)
+"""With fewer key heads than query heads too."""
+GPT2 = GPT2Config(vocab_size=11, n_embd=32, n_layer=2, n_head=4, n_positions=48, eos_token_id=1, bos_token_id=None)
+"""With learned positions, and dropout in its configuration."""
+
+
+@pytest.mark.parametrize("config", [WINDOWED, GPT2], ids=["windowed", "gpt2"])
 async def test_greedy_equals_transformers(
-    kind: str, small: str, random_model: Callable[..., str], tmp_path: Path
+    config: PretrainedConfig, random_model: Callable[..., str], tmp_path: Path
 ) -> None:
-    folder = small
-    if kind == "mistral":  # grouped queries and a window
-        folder = random_model(MistralConfig(**SHAPE, sliding_window=4), tmp_path / "model")
-    if kind == "gpt2":  # learned positions, dropout in its configuration
-        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
-        gpt2 = GPT2Config(vocab_size=11, **sizes, eos_token_id=1, bos_token_id=None)
-        folder = random_model(gpt2, tmp_path / "model")
+    folder = random_model(config, tmp_path / "model")
     batch = await rollout(sampler(folder, slots=3), Sampling(max_tokens=20, temperature=0))
     network: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for row, tokens in enumerate(batch.tokens):
@@ -56,7 +53,6 @@ async def test_greedy_equals_transformers(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20, pad_token_id=0
         )
         assert tokens.tolist() == expected[0].tolist()
-    assert batch.row("temperature").tolist() == [1.0] * 5
 
 
 async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(small: str) -> None:
@@ -72,16 +68,6 @@ async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(s
     assert Batch.join(divided).tokens == whole.tokens
 
 
-@pytest.mark.bits
-async def test_seeds(small: str) -> None:
-    sampling, made = Sampling(n=4, max_tokens=16), sampler(small)
-    first, second = [await rollout(made, sampling) for _ in range(2)]
-    assert await rollout(sampler(small), sampling) == first
-    assert second.tokens != first.tokens
-    other = await rollout(sampler(small), sampling.model_copy(update={"seed": 1}))
-    assert other.tokens != first.tokens
-
-
 async def test_rows_come_as_they_finish_and_go_back_in_order(small: str) -> None:
     limits = np.array([30, 1, 20, 3, 30, 2, 8, 12, 1, 25])
     prompts = Batch.concat([PROMPTS, PROMPTS]).assign(max_tokens=limits)
@@ -92,20 +78,6 @@ async def test_rows_come_as_they_finish_and_go_back_in_order(small: str) -> None
     batch = Batch.join(whole)
     assert batch.objects("prompt") == prompts.objects("prompt")
     assert [int(mask.sum()) for mask in batch.loss_mask] == limits.tolist()
-
-
-def test_slots_are_refilled_before_the_longest_row_ends(small: str) -> None:
-    made = sampler(small, slots=4)
-    batch = Batch.of(prompt=["abc>"] * 28, max_tokens=np.array([40, *[4] * 27]))
-    steps: dict[int, int] = {}
-    for refill in (1, 4):
-        request = Rollouts(made._model, batch, Sampling(ignore_eos=True)).request
-        decoder = Decoder(made._model, Cache(), request, Draw(Sampling(), key(0)), 4, refill)
-        steps[refill] = 0
-        while decoder.busy:
-            decoder.step(0)
-            steps[refill] += 1
-    assert steps[1] < steps[4]
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -155,21 +127,15 @@ async def test_weights_that_did_not_arrive_are_not_drawn_from(small: str) -> Non
     assert (await rollout(made, greedy)).tokens == before.tokens
 
 
-async def test_bfloat16_samples(small: str) -> None:
-    batch = await rollout(sampler(small, dtype="bfloat16"), Sampling(max_tokens=8))
-    assert np.isfinite(batch.sampler_logprobs.values).all()
-
-
 async def test_prompts_that_cannot_be_continued(small: str) -> None:
     cases: list[tuple[dict[str, Any], Sampling, str]] = [
         ({"prompt": ["abc>", ""]}, Sampling(), "the prompt '' has no token"),
         ({"prompt": ["abc>", 3]}, Sampling(), r"`prompt` of row 1 is 3 \(int\), not text"),
-        ({"prompt": ["aXb>"]}, Sampling(), "'aXb>' has 'X', which the tokenizer does not know"),
-        ({"prompt": ["abc>"]}, Sampling(max_tokens=45), r"row 0 with 45 new tokens \(max_tokens\) has 49 tokens"),
         ({"prompt": ["abc>"], "max_tokens": np.array([0])}, Sampling(), "`max_tokens` of row 0 is 0"),
         ({"question": ["abc>"]}, Sampling(), "prompt"),
     ]
-    made = sampler(small)
+    made = sampler(small, dtype="bfloat16")
     for columns, sampling, text in cases:
         with pytest.raises(DataError, match=text):
             await rollout(made, sampling, Batch.of(**columns))
+    assert np.isfinite((await rollout(made, Sampling(max_tokens=8))).sampler_logprobs.values).all()

@@ -8,24 +8,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import (
-    Batch,
-    Environment,
-    EnvironmentConfig,
-    Episodes,
-    NewModel,
-    Policy,
-    PolicyConfig,
-    Ragged,
-    Run,
-    RunConfig,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    publish,
-    rollout,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.evaluation import BesideSampling
 from meshrl.roles import Completion, completed
@@ -70,8 +53,8 @@ class Broken(Count):
 
 """
 
-MODEL = NewModel(characters="abc>", hidden_size=16, ffn_size=16, layers=1, heads=2, max_tokens=64)
-PROMPTS = Batch.of(
+MODEL = rl.NewModel(characters="abc>", hidden_size=16, ffn_size=16, layers=1, heads=2, max_tokens=64)
+PROMPTS = rl.Batch.of(
     prompt=["a", "aa", "abc"], answer=["x", "y", "z"], row=[{}, {}, {}], groups=np.arange(3, dtype=np.int64)
 )
 
@@ -89,20 +72,15 @@ def noted(games: str) -> tuple[int, int]:
     return text.count("made,"), text.count("closed,")
 
 
-def on_fakes(source: str) -> Episodes:
-    config = EnvironmentConfig(source=source)
-    return Episodes(FakeSampler(SamplerConfig(model="none")), FunctionEnvironment(config), config)
-
-
-async def made(run: Run, config: EnvironmentConfig, max_tokens: int = 64) -> tuple[Policy, Episodes]:
+async def made(run: rl.Run, config: rl.EnvironmentConfig, max_tokens: int = 64) -> tuple[rl.Policy, rl.Episodes]:
     model = MODEL.model_copy(update={"max_tokens": max_tokens})
-    policy = await run.spawn(Policy, PolicyConfig(model=model))
-    sampler = await run.spawn(Sampler, SamplerConfig(model=model))
-    await publish(policy, sampler)
-    return policy, Episodes(sampler, await run.spawn(Environment, config), config)
+    policy = await run.spawn(rl.Policy, rl.PolicyConfig(model=model))
+    sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(model=model))
+    await rl.publish(policy, sampler)
+    return policy, rl.Episodes(sampler, await run.spawn(rl.Environment, config), config)
 
 
-def turns_of(batch: Batch, row: int) -> list[tuple[bool, list[int]]]:
+def turns_of(batch: rl.Batch, row: int) -> list[tuple[bool, list[int]]]:
     """The stretches of one row's tokens that are learnt, and those that are not."""
     found: list[tuple[bool, list[int]]] = []
     for token, learnt in zip(batch.tokens[row].tolist(), batch.loss_mask[row].tolist(), strict=True):
@@ -113,9 +91,9 @@ def turns_of(batch: Batch, row: int) -> list[tuple[bool, list[int]]]:
 
 
 async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Path) -> None:
-    async with Run(RunConfig(folder=str(tmp_path))) as run:
-        policy, episodes = await made(run, EnvironmentConfig(source=f"{games}:Count"))
-        batch = await rollout(episodes, PROMPTS, Sampling(n=4, max_tokens=5))
+    async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
+        policy, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Count"))
+        batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=4, max_tokens=5))
         logprobs = (await (await policy.logprobs(batch)).load()).ragged("logprobs")
     assert batch.groups.tolist() == np.repeat(np.arange(3), 4).tolist()
     assert batch.objects("prompt") == tuple(text + ">" for text in ("a", "aa", "abc") for _ in range(4))
@@ -145,22 +123,22 @@ class Pairs(ScriptedSampler):
 
     def __init__(self) -> None:
         super().__init__([])
-        self.turns: list[Batch] = []
+        self.turns: list[rl.Batch] = []
 
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         self.turns.append(prompts)
         had = [row.tolist() for row in prompts.versions] if "tokens" in prompts else [[]] * len(prompts)
         given = [[*row.tolist(), 50] for row in prompts.tokens] if "tokens" in prompts else [[1]] * len(prompts)
         drawn = [Completion("a", row, [70, 71], [0.0, 0.0]) for row in given]
         rows = completed(prompts, drawn, len(self.turns), sampling)
         versions = [[*before, *row.tolist()[len(before) :]] for before, row in zip(had, rows.versions, strict=True)]
-        yield rows.assign(versions=Ragged.of(versions, np.int32))
+        yield rows.assign(versions=rl.Ragged.of(versions, np.int32))
 
 
 async def test_tokens_are_kept_as_they_were_drawn_with_their_versions(games: str) -> None:
-    config = EnvironmentConfig(source=f"{games}:Count")
+    config = rl.EnvironmentConfig(source=f"{games}:Count")
     sampler = Pairs()
-    batch = await rollout(Episodes(sampler, FunctionEnvironment(config), config), PROMPTS, Sampling())
+    batch = await rl.rollout(rl.Episodes(sampler, FunctionEnvironment(config), config), PROMPTS, rl.Sampling())
     assert batch.tokens[0].tolist() == [1, 70, 71, 50, 70, 71, 50, 70, 71]
     assert batch.versions[0].tolist() == [-1, 1, 1, -1, 2, 2, -1, 3, 3]
     assert batch.loss_mask[0].tolist() == [False, True, True, False, True, True, False, True, True]
@@ -171,11 +149,11 @@ async def test_tokens_are_kept_as_they_were_drawn_with_their_versions(games: str
 
 
 async def test_a_broken_environment_is_data_on_its_row(games: str, tmp_path: Path) -> None:
-    async with Run(RunConfig(folder=str(tmp_path))) as run:
-        config = EnvironmentConfig(source=f"{games}:Broken", options={"rounds": 3})
+    async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
+        config = rl.EnvironmentConfig(source=f"{games}:Broken", options={"rounds": 3})
         _, episodes = await made(run, config)
         with capture_logs() as logs:
-            batch = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=3))
+            batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=2, max_tokens=3))
     crashed = "RuntimeError: the game crashed"
     assert batch.objects("reward_error") == (crashed, crashed, *["ValueError: no such word"] * 2, crashed, crashed)
     assert batch.rewards.tolist() == [0] * 6
@@ -185,11 +163,13 @@ async def test_a_broken_environment_is_data_on_its_row(games: str, tmp_path: Pat
 
 
 async def test_the_limit_of_turns_and_of_room_end_an_episode(games: str, tmp_path: Path) -> None:
-    async with Run(RunConfig(folder=str(tmp_path))) as run:
-        _, episodes = await made(run, EnvironmentConfig(source=f"{games}:Endless", turns=2, template="c{observation}c"))
-        batch = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=3))
-        _, episodes = await made(run, EnvironmentConfig(source=f"{games}:Endless", turns=50), max_tokens=24)
-        full = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=6))
+    async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
+        _, episodes = await made(
+            run, rl.EnvironmentConfig(source=f"{games}:Endless", turns=2, template="c{observation}c")
+        )
+        batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=2, max_tokens=3))
+        _, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Endless", turns=50), max_tokens=24)
+        full = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=2, max_tokens=6))
     assert batch.row("turns").tolist() == [2] * 6
     assert batch.row("truncated").all()
     assert batch.rewards.tolist() == [2] * 6
@@ -201,33 +181,12 @@ async def test_the_limit_of_turns_and_of_room_end_an_episode(games: str, tmp_pat
     assert noted(games) == (12, 12)
 
 
-async def test_what_was_said_is_kept_when_a_fake_is_aborted() -> None:
-    sampler, had = FakeSampler(SamplerConfig(model="none")), list(map(ord, "ab"))
-    said = Batch.of(
-        prompt=["a"],
-        answer=["d"],
-        observation=["c"],
-        tokens=Ragged.of([had], np.int32),
-        loss_mask=Ragged.of([[False, False]], np.bool_),
-        sampler_logprobs=Ragged.of([[0, -1]], np.float32),
-        versions=Ragged.of([[-1, 0]], np.int32),
-    )
-    told: list[Batch] = []
-    async for chunk in sampler.generate(said.repeat(3), Sampling()):
-        told.append(chunk)
-        await sampler.abort()
-    rows = Batch.concat(told)
-    assert rows.row("aborted").tolist() == [False, True, True]
-    assert [row.tolist()[:3] for row in rows.tokens] == [[*had, ord("c")]] * 3
-    assert [row.tolist()[:3] for row in rows.versions] == [[-1, 0, -1]] * 3
-
-
 @pytest.mark.parametrize("swap", ["in_flight", "abort"])
 async def test_episodes_stream(games: str, tmp_path: Path, swap: SwapMode) -> None:
-    batches = [PROMPTS.assign(groups=np.arange(3, dtype=np.int64) + 3 * number) for number in range(6)]
-    async with Run(RunConfig(folder=str(tmp_path))) as run:
-        policy, episodes = await made(run, EnvironmentConfig(source=f"{games}:Count"))
-        async with rollouts(episodes, batches, Sampling(n=2, max_tokens=8), ahead=2, swap=swap) as stream:
+    batches = [PROMPTS.assign(groups=np.arange(3, dtype=np.int64) + 3 * number) for number in range(3)]
+    async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
+        policy, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Count"))
+        async with rl.rollouts(episodes, batches, rl.Sampling(n=2, max_tokens=8), ahead=2, swap=swap) as stream:
             seen: list[int] = []
             async for batch in stream:
                 seen += batch.groups.tolist()
@@ -243,29 +202,17 @@ async def test_episodes_stream(games: str, tmp_path: Path, swap: SwapMode) -> No
                 newer = (await policy.weights()).with_version(stream.ledger.version + 1)
                 with stream.announced():
                     await stream.load(newer)
-    assert sorted(seen) == np.repeat(np.arange(18), 2).tolist()
-    assert noted(games) == (36, 36)
-
-
-@pytest.mark.bits
-async def test_ahead_0_is_the_synchronous_run(games: str, tmp_path: Path) -> None:
-    async with Run(RunConfig(folder=str(tmp_path))) as run:
-        config = EnvironmentConfig(source=f"{games}:Count")
-        _, first = await made(run, config)
-        whole = await rollout(first, PROMPTS, Sampling(n=2, max_tokens=8))
-        _, second = await made(run, config)
-        async with rollouts(second, [PROMPTS], Sampling(n=2, max_tokens=8)) as stream:
-            batch = await anext(stream)
-    assert batch.drop("staleness") == whole.drop("aborted")
+    assert sorted(seen) == np.repeat(np.arange(9), 2).tolist()
+    assert noted(games) == (18, 18)
 
 
 async def test_on_fakes_with_several_ranks_of_the_environment(games: str, tmp_path: Path) -> None:
     meshes = {"games": {"ranks": 2}}
-    async with Run(RunConfig.model_validate({"folder": str(tmp_path), "meshes": meshes})) as run:
-        config = EnvironmentConfig(source=f"{games}:Count", mesh="games")
-        sampler = FakeSampler(SamplerConfig(model="none"))
-        episodes = Episodes(sampler, await run.spawn(Environment, config), config)
-        batch = await rollout(episodes, PROMPTS, Sampling(n=3))
+    async with rl.Run(rl.RunConfig.model_validate({"folder": str(tmp_path), "meshes": meshes})) as run:
+        config = rl.EnvironmentConfig(source=f"{games}:Count", mesh="games")
+        sampler = FakeSampler(rl.SamplerConfig(model="none"))
+        episodes = rl.Episodes(sampler, await run.spawn(rl.Environment, config), config)
+        batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=3))
     assert batch.row("turns").tolist() == [3] * 9
     assert batch.objects("completion")[0] == "a>bba>bba>"
     assert "".join(map(chr, batch.tokens[0].tolist())) == "a>a>\0bba>\0bba>\0"
@@ -273,17 +220,18 @@ async def test_on_fakes_with_several_ranks_of_the_environment(games: str, tmp_pa
 
 
 async def test_episodes_beside_training_leave_it_its_numbers(games: str) -> None:
-    episodes = on_fakes(f"{games}:Count")
+    config = rl.EnvironmentConfig(source=f"{games}:Count")
+    episodes = rl.Episodes(FakeSampler(rl.SamplerConfig(model="none")), FunctionEnvironment(config), config)
     numbers: list[list[int]] = []
-    for sampling in (Sampling(), BesideSampling(), Sampling(), BesideSampling()):
+    for sampling in (rl.Sampling(), BesideSampling(), rl.Sampling(), BesideSampling()):
         rows = [batch async for batch in episodes.generate(PROMPTS, sampling)]
         numbers.append(sorted(int(number) for batch in rows for number in batch.row("episode")))
     assert numbers == [[0, 1, 2], [-3, -2, -1], [3, 4, 5], [-6, -5, -4]]
-    assert len(await rollout(episodes, PROMPTS.select([]), Sampling(n=3))) == 0
+    assert len(await rl.rollout(episodes, PROMPTS.select([]), rl.Sampling(n=3))) == 0
 
 
 async def test_a_reward_function_is_an_environment_of_one_turn() -> None:
-    config = EnvironmentConfig(source="reward:exact_match")
+    config = rl.EnvironmentConfig(source="reward:exact_match")
     environment = FunctionEnvironment(config)
     begun = await environment.reset(PROMPTS.assign(episode=np.arange(3)))
     told = await environment.step(begun.assign(completion=["x", "no", "z"]))

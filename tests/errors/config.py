@@ -22,62 +22,36 @@ backend = "fake"
 WORDS = '{"question": "cat>", "answer": "tac"}\n'
 
 
-def _meshrl(*arguments: str) -> None:
+def _meshrl(*arguments: str, **files: str) -> None:
+    """A command beside files: `grpo_py="..."` is the content of grpo.py."""
+    for name, text in files.items():
+        Path(name.replace("_", ".")).write_text(text, "utf-8")
     app(args=arguments, standalone_mode=False)
 
 
-def _check(top: str = "", tables: str = "", *overrides: str, algorithm: str = "grpo") -> None:
-    Path("words.jsonl").write_text(WORDS, "utf-8")
-    Path("mine.toml").write_text(f'algorithm = "{algorithm}"\n{top}\n{TABLES}\n{tables}', "utf-8")
-    _meshrl("check", "mine.toml", *overrides)
-
-
-def _script(code: str) -> None:
-    Path("mine.py").write_text(code, "utf-8")
-    _check(algorithm="mine.py")
+def _check(top: str = "", tables: str = "", *overrides: str, algorithm: str = "grpo", **files: str) -> None:
+    table = f'algorithm = "{algorithm}"\n{top}\n{TABLES}\n{tables}'
+    _meshrl("check", "mine.toml", *overrides, words_jsonl=WORDS, mine_toml=table, **files)
 
 
 def path_from_elsewhere() -> None:
     Path("below").mkdir()
-    Path("words.jsonl").write_text(WORDS, "utf-8")
     Path("below/mine.toml").write_text(f'algorithm = "grpo"\n{TABLES}', "utf-8")
-    _meshrl("run", "below/mine.toml")
-
-
-def missing_key() -> None:
-    Path("mine.toml").write_text('algorithm = "grpo"\n' + TABLES.replace("source", "# source"), "utf-8")
-    _meshrl("check", "mine.toml")
-
-
-def missing_file() -> None:
-    Path("mine.toml").touch()
-    _meshrl("check", "mien.toml")
-
-
-def no_algorithm() -> None:
-    Path("mine.toml").write_text(TABLES, "utf-8")
-    _meshrl("check", "mine.toml")
-
-
-def new_over_own_work() -> None:
-    Path("grpo.py").touch()
-    _meshrl("new", "grpo", ".")
+    _meshrl("run", "below/mine.toml", words_jsonl=WORDS)
 
 
 def _distill(teacher: str) -> None:
     words = '[task]\nsource = "words.jsonl"\nheld_out = 0\n[policy]\nmodel = { characters = "act>" }\n'
-    Path("words.jsonl").write_text(WORDS, "utf-8")
-    Path("mine.toml").write_text(f'algorithm = "distill"\n{words}[teacher]\nmodel = {teacher}\n', "utf-8")
-    _meshrl("check", "mine.toml")
+    table = f'algorithm = "distill"\n{words}[teacher]\nmodel = {teacher}\n'
+    _meshrl("check", "mine.toml", words_jsonl=WORDS, mine_toml=table)
 
 
 def eval_without_prompts() -> None:
     run = Path("runs/mine")
     run.mkdir(parents=True)
-    Path("words.jsonl").write_text(WORDS, "utf-8")
     (run / "config.toml").write_text(TABLES, "utf-8")
     (run / "metrics.jsonl").touch()
-    _meshrl("eval", "mine")
+    _meshrl("eval", "mine", words_jsonl=WORDS)
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -88,6 +62,12 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "schedule-that-ends-before-the-run": lambda: _check(
         tables='[policy.optimizer]\nschedule = "linear"\ntotal_steps = 100'
     ),
+    "missing-key": lambda: _meshrl(
+        "check", "mine.toml", mine_toml='algorithm = "grpo"\n' + TABLES.replace("source", "# source")
+    ),
+    "missing-file": lambda: _meshrl("check", "mien.toml", mine_toml=""),
+    "no-algorithm": lambda: _meshrl("check", "mine.toml", mine_toml=TABLES),
+    "new-over-own-work": lambda: _meshrl("new", "grpo", ".", grpo_py=""),
     "wrong-type": lambda: _check('steps = "400"'),
     "wrong-choice": lambda: _check(tables='[loss]\nanchor = "trainr"'),
     "out-of-range": lambda: _check(tables="[sampling]\ntemperature = -1.0"),
@@ -105,9 +85,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "unknown-configuration": lambda: _meshrl("check", "grpo/quikstart"),
     "unknown-algorithm": lambda: _check(algorithm="grppo"),
     "missing-script": lambda: _check(algorithm="mine.py"),
-    "script-without-its-function": lambda: _script("async def main(run, config): ..."),
-    "script-without-a-config": lambda: _script("async def mine(run, config): ..."),
-    "script-that-raises": lambda: _script("import numpyy"),
+    "script-without-its-function": lambda: _check(algorithm="mine.py", mine_py="async def main(run, config): ..."),
+    "script-without-a-config": lambda: _check(algorithm="mine.py", mine_py="async def mine(run, config): ..."),
+    "script-that-raises": lambda: _check(algorithm="mine.py", mine_py="import numpyy"),
     "mesh-of-no-role": lambda: _check(tables="[run.meshes.mian]\nranks = 2"),
     "axes-of-a-role": lambda: _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=2, tp=3}"),
     "axes-without-a-size": lambda: _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=4, tp=0}"),

@@ -24,86 +24,27 @@ async def _spawn(cls: type) -> None:
         await (await run.mesh(2)).spawn(cls)
 
 
-async def unmarked_result() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        async def count(self, batch: rl.Shard[rl.Batch]) -> int: ...
+class Wrong:
+    """Endpoints with a mistake each."""
 
-    await _spawn(Counter)
+    async def unmarked_result(self, batch: rl.Shard[rl.Batch]) -> int: ...
+    async def no_result_annotation(self, batch: rl.Shard[rl.Batch]): ...
+    async def missing_axis(self, batch: rl.Shard[rl.Batch, rl.TP]) -> None: ...
+    async def unsplittable(self, text: rl.Shard[str]) -> None: ...
+    async def unjoinable(self) -> rl.Gather[str]: ...
+    def not_async(self) -> rl.Same[int]: ...
+    async def yields_without_a_stream(self) -> rl.Gather[rl.Batch]:  # type: ignore[misc]
+        yield BATCH
 
+    async def stream_of_means(self) -> AsyncIterator[rl.Mean[rl.Metrics]]:
+        yield rl.Metrics.of()
 
-async def no_result_annotation() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        async def count(self, batch: rl.Shard[rl.Batch]): ...
-
-    await _spawn(Counter)
-
-
-async def missing_axis() -> None:
-    class Layer(rl.Actor):
-        @rl.endpoint
-        async def forward(self, batch: rl.Shard[rl.Batch, rl.TP]) -> None: ...
-
-    await _spawn(Layer)
-
-
-async def unsplittable() -> None:
-    class Speaker(rl.Actor):
-        @rl.endpoint
-        async def say(self, text: rl.Shard[str]) -> None: ...
-
-    await _spawn(Speaker)
-
-
-async def unjoinable() -> None:
-    class Speaker(rl.Actor):
-        @rl.endpoint
-        async def hear(self) -> rl.Gather[str]: ...
-
-    await _spawn(Speaker)
-
-
-async def not_async() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        def count(self) -> rl.Same[int]: ...
-
-    await _spawn(Counter)
-
-
-async def yields_without_a_stream() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        async def count(self) -> rl.Gather[rl.Batch]:  # type: ignore[misc]
-            yield BATCH
-
-    await _spawn(Counter)
-
-
-async def stream_of_means() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        async def count(self) -> AsyncIterator[rl.Mean[rl.Metrics]]:
-            yield rl.Metrics.of()
-
-    await _spawn(Counter)
-
-
-async def mark_on_the_wrong_side() -> None:
-    class Copier(rl.Actor):
-        @rl.endpoint
-        async def copy(self, batch: rl.Gather[rl.Batch]) -> rl.Shard[rl.Batch]: ...
-
-    await _spawn(Copier)
-
-
-async def annotation_for_the_checker_alone() -> None:
-    class Counter(rl.Actor):
-        @rl.endpoint
-        async def add(self, price: "Decimal") -> None: ...
-
-    await _spawn(Counter)
+    async def mark_on_the_wrong_side(self, batch: rl.Gather[rl.Batch]) -> rl.Shard[rl.Batch]: ...
+    async def annotation_for_the_checker_alone(self, price: "Decimal") -> None: ...
+    async def changed_contract(self, batch: rl.Shard[rl.Batch, rl.TP], loss: rl.Loss) -> rl.Same[rl.Metrics]: ...
+    async def changed_parameters(self, rows: rl.Batch) -> rl.Metrics: ...
+    async def one_parameter_more(self, batch: rl.Batch, loss: rl.Loss, beta: float) -> rl.Metrics: ...
+    async def no_actor(self) -> None: ...
 
 
 class Started(rl.Policy):
@@ -119,33 +60,11 @@ class Started(rl.Policy):
     async def update(self, batch: rl.Batch, loss: rl.Loss) -> rl.Metrics: ...
 
 
-async def changed_contract() -> None:
-    class MyPolicy(Started):
-        async def update(self, batch: rl.Shard[rl.Batch, rl.TP], loss: rl.Loss) -> rl.Same[rl.Metrics]: ...
-
-    await _spawn(MyPolicy)
-
-
-async def changed_parameters() -> None:
-    class MyPolicy(Started):
-        async def update(self, rows: rl.Batch) -> rl.Metrics: ...
-
-    await _spawn(MyPolicy)
-
-
-async def one_parameter_more() -> None:
-    class MyPolicy(Started):
-        async def update(self, batch: rl.Batch, loss: rl.Loss, beta: float) -> rl.Metrics: ...
-
-    await _spawn(MyPolicy)
-
-
-async def no_actor() -> None:
-    class Counter:
-        @rl.endpoint
-        async def count(self) -> None: ...
-
-    await _spawn(Counter)
+def _has(name: str, mistake: Callable[..., object], base: type = rl.Actor) -> Callable[[], object]:
+    """Spawns a class that has the mistake as its endpoint, under the name `Class.endpoint`."""
+    owner, _, method = name.partition(".")
+    mistake.__name__ = method
+    return lambda: _spawn(type(base)(owner, (base,), {method: rl.endpoint(mistake)}))
 
 
 class Worker(rl.Actor):
@@ -191,6 +110,20 @@ async def _worker(use: Callable[[Any], object]) -> None:
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
+    "unmarked-result": _has("Counter.count", Wrong.unmarked_result),
+    "no-result-annotation": _has("Counter.count", Wrong.no_result_annotation),
+    "missing-axis": _has("Layer.forward", Wrong.missing_axis),
+    "unsplittable": _has("Speaker.say", Wrong.unsplittable),
+    "unjoinable": _has("Speaker.hear", Wrong.unjoinable),
+    "not-async": _has("Counter.count", Wrong.not_async),
+    "yields-without-a-stream": _has("Counter.count", Wrong.yields_without_a_stream),
+    "stream-of-means": _has("Counter.count", Wrong.stream_of_means),
+    "mark-on-the-wrong-side": _has("Copier.copy", Wrong.mark_on_the_wrong_side),
+    "annotation-for-the-checker-alone": _has("Counter.add", Wrong.annotation_for_the_checker_alone),
+    "changed-contract": _has("MyPolicy.update", Wrong.changed_contract, Started),
+    "changed-parameters": _has("MyPolicy.update", Wrong.changed_parameters, Started),
+    "one-parameter-more": _has("MyPolicy.update", Wrong.one_parameter_more, Started),
+    "no-actor": _has("Counter.count", Wrong.no_actor, object),
     "abstract-role": lambda: _spawn(Started),
     "wrong-arguments": lambda: _call("scaled", BATCH, None, 3),
     "unknown-endpoint": lambda: _call("scale", BATCH),

@@ -19,18 +19,13 @@ async def _spawn(config: PolicyConfig, ranks: int = 1) -> None:
         await run.spawn(Policy, config)
 
 
-def _divide(model: NewModel, **sizes: int) -> None:
+def _divide(model: NewModel, experts: int = 1, **sizes: int) -> None:
     """What each rank of a mesh of these axes does first."""
     from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
     from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
 
     config = load(PolicyConfig(model=model)).network.config
-    Decoder.of(config, valued=False).check({**ALONE, **sizes}, MegatronConfig())
-
-
-async def virtual_stages_without_a_pipeline() -> None:
-    model = TINY.model_copy(update={"layers": 2})
-    await _spawn(with_options(PolicyConfig(backend="megatron", model=model), MegatronConfig(virtual_stages=2)))
+    Decoder.of(config, valued=False).check({**ALONE, **sizes}, MegatronConfig(experts=experts))
 
 
 def experts_over_dp() -> None:
@@ -38,14 +33,6 @@ def experts_over_dp() -> None:
     from meshrl_megatron.world import World  # noqa: PLC0415 -- brings Megatron
 
     World.of(Rank(0, 3, {"dp": 0}, {"dp": 3}), 1, 2)
-
-
-def experts_of_a_model_without() -> None:
-    from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
-    from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
-
-    config = load(PolicyConfig(model=TINY)).network.config
-    Decoder.of(config, valued=False).check({**ALONE, "dp": 2}, MegatronConfig(experts=2))
 
 
 async def _spawn_saved(**changes: object) -> None:
@@ -69,10 +56,17 @@ MISTAKES: dict[str, Callable[[], object]] = {
         model_type="mistral", architectures=["MistralForCausalLM"]
     ),
     "model-that-megatron-cannot-compute": lambda: _spawn_saved(hidden_act="gelu"),
+    "virtual-stages-without-a-pipeline": lambda: _spawn(
+        with_options(
+            PolicyConfig(backend="megatron", model=TINY.model_copy(update={"layers": 2})),
+            MegatronConfig(virtual_stages=2),
+        )
+    ),
     "axis-that-megatron-does-not-know": lambda: _spawn(
         PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2}), ranks=2
     ),
     "heads-over-tp": lambda: _divide(TINY, tp=4),
+    "experts-of-a-model-without": lambda: _divide(TINY, experts=2, dp=2),
     "layers-over-pp": lambda: _divide(TINY.model_copy(update={"layers": 3}), pp=2),
     "adapters-on-megatron": lambda: _spawn(PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig())),
 }

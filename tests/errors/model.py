@@ -14,10 +14,8 @@ from meshrl.losses import TokenLoss
 
 TINY = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
-SOURCES = Source("sampler"), Source.trainer(7)
 BATCH = rl.Batch.of(tokens=rl.Ragged.of([[2, 3, 4], [5]], np.int32), loss_mask=rl.Ragged.of([[0, 1, 1], [0]], np.bool_))
-
-ADVANTAGES = np.array([np.inf, 0], np.float32)
+INFINITE = np.array([np.inf, 0], np.float32)
 
 
 async def _save(folder: str = "tiny", model: rl.NewModel = TINY) -> None:
@@ -93,21 +91,15 @@ async def policy_on_two_ranks() -> None:
         await run.spawn(rl.Policy, rl.PolicyConfig(model=TINY))
 
 
-async def log_probs_of_another_model() -> None:
-    sampled = rl.Ragged(_zeros().values, BATCH.tokens.offsets, source=Source("sampler"))
-    advantages = np.ones(2, np.float32)
-    await _update(rl.ClippedLoss(anchor="trainer"), sampler_logprobs=sampled, logprobs=sampled, advantages=advantages)
+def _zeros(source: Source | None = None) -> rl.Ragged:
+    return rl.Ragged(np.zeros(4, np.float32), BATCH.tokens.offsets, source=source)
 
 
-async def log_probs_of_later_weights() -> None:
-    sampled, later = (rl.Ragged(_zeros().values, BATCH.tokens.offsets, source=source) for source in SOURCES)
-    advantages = np.ones(2, np.float32)
-    await _update(rl.ClippedLoss(anchor="trainer"), sampler_logprobs=sampled, logprobs=later, advantages=advantages)
-
-
-async def log_probs_of_whole_rows() -> None:
-    columns = {"advantages": np.ones(2, np.float32), "logprobs": np.zeros(2, np.float32)}
-    await _update(rl.ClippedLoss(anchor="trainer"), sampler_logprobs=_zeros(), **columns)
+async def _update_by_the_trainers(logprobs: rl.Ragged | np.ndarray) -> None:
+    """With the ratio to log-probs that are these."""
+    sampled = _zeros(Source("sampler"))
+    loss = rl.ClippedLoss(anchor="trainer")
+    await _update(loss, sampler_logprobs=sampled, logprobs=logprobs, advantages=np.ones(2, np.float32))
 
 
 class Entropy(rl.CrossEntropy):
@@ -144,10 +136,6 @@ async def kl_without_log_probs() -> None:
     async with rl.Run(rl.RunConfig()) as run:
         critic = await run.spawn(rl.Critic, rl.CriticConfig(model=TINY))
         await critic.advantages(BATCH.assign(rewards=np.zeros(2)), rl.Gae(kl=0.1))
-
-
-def _zeros() -> rl.Ragged:
-    return rl.Ragged(np.zeros(4, np.float32), BATCH.tokens.offsets)
 
 
 async def _encode(model: str | rl.NewModel) -> None:
@@ -193,8 +181,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "metric-named-as-the-updates-own": lambda: _update(Entropy()),
     "nothing-to-learn": lambda: _update(rl.CrossEntropy(), loss_mask=rl.Ragged.of([[0, 0, 0], [0]], np.bool_)),
     "first-token-learned": lambda: _update(rl.CrossEntropy(), loss_mask=rl.Ragged.of([[0, 1, 1], [1]], np.bool_)),
-    "advantages-that-are-infinite": lambda: _update(
-        rl.ClippedLoss(), sampler_logprobs=rl.Ragged.of([[0.0, -1, -1], [0]], np.float32), advantages=ADVANTAGES
-    ),
+    "advantages-that-are-infinite": lambda: _update(rl.ClippedLoss(), sampler_logprobs=_zeros(), advantages=INFINITE),
+    "log-probs-of-another-model": lambda: _update_by_the_trainers(_zeros(Source("sampler"))),
+    "log-probs-of-later-weights": lambda: _update_by_the_trainers(_zeros(Source.trainer(7))),
+    "log-probs-of-whole-rows": lambda: _update_by_the_trainers(np.zeros(2, np.float32)),
     "dialogue-without-a-template": lambda: _encode(TINY),
 }

@@ -1,62 +1,66 @@
 """Each script in examples/ runs as its first lines say, in an empty folder, and does what it promises."""
 
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
+from typing import TypeAlias
 
 import pytest
 
 from tests.first_hour.chat_model import save_model
 
 ROOT = Path(__file__).parents[2]
+Printed: TypeAlias = Callable[..., str]
 
-pytestmark = pytest.mark.process
 
-
-def printed(name: str, folder: Path, *arguments: str) -> str:
+@pytest.fixture
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     """What a script prints."""
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_library_updates_a_model_folder(tmp_path: Path) -> None:
+def test_the_library_updates_a_model_folder(printed: Printed, tmp_path: Path) -> None:
     mine = save_model(tmp_path / "mine")
-    told = printed("library.py", tmp_path, "mine")
-    assert "runs/first/model" in told
+    assert "runs/first/model" in printed("library.py", "mine")
     updated = tmp_path / "runs" / "first" / "model" / "model.safetensors"
     assert updated.read_bytes() != (mine / "model.safetensors").read_bytes()
+    recorded = (tmp_path / "runs" / "first" / "config.toml").read_text("utf-8")
+    assert f'function = "{ROOT / "examples" / "library.py"}:digits"' in recorded, "it can be run again"
 
 
-def test_a_role_of_ones_own_sees_each_row_once(tmp_path: Path) -> None:
-    lines = printed("role.py", tmp_path).splitlines()
-    assert lines[-2:] == ["0 unknown words in 16 rows", "192 rows checked"]
+def test_a_role_of_ones_own_sees_each_row_once(printed: Printed) -> None:
+    assert printed("role.py").splitlines()[-2:] == ["0 unknown words in 16 rows", "192 rows checked"]
 
 
-def test_a_backend_of_ones_own_learns(tmp_path: Path) -> None:
-    *steps, greedy = printed("backend.py", tmp_path).splitlines()
+def test_a_backend_of_ones_own_learns(printed: Printed) -> None:
+    *steps, greedy = printed("backend.py").splitlines()
     first, *_, last = (int(line.partition("%")[0]) for line in steps)
     assert first < 50 < last
     assert greedy == "greedy completions: 1234 2345 3456 4567 5678 6789"
 
 
-def test_overlap_saves_time_in_virtual_time(tmp_path: Path) -> None:
-    told = printed("overlap.py", tmp_path)
-    synchronous, overlapped, further = (int(found) for found in re.findall(r"(\d+) seconds", told))
+def test_overlap_saves_time_in_virtual_time(printed: Printed) -> None:
+    synchronous, overlapped, further = map(int, re.findall(r"(\d+) seconds", printed("overlap.py")))
     assert further <= overlapped < 0.7 * synchronous
 
 
-def test_an_agent_is_rewarded_and_learned(tmp_path: Path) -> None:
-    told = printed("agent.py", tmp_path)
+def test_an_agent_is_rewarded_and_learned(printed: Printed) -> None:
+    told = printed("agent.py")
     assert sorted(set(re.findall(r"[01]\.\d", told))) == ["0.5", "1.0"]
     assert len(re.findall(r"tokens learned", told)) == 3
 
 
 def test_each_example_says_how_it_is_run_and_is_tested_here() -> None:
-    tested = set(re.findall(r'printed\("(\w+\.py)"', Path(__file__).read_text("utf-8")))
-    scripts = {path.name: path for path in (ROOT / "examples").glob("*.py")}
-    assert scripts.keys() == tested
-    for name, path in scripts.items():
-        assert f"    python examples/{name}" in path.read_text("utf-8")
+    scripts = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
+    assert scripts.keys() == set(re.findall(r'printed\("(\w+\.py)"', Path(__file__).read_text("utf-8")))
+    for name, text in scripts.items():
+        assert f"    python examples/{name}" in text

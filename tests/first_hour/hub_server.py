@@ -65,13 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if each["key"] == "file":
                     self.hub.repositories[name][each["value"]["path"]] = base64.b64decode(each["value"]["content"])
             commit = self.hub.commit(name)
-            self._json(
-                {
-                    "commitOid": commit,
-                    "commitUrl": f"{self.hub.url}/{name.partition(chr(47))[2]}/commit/{commit}",
-                    "success": True,
-                }
-            )
+            page = f"{self.hub.url}/{name.partition('/')[2]}/commit/{commit}"
+            self._json({"commitOid": commit, "commitUrl": page, "success": True})
         else:
             self._refuse(404, "EntryNotFound")
 
@@ -144,16 +139,21 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Generator[Hub]:
-    """A hub on a port of this machine."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+def serve(server: ThreadingHTTPServer) -> Generator[str]:
+    """Let a server answer; its address."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving() -> Generator[Hub]:
+    """A hub on a port of this machine."""
+    hub = Hub()
+    with serve(ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))) as hub.url:
+        yield hub

@@ -1,5 +1,6 @@
 """A terminal in which `meshrl` is typed."""
 
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -24,6 +25,11 @@ class Answer(NamedTuple):
 
 
 Terminal: TypeAlias = Callable[..., Answer]
+COMMAND = (sys.executable, "-c", "from meshrl.cli import main; main()")
+"""Of a process of its own; the folder of `meshrl` has to be on its PYTHONPATH."""
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
+SMALL = ("task.options.size=600", "task.held_out=16")
+"""Of a shipped configuration, whose words take a second to make."""
 
 
 def type_in(*arguments: str) -> Answer:

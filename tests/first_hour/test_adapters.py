@@ -26,7 +26,7 @@ layers = 2
 heads = 2
 max_tokens = 32
 """
-ADAPTED = ("run.name=mine", "policy.model=runs/base/model", "policy.lora={rank = 4, alpha = 8}", "steps=8")
+ADAPTED = ("run.name=mine", "policy.model=runs/base/model", "policy.lora={rank = 4, alpha = 8}", "steps=4")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def run(tmp_path: Path, terminal: Terminal) -> Path:
     """The folder of a run that has trained adapters of a model of one's own."""
     (tmp_path / "mine.toml").write_text(BASE, "utf-8")
     assert terminal("run", "mine.toml")[0] == 0
-    status, _, err = terminal("run", "mine.toml", *ADAPTED, "policy.optimizer.lr=0.05", "run.checkpoint_every=4")
+    status, _, err = terminal("run", "mine.toml", *ADAPTED, "policy.optimizer.lr=0.1", "run.checkpoint_every=2")
     assert status == 0, err
     return tmp_path / "runs" / "mine"
 
@@ -72,7 +72,7 @@ def test_adapters_are_merged_judged_and_trained_on_from_and_say_what_they_lack(r
     (run / "model").rename(run / "kept")  # as in a run that goes on: there are checkpoints alone
     status, out, err = terminal("merge", "mine", "--out", "whole")
     assert status == 0, err
-    assert out.endswith(f"{run / 'checkpoints' / 'step-000008'}\n")
+    assert out.endswith(f"{run / 'checkpoints' / 'step-000004'}\n")
     torch.testing.assert_close(logits(read(Path("whole"))), wanted)
 
     status, _, err = terminal("run", "mine.toml", "run.name=next", "policy.model=runs/mine/kept", "steps=1")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshrl.run import RunConfig, examine, find_doubts, load_job
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.chat_model import save_model
+from tests.first_hour.terminal import FAKES, SMALL, Terminal
 
 MINE = """
 algorithm = "grpo"
@@ -30,18 +31,17 @@ n = 2
 JUDGE = "def judge(prompt, completion, row):\n    return float(completion == row['answer'])\n"
 ROWS: list[dict[str, Any]] = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(8)]
 LONG = {"question": "What is " + "1 + " * 20 + "1?", "answer": "21"}
-FAKES = ("policy.backend=fake", "sampler.backend=fake")
 NEW = "{characters = '0123456789 +', max_tokens = 64}"
 GOOD = "mine.toml: no mistakes found"
 Check = Callable[..., str]
 
 
 @pytest.fixture
-def mine(tmp_path: Path, chat_model: Callable[..., Path]) -> Path:
+def mine(tmp_path: Path) -> Path:
     """A project in which nothing is wrong."""
     (tmp_path / "mine.toml").write_text(MINE, "utf-8")
     (tmp_path / "mine.py").write_text(JUDGE, "utf-8")
-    chat_model(tmp_path / "model", longest=64)
+    save_model(tmp_path / "model", longest=64)
     write(tmp_path, *ROWS)
     return tmp_path
 
@@ -71,22 +71,13 @@ def test_what_follows_from_a_missing_table_is_not_told(mine: Path, check: Check)
 def test_what_the_model_and_the_engine_have_not(mine: Path, check: Check) -> None:
     (mine / "model" / "chat_template.jinja").rename(mine / "template")
     for overrides, told in {
-        "policy.chat=true": (
-            f"command line: policy, sampler, reference: chat = true, but {mine}/model has no chat template"
-        ),
-        "sampling.max_tokens=64": (
-            "command line: sampler: sampling.max_tokens = 64: the model takes at most 64 tokens"
-        ),
+        "policy.chat=true": f"policy, sampler, reference: chat = true, but {mine}/model has no chat template",
+        "sampling.max_tokens=64": "sampler: sampling.max_tokens = 64: the model takes at most 64 tokens",
         "swap=drain": "command line: swap: no such key; swap is an argument of `rl.rollouts` in the script",
         "run.meshes.main.custom={highmem=1}": "run: meshes.main asks for GPUs or custom resources",
-        "policy.weight_sync=broadcast": (
-            'command line: policy.weight_sync: "broadcast" sends weights between processes'
-        ),
+        "policy.weight_sync=broadcast": 'policy.weight_sync: "broadcast" sends weights between processes',
         "policy.model=runs/quickstart-sft/model": "`meshrl run sft/quickstart` writes it",
-        "sampler.mesh=rolout run.meshes.rollout.cpus=1": (
-            "command line: run.meshes.rollout: no role has `mesh = 'rollout'`; sampler.mesh = 'rolout': write the "
-            "same name in both"
-        ),
+        "sampler.mesh=rolout run.meshes.rollout.cpus=1": "sampler.mesh = 'rolout': write the same name in both",
     }.items():
         assert told in check(*overrides.split())
     (mine / "template").rename(mine / "model" / "chat_template.jinja")
@@ -139,10 +130,9 @@ def test_an_agent(mine: Path, check: Check) -> None:
 
 
 def test_a_model_that_one_role_reads_is_told_though_the_policy_is_a_fake(terminal: Terminal) -> None:
-    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler", "reward")]
-    found = terminal("check", "online_dpo/quickstart", *fakes)
+    found = terminal("check", "online_dpo/quickstart", *FAKES, *SMALL)
     assert (found.status, "reference: model" in found.err) == (1, True)
-    assert terminal("check", "online_dpo/quickstart", *fakes, "reference.backend=fake").status == 0
+    assert terminal("check", "online_dpo/quickstart", *FAKES, *SMALL, "reference.backend=fake").status == 0
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
@@ -158,7 +148,7 @@ def test_a_sampler_whose_engine_is_not_installed(mine: Path, terminal: Terminal)
 # --- rewards -----------------------------------------------------------------------------------------
 
 
-def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, check: Check) -> None:
+def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     head = "def judge(prompt, completion, row):\n    "
     (mine / "mine.py").write_text(f"{head}return row['solution']\n", "utf-8")
     assert "reward.function: it raised on the task's first row, with its answer '1' as the completion" in check()
@@ -170,19 +160,15 @@ def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, check: Check) -> N
         (mine / "mine.py").write_text(code, "utf-8")
         assert check() == GOOD
     (mine / "mine.py").write_text(JUDGE.replace("completion ==", "f'<{completion}' =="), "utf-8")
-    told = "reward.function: the task's own answer scores 0: the first row's, '1', as the completion"
-    assert told in check()
-    assert "no mistakes found" in check()
+    told = check()
+    assert "reward.function: the task's own answer scores 0: the first row's, '1', as the completion" in told
+    assert GOOD in told
     assert "own answer" not in check("reward.function=reasoning_format")
-
-
-def test_a_reward_that_does_not_answer_is_told(mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.run.check._PATIENCE", 0.05)
-    code = "import threading\ndef judge(prompt, completion, row):\n    threading.Event().wait()\n"
-    (mine / "mine.py").write_text(code, "utf-8")
-    found = terminal("check", "mine.toml")
-    told = "reward.function did not answer within 0.05 s for the task's first row, so it was not checked"
-    assert (found.status, told in found.told) == (0, True)
+    (mine / "mine.py").write_text(f"import threading\n{head}threading.Event().wait()\n", "utf-8")
+    told = check()
+    assert "reward.function did not answer within 0.05 s for the task's first row, so it was not checked" in told
+    assert GOOD in told
 
 
 # --- rows --------------------------------------------------------------------------------------------
@@ -192,10 +178,7 @@ def test_each_line_is_looked_at(mine: Path, terminal: Terminal) -> None:
     for row, told in (
         ('{"question": "1 + 1", "answer":', f"task: {mine}/task.jsonl, line 9: not JSON"),
         ({"answer": "2"}, "line 9: prompt: the template '{question}' needs 'question', which the row lacks"),
-        (
-            {"question": "1 + 1"},
-            "which the row lacks; it has 'question': set task.answer to a template over these keys",
-        ),
+        ({"question": "1 + 1"}, "which the row lacks; it has 'question': set task.answer to a template over these"),
         (LONG, f"task: {mine}/task.jsonl, line 9: the prompt has 108 tokens: 'What is 1 + 1 + 1"),
     ):
         write(mine, *ROWS, row)
@@ -213,7 +196,9 @@ def test_columns_that_are_lists(mine: Path, check: Check) -> None:
     assert check("task.prompt=sum {numbers}") == GOOD
 
 
-def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal, check: Check) -> None:
+def test_many_mistakes_of_a_kind_are_counted_and_many_rows_looked_at_as_far_as_is_cheap(
+    mine: Path, terminal: Terminal, check: Check
+) -> None:
     write(mine, *ROWS, "{", *ROWS, "[1]", "", '{"question"', "{", "{")
     for command in ("check", "run"):
         wrong = terminal(command, "mine.toml").told
@@ -223,9 +208,6 @@ def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal, che
         assert "; and 2 lines more" in wrong
     write(mine, *ROWS, *({"question": "1"} for _ in range(9)))
     assert "and 6 more rows" in check()
-
-
-def test_a_long_file_is_looked_at_as_far_as_is_cheap(mine: Path, check: Check) -> None:
     write(mine, *ROWS * 2500, ROWS[0])
     assert check().endswith("of the task's rows, only the first 20,000 were checked")
 
@@ -245,19 +227,17 @@ def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Term
     few = terminal("run", "mine.toml", *FAKES, chat, "task.max_prompt_tokens=1").told
     assert "each of its 9 prompts has more than task.max_prompt_tokens = 1 tokens" in few
     (mine / "tiny.gguf").touch()
-    few = check("policy.model=tiny.gguf", "task.max_prompt_tokens=20", "run.log=tensorbord")
+    few = check("policy.model=tiny.gguf", "task.max_prompt_tokens=20")
     assert "task: task.max_prompt_tokens = 20: there is no tokenizer to count tokens with" in few
-    assert "did you mean 'tensorboard'" in few
 
 
 def test_long_rows_are_counted_by_what_there_is_without_a_policy(mine: Path, terminal: Terminal) -> None:
-    reward = ("reward_model/quickstart", f"reward.model={NEW}", "reward.backend=fake", "steps=1", "rejected='x'")
+    new = f"reward.model={NEW}"
+    reward = ("reward_model/quickstart", new, "reward.backend=fake", "steps=1", "rows=2", "rejected='x'")
     task = ("task.source=task.jsonl", "task.prompt={question}", "task.options={}", "task.held_out=1")
     write(mine, *ROWS, LONG)
-    fewer = (*reward, *task, "task.held_out_fraction=0.5", "reward.optimizer.total_steps=1", "rows=2")
+    fewer = (*reward, *task, "task.held_out_fraction=0.5", "reward.optimizer.total_steps=1")
     assert "1 of 9 prompts are left out" in terminal("run", *fewer, "task.max_prompt_tokens=20").told
-    few = terminal("check", *fewer, "task.max_prompt_tokens=1").told
-    assert "has more than task.max_prompt_tokens = 1 tokens" in few
 
 
 def test_what_rows_lack_for_a_new_model_and_for_an_evaluation(mine: Path, check: Check) -> None:

@@ -18,7 +18,7 @@ from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.policy import TorchPolicy
 from tests.first_hour.hub_server import Files, Hub, serving
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.terminal import FAKES, SMALL, Terminal
 
 TABLE = """
 algorithm = "sft"
@@ -93,25 +93,16 @@ def test_what_is_not_to_be_had_says_why(
     hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "task.source=meshrl:spell_backward"
-    for overrides, says in (
-        (
-            ("policy.model=org/none", other),
-            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see",
-        ),
-        (
-            ("policy.model=org/kept", other),
-            r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN",
-        ),
-        (
-            ("policy.model=org/tiny@v9", other),
-            "has no such revision of it: give an existing branch, tag or commit",
-        ),
-        (("task.source=hf:org/none",), "dataset 'org/none': http://.* has none of this name that you may see"),
-        (("task.options={ split = 'test' }",), r"dataset 'org/sums': (Unknown|Bad) split"),
-        (("task.options={ name = 'hard' }",), "dataset 'org/sums': BuilderConfig 'hard' not found"),
-        (("task.source=hf:sums",), "dataset 'sums' names nothing on the hub: write ORG/NAME"),
-    ):
-        status, _, err = terminal("check", "mine.toml", *overrides)
+    for override, says in {
+        "policy.model=org/none": r"there is no such folder, and http://\S+ has none of this name that you may see",
+        "policy.model=org/kept": r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set",
+        "policy.model=org/tiny@v9": "has no such revision of it: give an existing branch, tag or commit",
+        "task.source=hf:org/none": "dataset 'org/none': http://.* has none of this name that you may see",
+        "task.options={ split = 'test' }": r"dataset 'org/sums': (Unknown|Bad) split",
+        "task.options={ name = 'hard' }": "dataset 'org/sums': BuilderConfig 'hard' not found",
+        "task.source=hf:sums": "dataset 'sums' names nothing on the hub: write ORG/NAME",
+    }.items():
+        status, _, err = terminal("check", "mine.toml", override, *([other] if "policy" in override else []))
         assert status == 1
         assert re.search(says, err), err
     assert not (tmp_path / "runs").exists()
@@ -164,8 +155,7 @@ def test_a_model_that_is_trained_on_rows_of_the_hub_is_put_there_with_a_card(
 
 def test_fakes_without_a_kl_penalty_ask_for_no_reference(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(NOWHERE, monkeypatch)
-    fakes = ("policy.backend=fake", "sampler.backend=fake", "policy.model=org/none")
-    small = ("steps=1", "prompts=2", "task.held_out=2", "policy.optimizer.total_steps=1")
-    assert terminal("run", "grpo/quickstart", *fakes, *small)[0] == 0
-    status, _, err = terminal("check", "grpo/quickstart", *fakes, *small, "loss.kl=0.1")
+    fakes = (*FAKES, *SMALL, "policy.model=org/none", "steps=1", "prompts=2", "policy.optimizer.total_steps=1")
+    assert terminal("run", "grpo/quickstart", *fakes).status == 0
+    status, _, err = terminal("check", "grpo/quickstart", *fakes, "loss.kl=0.1")
     assert (status, "reference: model 'org/none'" in err) == (1, True)

@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,8 +43,6 @@ async def test_a_task_is_made_of_rows() -> None:
     assert rl.Task.of(iter(ROWS), prompt="{question} =").train.objects("prompt")[0] == "0 + 1 ="
     with pytest.raises(DataError, match=r"rows, row 0: prompt: the template '\{prompt\}' needs 'prompt'"):
         rl.Task.of(ROWS, prompt="{prompt}")
-    with pytest.raises(DataError, match=r"rows, row 0: must be a mapping such as \{'question': ...\}, not a text"):
-        rl.Task.of(["2 + 2"])  # type: ignore[list-item]
     with pytest.raises(DataError, match="it has no rows"):
         rl.Task.of([])
 
@@ -64,13 +60,9 @@ async def test_a_reward_is_a_function_or_several() -> None:
     assert (await score(rl.RewardConfig(function=judge))).rewards.tolist() == [1, 0]
     assert (await score(rl.RewardConfig(function=lambda prompt, completion, row: 3.0))).rewards.tolist() == [3, 3]
     several = rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2, 0.5]})
-    scored = await score(several)
-    assert scored.rewards.tolist() == [2.5, 2.5]
-    assert np.asarray(scored["reward_longer"]).tolist() == [1, 5]
-    assert several.model_dump(mode="json")["functions"] == {
-        "judge": f"{__name__}:judge",
-        "longer": f"{__name__}:longer",
-    }
+    assert (await score(several)).rewards.tolist() == [2.5, 2.5]
+    names = {name: f"{__name__}:{name}" for name in ("judge", "longer")}
+    assert several.model_dump(mode="json")["functions"] == names
     with pytest.raises(ValueError, match="weights: there are 1 for 2 functions"):
         rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2]})
     with pytest.raises(ValueError, match="several are called judge"):
@@ -101,9 +93,13 @@ def written(trained: rl.Trained) -> dict[str, Any]:
     return tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
 
 
-async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
+async def test_a_run_on_fakes_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    structlog.reset_defaults()
     several = rl.RewardConfig(functions={"right": judge, "longer": longer}, weights={"longer": 0.1})
     trained = await rl.train("none", ROWS, several, small(tmp_path, steps=2))
+    told = capsys.readouterr()
+    assert re.search(r"\[info {5}\] step 2/2 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
+    assert "step 2/2" not in told.out
     assert trained.summary["steps"] == 2
     assert trained.folder == tmp_path / "train"
     (file,) = tmp_path.glob("rows-*.jsonl")
@@ -124,42 +120,24 @@ async def test_rows_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         trained = await rl.train("none", rows, judge, small(Path("runs"), **{"run.name": type(rows).__name__}))
         assert written(trained)["task"]["source"] == str(tmp_path / "sums.jsonl")
     assert not list(tmp_path.glob("runs/rows-*"))
-    with pytest.raises(ConfigError, match=r"settings: task: task source '.*summs.jsonl': there is no file"):
-        await rl.train("none", "summs.jsonl", judge, small(tmp_path))
 
 
 async def test_settings_are_dotted_or_in_tables(tmp_path: Path) -> None:
-    settings = {
+    tables = {
         "policy": {"backend": "fake", "optimizer": {"lr": 1e-3}},
-        "sampler": {"backend": "fake"},
         "task": {"prompt": "{question} ="},
         "task.held_out": 3,
-        "run": {"folder": str(tmp_path)},
-        "steps": 1,
         "sampling": {},
-        "sampling.max_tokens": 4,
     }
-    table = written(await rl.train("none", ROWS, judge, settings))
+    dotted = {key: value for key, value in small(tmp_path).items() if key != "policy.backend"}
+    table = written(await rl.train("none", ROWS, judge, {**tables, **dotted}))
     assert (table["task"]["prompt"], table["task"]["held_out"]) == ("{question} =", 3)
     assert (table["policy"]["optimizer"]["lr"], table["sampling"]["max_tokens"]) == (1e-3, 4)
-    assert list(tmp_path.glob("rows-*.jsonl"))
 
 
 async def test_an_algorithm_that_judges_nothing_takes_no_reward(tmp_path: Path) -> None:
     settings = {**FAKES, "algorithm": "sft", "run.folder": str(tmp_path), "steps": 1, "rows": 4}
     assert (await rl.train("none", ROWS, settings=settings)).summary["steps"] == 1
-    with pytest.raises(ConfigError, match=r"grpo needs a reward: give a function \(prompt, completion, row\)"):
-        await rl.train("none", ROWS, settings={**settings, "algorithm": "grpo"})
-    with pytest.raises(ConfigError, match=r"sft has no reward: leave .* out"):
-        await rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)})
-
-
-def test_a_script_sees_the_lines_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    structlog.reset_defaults()
-    asyncio.run(rl.train("none", ROWS, judge, small(tmp_path)))
-    told = capsys.readouterr()
-    assert re.search(r"\[info {5}\] step 1/1 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
-    assert "step 1/1" not in told.out
 
 
 WRONG: list[tuple[Mapping[str, object], str]] = [
@@ -173,6 +151,7 @@ WRONG: list[tuple[Mapping[str, object], str]] = [
     ({"task": {"source": "mine.jsonl"}}, "settings: task.source is an argument of train"),
     ({"task": {"promt": "{question}"}}, r"settings: task.promt: no such key; did you mean task.prompt\?"),
     ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
+    ({"algorithm": "sft"}, r"sft has no reward: leave .* out"),
 ]
 
 
@@ -180,20 +159,17 @@ async def test_what_is_wrong_is_refused_before_anything_is_made(tmp_path: Path) 
     train: Any = rl.train
     fakes = {**FAKES, "run.folder": str(tmp_path)}
     unwritten = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
+    typo = {"characters": "01", "layer": 2}
     given: list[tuple[tuple[object, ...], str]] = [
         *((("none", ROWS, judge, {**fakes, **settings}), told) for settings, told in WRONG),
-        (
-            ({"characters": "01", "layer": 2}, ROWS, judge, fakes),
-            "policy.model.layer: no such key; did you mean policy.model.layers",
-        ),
-        (
-            ({"new": {"characters": "01"}}, ROWS, judge, fakes),
-            "settings: policy.model.new: no such key; policy.model has characters",
-        ),
+        ((typo, ROWS, judge, fakes), "policy.model.layer: no such key; did you mean policy.model.layers"),
+        (({"new": typo}, ROWS, judge, fakes), "settings: policy.model.new: no such key; policy.model has characters"),
         ((None, ROWS, judge, fakes), "a model is a folder, a name or a NewModel, not None"),
+        (("none", ROWS, None, fakes), r"grpo needs a reward: give a function \(prompt, completion, row\)"),
         (("none", ROWS, [judge], fakes), r"several are RewardConfig\(functions="),
         (("nowhere", ROWS, judge, "x"), "settings are keys with values"),
         (("nowhere", ROWS, judge, ["steps"]), "settings are keys with values"),
+        (("none", "summs.jsonl", judge, fakes), r"settings: task: task source '.*summs.jsonl': there is no file"),
         (("none", unwritten, judge, fakes), "rows, row 1: cannot be written as JSON: it holds a object"),
         (("none", [ROWS[0], "1 + 1"], judge, fakes), r"rows, row 1: must be a mapping such as .*, not a text"),
     ]
@@ -211,8 +187,8 @@ def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     rows = [{"question": "".join(letters)} for letters in itertools.product("abcd", repeat=3)]
     model = rl.NewModel(characters="abcd>", hidden_size=16, ffn_size=32, layers=1, heads=2)
-    settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 6, "steps": 30, "prompts": 8}
-    trained = asyncio.run(rl.train(model, rows, vowels, {**settings, "policy.optimizer.lr": 1e-2}))
+    settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 6, "steps": 12, "prompts": 8}
+    trained = asyncio.run(rl.train(model, rows, vowels, {**settings, "policy.optimizer.lr": 3e-2}))
     before, after = (trained.summary[f"reward_sampled_{when}"] for when in ("before", "after"))
     assert isinstance(before, float)
     assert isinstance(after, float)
@@ -220,24 +196,3 @@ def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert after > 0.8
     assert "exact_match_after" not in trained.summary
     assert (trained.model / "config.json").is_file()
-
-
-@pytest.mark.process
-def test_what_a_script_trained_is_run_again_by_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = f"""
-import asyncio
-import meshrl as rl
-
-def judge(prompt, completion, row):
-    return float(len(completion))
-
-settings = {{**{FAKES}, "steps": 1, "prompts": 2, "sampling.max_tokens": 4}}
-asyncio.run(rl.train("none", {ROWS}, judge, settings))
-"""
-    (tmp_path / "mine.py").write_text(script, "utf-8")
-    monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, "mine.py"], check=True, capture_output=True)
-    written = (tmp_path / "runs/train/config.toml").read_text("utf-8")
-    assert f'function = "{tmp_path / "mine.py"}:judge"' in written

@@ -14,40 +14,14 @@ CONFIG = """
 algorithm = "grpo"
 steps = 6
 prompts = 4
-
-[run]
-name = "mine"
-resume = true
-checkpoint_every = 2
-samples_every = 1
-
-[run.meshes.main]
-cpus = 1
-
-[task]
-source = "words.jsonl"
-held_out = 4
-held_out_fraction = 0.2
-
+run = { name = "mine", resume = true, checkpoint_every = 2, samples_every = 1, meshes.main.cpus = 1 }
+task = { source = "words.jsonl", held_out = 4, held_out_fraction = 0.2 }
+sampling = { max_tokens = 5, n = 2 }
+reward.function = "rewards.py:right_letters"
+evaluation = { every = 3, n = 2 }
 [policy]
 model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 1, heads = 2, max_tokens = 16 }
-
-[policy.optimizer]
-lr = 1e-2
-warmup_steps = 2
-schedule = "linear"
-total_steps = 6
-
-[sampling]
-max_tokens = 5
-n = 2
-
-[reward]
-function = "rewards.py:right_letters"
-
-[evaluation]
-every = 3
-n = 2
+optimizer = { lr = 1e-2, warmup_steps = 2, schedule = "linear", total_steps = 6 }
 """
 REWARD = """
 def right_letters(prompt, completion, row):
@@ -131,7 +105,5 @@ def test_a_schedule_that_ended_is_told(terminal: Terminal, project: Path) -> Non
     assert "policy.optimizer.total_steps = 3: the learning rate is 0 after that, but the run makes 6 updates" in err
     status, _, err = terminal("run", "mine.toml", *FAKES)
     assert status == 0
-    assert (
-        "policy.optimizer.total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and continues" in err
-    )
+    assert "total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and continues" in err
     assert "A run that starts with total_steps = 6 gives other numbers" in err

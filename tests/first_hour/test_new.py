@@ -1,13 +1,14 @@
 """`meshrl new`: a folder that runs."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from meshrl import RunConfig
-from meshrl.run import find_mistakes, load_job
-from meshrl.run.jobs import shipped_scripts
+from meshrl.run import find_mistakes, load_job, shipped_configs
+from meshrl.run.jobs import shipped, shipped_scripts
 from tests.first_hour.chat_model import save_tokenizer
 from tests.first_hour.terminal import Terminal
 
@@ -41,11 +42,17 @@ def test_the_folder_runs_from_where_it_was_made_and_from_inside_and_is_not_overw
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "`meshrl run sft/quickstart` writes it" in terminal("new", "grpo", "mine").out
+    assert Path("mine/grpo.py").read_bytes() == (shipped("algorithms") / "grpo.py").read_bytes()
     before = {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")}
     found = terminal("new", "rloo", "mine")
     assert (found.status, "exists already and is not overwritten" in found.err) == (1, True)
     assert {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")} == before
-    assert "run it with: meshrl run 'my exp/config.toml'" in terminal("new", "grpo", "my exp").out
+    told = [f"wrote my exp/{file}" for file in ("sft.py", "config.toml", "task.jsonl")]
+    assert terminal("new", "sft", "my exp").out.splitlines() == [*told, "run it with: meshrl run 'my exp/config.toml'"]
+    original = tomllib.loads(shipped_configs()["sft/quickstart"].read_text("utf-8"))
+    copied = tomllib.loads(Path("my exp/config.toml").read_text("utf-8"))
+    own = {"algorithm": "sft.py", "run": {**original["run"], "name": "my-exp"}, "task": copied["task"]}
+    assert copied == {**original, **own}
 
     assert terminal("run", "mine/config.toml", *FAKES).status == 0
     assert "reward_after" in json.loads((tmp_path / "runs/mine/summary.json").read_bytes())

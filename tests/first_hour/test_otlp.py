@@ -1,11 +1,10 @@
 """`run.otlp`: steps, calls and waits as traces at a collector, which may be away, or never answer."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import cast
 
 import msgspec
@@ -16,13 +15,14 @@ from meshrl.config import validate
 from meshrl.errors import ConfigError
 from meshrl.run import RunConfig
 from meshrl.trackers import TrackedRun, Tracker, make_tracker
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.hub_server import serve
+from tests.first_hour.terminal import FAKES, SMALL, Terminal
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake", "run.log=[]", "prompts=4")
+QUICK = (*FAKES, *SMALL, "run.log=[]", "prompts=4")
 
 
 class Collector(ThreadingHTTPServer):
@@ -32,6 +32,7 @@ class Collector(ThreadingHTTPServer):
 
     def __init__(self, *, answers: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
         self.answers = answers
         self.status = 200
         self.closed = Event()
@@ -39,9 +40,9 @@ class Collector(ThreadingHTTPServer):
         self.asked = 0
         self.paths: set[str] = set()
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def server_close(self) -> None:
+        self.closed.set()
+        super().server_close()
 
     @property
     def spans(self) -> list[Span]:
@@ -72,20 +73,10 @@ class Answer(BaseHTTPRequestHandler):
         """Nothing is told of it."""
 
 
-@contextmanager
-def serving(collector: Collector) -> Generator[Collector]:
-    thread = Thread(target=collector.serve_forever, args=(0.01,))
-    thread.start()
-    yield collector
-    collector.closed.set()
-    collector.shutdown()
-    thread.join()
-    collector.server_close()
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with serving(Collector()) as made:
+    made = Collector()
+    with serve(made):
         yield made
 
 
@@ -99,7 +90,7 @@ def begun(folder: Path, address: str) -> Tracker:
 
 def run(terminal: Terminal, address: str, *arguments: str) -> str:
     """What is told on the terminal."""
-    done = terminal("run", "grpo/quickstart", *FAKES, f"run.otlp={address}", "run.name=mine", *arguments)
+    done = terminal("run", "grpo/quickstart", *QUICK, f"run.otlp={address}", "run.name=mine", *arguments)
     assert done.status == 0, done.err
     return done.err
 
@@ -144,11 +135,13 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
     ran, called = ("Sampler", "generate", 0.5, 1.5), ("Sampler", "generate", 0.25, 2.5)
     tracker.events([events.Span(1, "rollout", 3, *ran), events.Step(0, 0.0, 2.0)], 1000.0)
     tracker.events([events.Call(1, *called, rows=8, error="ValueError"), events.Step(1, 2.0, 3.0)], 1000.0)
+    tracker.events([events.Step(1, 3.0, 4.0, loop=1)], 1000.0)
     tracker.end({"status": "finished"}, None)
     steps = {span.name: span for span in collector.spans if not span.parent_span_id}
     assert {name: span.trace_id.hex()[16:] for name, span in steps.items()} == {
-        "step 0": f"{1:016x}",
-        "step 1": f"{2:016x}",
+        "step 0": "0000000000000001",
+        "step 1": "0000000000000002",
+        "step 1 of loop 1": "0000000100000002",
     }
     call, on_rank = (
         next(span for span in collector.spans if span.name == f"Sampler.generate{of}") for of in ("", " on rollout")
@@ -160,16 +153,6 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
         each.key: each.value.int_value or each.value.string_value for each in (*call.attributes, *on_rank.attributes)
     }
     assert about == {"meshrl.rows": 8, "meshrl.mesh": "rollout", "meshrl.rank": 3}
-
-
-def test_steps_of_two_loops_are_two_traces(tmp_path: Path, collector: Collector) -> None:
-    tracker = begun(tmp_path, collector.address)
-    tracker.events([events.Step(3, 0.0, 1.0), events.Step(3, 1.0, 2.0, loop=1)], 1000.0)
-    tracker.end({"status": "finished"}, None)
-    assert {span.name: span.trace_id.hex()[16:] for span in collector.spans} == {
-        "step 3": "0000000000000004",
-        "step 3 of loop 1": "0000000100000004",
-    }
 
 
 def test_events_that_are_too_many_for_a_trace_are_told_once(
@@ -193,7 +176,8 @@ def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothi
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     gone = Collector()
     gone.server_close()
-    with serving(Collector(answers=False)) as silent:
+    silent = Collector(answers=False)
+    with serve(silent):
         for address in (gone.address, silent.address):
             said = run(terminal, address, "steps=5")
             assert said.count(f"run.otlp: {address} takes no traces") == 1

@@ -21,7 +21,7 @@ TASK = '{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": "3"}
 REWARD = "def score(prompt, completion, row):\n    return float(completion == row['answer'])\n"
 
 
-def project(folder: Path, lines: str = "") -> Path:
+def make_project(folder: Path) -> Path:
     """A folder with a configuration, and beside that its task, its reward and its script."""
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "sums.jsonl").write_text(TASK, "utf-8")
@@ -30,7 +30,7 @@ def project(folder: Path, lines: str = "") -> Path:
     grpo = Path(__file__).parents[2] / "algorithms" / "grpo.py"
     (folder / "mine.py").write_text(grpo.read_text("utf-8").replace("async def grpo", "async def mine"), "utf-8")
     own = 'task = { source = "data/sums.jsonl", held_out = 0 }\nreward.function = "reward.py:score"\n'
-    (folder / "mine.toml").write_text(f'algorithm = "mine.py"\n{FAKES}{own}run.name = "mine"\n{lines}', "utf-8")
+    (folder / "mine.toml").write_text(f'algorithm = "mine.py"\n{FAKES}{own}run.name = "mine"\n', "utf-8")
     return folder
 
 
@@ -41,7 +41,7 @@ def resolved(run: Path) -> dict[str, Any]:
 def test_a_configuration_runs_from_anywhere(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = project(tmp_path / "mine")
+    mine = make_project(tmp_path / "mine")
     assert terminal("run", "mine/mine.toml")[0] == 0
     table = resolved(tmp_path / "runs" / "mine")
     assert table["algorithm"] == str(mine / "mine.py")
@@ -63,7 +63,7 @@ def test_a_configuration_runs_from_anywhere(
 
 
 def test_a_value_of_the_command_line_starts_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
-    project(tmp_path / "mine")
+    make_project(tmp_path / "mine")
     (tmp_path / "other.jsonl").write_text(TASK, "utf-8")
     (tmp_path / "other.py").write_text(REWARD, "utf-8")
     given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}")
@@ -76,7 +76,7 @@ def test_a_value_of_the_command_line_starts_where_one_stands(terminal: Terminal,
 
 
 def test_a_file_that_is_at_the_other_root_is_told(terminal: Terminal, tmp_path: Path) -> None:
-    project(tmp_path / "mine")
+    make_project(tmp_path / "mine")
     (tmp_path / "mine" / "data").rename(tmp_path / "data")
     (tmp_path / "mine" / "models").rename(tmp_path / "models")
 
@@ -110,50 +110,39 @@ def test_the_paths_of_a_shipped_configuration_start_where_one_stands(
 
 
 def test_a_name_is_no_path_and_a_folder_of_the_form_of_a_name_is_one(tmp_path: Path) -> None:
-    def read(key: str, *overrides: str) -> object:
-        table, _, below = key.partition(".")
-        return getattr(getattr(load_job(tmp_path / "mine" / "mine.toml", overrides, RunConfig).config, table), below)
+    def read(*overrides: str) -> str:
+        return str(load_job(project / "mine.toml", overrides, RunConfig).resolved)
 
-    project(tmp_path / "mine")
-    for override in (
-        "policy.model=ORG/NAME",
-        "policy.model=ORG/NAME@v1.0",
-        "policy.model=package:llm/model.gguf",
-        "task.source=reasoning_gym:spell_backward",
-        "reward.function=exact_match",
-        "reward.function=package.module:name",
-    ):
-        key, _, name = override.partition("=")
-        assert read(key, override) == name
-    assert read("sampler.model") == f"{tmp_path}/mine/models/start"
+    project = make_project(tmp_path / "mine")
+    for key, names in {
+        "policy.model": ("ORG/NAME", "ORG/NAME@v1.0", "package:llm/model.gguf"),
+        "task.source": ("reasoning_gym:spell_backward",),
+        "reward.function": ("exact_match", "package.module:name"),
+    }.items():
+        for name in names:
+            assert f"'{key.partition('.')[2]}': '{name}'" in read(f"{key}={name}")
+    assert f"'model': '{project}/models/start'" in read()
 
 
 def test_each_kind_of_path_starts_at_the_file(terminal: Terminal, tmp_path: Path) -> None:
-    mine = project(tmp_path / "mine")
-    (mine / "mine.toml").write_text(
-        f"""
-        algorithm = "multiturn"
-        {FAKES}
+    mine = make_project(tmp_path / "mine")
+    own = """
         task.source = "data/sums.parquet"
         environment.source = "reward:reward.py:score"
         run.replay = "earlier"
-        [sampler.vllm]
-        python = "venv/bin/python"
-        """,
-        "utf-8",
-    )
+        sampler.vllm.python = "venv/bin/python"
+    """
+    (mine / "mine.toml").write_text(f'algorithm = "multiturn"\n{FAKES}{own}', "utf-8")
     job = load_job(Path("mine/mine.toml"), [], RunConfig)
     assert job.run.replay == f"{mine}/earlier"
-    text = str(job.resolved)
-    for path in ("data/sums.parquet", "venv/bin/python"):
-        assert f"'{mine}/{path}'" in text
-    assert f"'reward:{mine}/reward.py:score'" in text
+    for path in (f"{mine}/data/sums.parquet", f"{mine}/venv/bin/python", f"reward:{mine}/reward.py:score"):
+        assert f"'{path}'" in str(job.resolved)
     found = load_job(Path("mine/mine.toml"), ["sampler.vllm.python=python3"], RunConfig)
     assert "'python': 'python3'" in str(found.resolved)
 
 
 def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
-    project(tmp_path / "mine")
+    make_project(tmp_path / "mine")
     assert terminal("run", "mine/mine.toml")[0] == 0
     status, _, err = terminal("eval", "runs/mine", "nowhere.jsonl")
     assert status == 1
@@ -167,7 +156,7 @@ def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_
 def test_a_run_goes_on_from_anywhere_or_says_that_it_has_no_checkpoint(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project(tmp_path / "mine")
+    make_project(tmp_path / "mine")
     assert terminal("run", "mine/mine.toml").status == 0
     anew = "there is no checkpoint in runs/mine: the run starts from the beginning"
     told = f"{anew}; set run.checkpoint_every = 50 to resume later runs"

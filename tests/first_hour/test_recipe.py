@@ -3,7 +3,6 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,21 @@ import pytest
 from meshrl import RunConfig
 from meshrl.run import table_of
 from meshrl.run.jobs import make_job
+from tests.first_hour.chat_model import save_model
 from tests.first_hour.terminal import Terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
 ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * number}"} for number in range(60)]
 
 
-FAKES = ("policy.backend=fake", "sampler.backend=fake")
-
-
 @pytest.fixture
-def folder(tmp_path: Path, terminal: Terminal, chat_model: Callable[..., Path]) -> Path:
+def folder(tmp_path: Path, terminal: Terminal) -> Path:
     """With the page's files."""
     recipe, gpu = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "reason.toml").write_text(recipe, "utf-8")
     (tmp_path / "gpu.toml").write_text(gpu, "utf-8")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
-    chat_model(tmp_path / "models/instruct")
+    save_model(tmp_path / "models/instruct")
     return tmp_path
 
 
@@ -47,19 +44,12 @@ def test_the_recipe_and_what_it_adds_for_a_gpu_are_right(folder: Path, terminal:
     assert "model" not in added["sampler"]
 
 
-def test_the_recipe_runs_on_fakes_and_a_reward_that_raises_on_every_row_ends_it(
-    folder: Path, terminal: Terminal
-) -> None:
-    short = ("steps=2", "prompts=4", "evaluation.every=1", "sampling.max_tokens=8")
-    assert terminal("run", "reason.toml", *FAKES, *short).status == 0
-    last = json.loads((folder / "runs/reason/metrics.jsonl").read_text("utf-8").splitlines()[-1])
-    assert {"reward/right", "reward/form"} <= set(last)
-    assert {"reward_before", "reward_after"} <= set(json.loads((folder / "runs/reason/summary.json").read_bytes()))
-
+def test_a_reward_that_raises_on_every_row_ends_the_recipe(folder: Path, terminal: Terminal) -> None:
     code = "return 1.0 if completion in ('', row['answer']) else completion[999]"
     (folder / "mine.py").write_text(f"def judge(prompt, completion, row):\n    {code}\n", "utf-8")
     reward = ("reward.weights={}", "reward.functions={judge = 'mine.py:judge'}")
-    found = terminal("run", "reason.toml", *FAKES, *reward, "steps=3", "prompts=4", "sampling.max_tokens=4")
+    fakes = ("policy.backend=fake", "sampler.backend=fake")
+    found = terminal("run", "reason.toml", *fakes, *reward, "steps=3", "prompts=4", "sampling.max_tokens=4")
     assert found.status == 1
     assert "the reward raised on each of the 32 rows of a step" in found.told
     assert "IndexError: string index out of range" in found.told
@@ -68,6 +58,9 @@ def test_the_recipe_runs_on_fakes_and_a_reward_that_raises_on_every_row_ends_it(
 def test_the_recipe_runs_on_a_model(folder: Path, terminal: Terminal) -> None:
     short = ("steps=2", "prompts=2", "evaluation.every=1", "evaluation.rows=2", "sampling.max_tokens=8")
     assert terminal("run", "reason.toml", *short).status == 0
+    last = json.loads((folder / "runs/reason/metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert {"reward/right", "reward/form"} <= set(last)
+    assert {"reward_before", "reward_after"} <= set(json.loads((folder / "runs/reason/summary.json").read_bytes()))
     assert terminal("eval", "reason", "--n", "2", "--rows", "2").status == 0
     assert terminal("report", "reason").status == 0
     recorded = tomllib.loads((folder / "runs/reason/config.toml").read_text("utf-8"))

@@ -37,21 +37,15 @@ def record(config: str = CONFIG) -> Record:
     return Record(Path("mine"), metrics=lines, evaluations=evaluations, events=EVENTS, config=config)
 
 
-def test_what_tells_of_learning_stands_in_front_and_what_never_changes_does_not() -> None:
+def test_learning_stands_in_front_and_what_says_nothing_does_not() -> None:
     content = make_content(record())
     names = [curve.name for curve in content.curves]
     assert names[: content.front] == ["reward", "eval/greedy", "entropy", "loss"]
     assert names[content.front :] == ["lr", "kl"]
-
-
-def test_overlap_is_told_where_something_overlaps() -> None:
-    assert make_content(record()).efficiency is None
-    assert make_content(record(CONFIG.replace("ahead = 0", "ahead = 1"))).efficiency == pytest.approx(3 / 6)
-
-
-def test_the_configuration_is_without_empty_tables_and_other_backends() -> None:
-    assert make_content(record()).config == 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
+    assert content.config == 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
     assert make_content(record("no TOML")).config == "no TOML"
+    assert content.efficiency is None
+    assert make_content(record(CONFIG.replace("ahead = 0", "ahead = 1"))).efficiency == pytest.approx(3 / 6)
 
 
 def test_where_the_time_went_is_told_in_text() -> None:

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshrl import Batch, ClippedLoss, MeshConfig, ModelConfig, NewModel, PolicyConfig, Ragged, Run, RunConfig
+from meshrl import ClippedLoss, MeshConfig, ModelConfig, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.roles import Policy
 from meshrl_hf import kernels
 from meshrl_hf.attention import Group, Packed
 from meshrl_hf.kernels import Bounds, Kernel
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
+from tests.backends.material import rollouts
 
 pytestmark = pytest.mark.gpu
 
@@ -23,29 +23,15 @@ MODEL = NewModel(characters="abcdefgh>", hidden_size=128, ffn_size=256, layers=2
 GPU = torch.device("cuda")
 
 
-def rollouts(rows: int = 24, seed: int = 0) -> Batch:
-    """Rows of 8 to 100 tokens, some with the same prompt."""
-    rng = np.random.default_rng(seed)
-    heads = [rng.integers(2, 11, rng.integers(4, 20)) for _ in range(4)]
-    pairs = [(heads[rng.integers(4)], rng.integers(2, 11, rng.integers(4, 80))) for _ in range(rows)]
-    tokens = Ragged.of([np.concatenate(pair) for pair in pairs], np.int32)
-    return Batch.of(
-        tokens=tokens,
-        loss_mask=Ragged.of([np.arange(len(a) + len(b)) >= len(a) for a, b in pairs], np.bool_),
-        sampler_logprobs=Ragged(rng.normal(-2, 0.3, len(tokens.values)).astype(np.float32), tokens.offsets),
-        advantages=rng.normal(size=rows).astype(np.float32),
-    )
-
-
 async def trained(folder: Path, ranks: int = 1, **changes: object) -> tuple[list[dict[str, float]], Tensor]:
     """The metrics of three steps, and the log-probs after them."""
     mesh = MeshConfig(ranks=ranks, cpus=1, gpus=1 if ranks > 1 else 0)
     engine = "processes" if ranks > 1 else "local"
-    table = {"model": MODEL, "backend": "fsdp", "mesh": "train", "micro_batch_tokens": 512, **changes}
+    table = {"model": MODEL, "backend": "fsdp", "mesh": "train", "micro_batch_tokens": 64, **changes}
     async with Run(RunConfig(folder=str(folder), name="run", engine=engine, meshes={"train": mesh})) as run:
         policy = await run.spawn(Policy, PolicyConfig.model_validate(table))
-        steps = [(await policy.update(rollouts(seed=seed), ClippedLoss())).means() for seed in range(3)]
-        scored = await (await policy.logprobs(rollouts())).load("logprobs")
+        steps = [(await policy.update(rollouts(24, seed=seed), ClippedLoss())).means() for seed in range(3)]
+        scored = await (await policy.logprobs(rollouts(24))).load("logprobs")
     return [dict(step) for step in steps], torch.tensor(scored.ragged("logprobs").values)
 
 

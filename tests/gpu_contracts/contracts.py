@@ -3,68 +3,72 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tests.gpu_contracts.scanning import ROOT, Given, Use, files, keys_of, uses
+from tests.gpu_contracts.scanning import FOREIGN, ROOT, Given, Use, files, is_foreign, keys_of, listed, uses
 from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of, signature
-from tests.gpu_contracts.table import FLASH_ATTENTION, MEGATRON, TORCH, TRANSFORMER_ENGINE, VLLM
-from tests.gpu_contracts.table_sglang import NOT_THEIRS, SGLANG
+from tests.gpu_contracts.table import OBJECTS, TRANSFORMER_ENGINE
 
-TABLE: Final[Mapping[str, str]] = {**TORCH, **FLASH_ATTENTION, **MEGATRON, **VLLM, **SGLANG}
 SIGNATURES: Final = Path(__file__).parent / "signatures"
 _STUB: Final = ROOT / "backends/meshrl_megatron/core.pyi"
-_SGLANG_ENGINE: Final = ROOT / "backends/meshrl_sglang/engine.py"
-
-
-@dataclass
-class Contract:
-    """All that our code asks of one function, class or field."""
-
-    target: str
-    asked: list[tuple[str, Given]] = field(default_factory=list)
-    """Each call with its place, `FILE:LINE`."""
-
-    @property
-    def keywords(self) -> set[str]:
-        """All that are given."""
-        return {name for _, given in self.asked for name in given.keywords}
+_SGLANG_ENGINE: Final = "meshrl_sglang/engine.py"
 
 
 @cache
 def found() -> tuple[Use, ...]:
     """Every use in the code."""
-    return tuple(use for path in files() for use in uses(path.read_text(), path.relative_to(ROOT).as_posix()))
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}
+    may_use = [name.rpartition(".")[2] for name in FOREIGN]
+    return tuple(
+        use
+        for file, source in sources.items()
+        if any(name in file or name in source for name in may_use)
+        for use in uses(source, file)
+    )
+
+
+def target_of(key: str) -> str | None:
+    """The full name of what is used; None of what is not theirs, or what nothing tells."""
+    name = listed(key)
+    if name and name in OBJECTS:
+        return OBJECTS[name] + key.removeprefix(name)
+    return key if name is None and is_foreign(key) else None
 
 
 def unlisted(of: tuple[Use, ...]) -> list[str]:
-    """The uses that the table does not have."""
-    return [f"{use.file}:{use.line}: {use.key}" for use in of if use.key not in TABLE and use.key not in NOT_THEIRS]
+    """The uses of which nothing tells what they are of, or what stands there."""
+    known = {target for each in DISTRIBUTIONS for target in read(each)}
+    return [
+        f"{use.file}:{use.line}: {use.key}"
+        for use in of
+        if (target_of(use.key) not in known if target_of(use.key) else listed(use.key) is None)
+    ]
 
 
 @cache
-def contracts() -> Mapping[str, Contract]:
-    """By target."""
+def contracts() -> Mapping[str, list[tuple[str, Given]]]:
+    """By target all calls that our code makes of it, each with its place, `FILE:LINE`; none of what it only names."""
     made: defaultdict[str, list[tuple[str, Given]]] = defaultdict(list)
     for use in found():
-        if target := TABLE.get(use.key):
-            given = [] if use.given is None else [(f"{use.file}:{use.line}", use.given)]
-            made[target] += given
-    made[TABLE["meshrl_sglang/engine.py meshrl_sglang.scheduler.Processes"]] = [
-        ("meshrl_sglang/engine.py", Given(0, tuple(sorted(keys_of(_SGLANG_ENGINE.read_text(), "_arguments")))))
+        if target := target_of(use.key):
+            made[target] += [] if use.given is None else [(f"{use.file}:{use.line}", use.given)]
+    arguments = keys_of((ROOT / "backends" / _SGLANG_ENGINE).read_text(), "_arguments")
+    made[OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]] = [
+        (_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))
     ]
     for target, (positional, keywords) in TRANSFORMER_ENGINE.items():
-        made[target].append(("megatron/core/extensions/transformer_engine.py", Given(positional, keywords)))
+        made[target].append(("megatron/core/extensions/transformer_engine.py", Given(positional, (*keywords.split(),))))
     for target, named in _stubbed():
         made[target] += [("meshrl_megatron/core.pyi", named)] if named else []
-    return {target: Contract(target, asked) for target, asked in made.items()}
+    return made
 
 
 def _stubbed() -> Iterator[tuple[str, Given | None]]:
     """What our stub of Megatron-Core says that it has: its classes with their members, and its functions."""
-    places = {name.rpartition(".")[2]: target for name, target in MEGATRON.items()}
+    targets = (target_of(use.key) for use in found() if use.key.startswith("megatron."))
+    places = {target.rpartition(".")[2]: target for target in targets if target}
     for node in ast.parse(_STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name in places:
             yield places[node.name], _named(node.args)
@@ -119,13 +123,7 @@ def read(distribution: Distribution) -> Mapping[str, str]:
 def real(distribution: Distribution, root: Path) -> Mapping[str, str]:
     """What stands in the sources below `root`. LookupError where something is not there."""
     return {
-        target: signature(root, target, contract.keywords)
-        for target, contract in sorted(contracts().items())
+        target: signature(root, target, {name for _, given in asked for name in given.keywords})
+        for target, asked in sorted(contracts().items())
         if distribution_of(target) == distribution
     }
-
-
-def used() -> list[Distribution]:
-    """Those that something is asked of."""
-    asked = {distribution_of(target) for target in contracts()}
-    return [each for each in DISTRIBUTIONS if each in asked]

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.gpu_contracts.contracts import SIGNATURES, real, used
-from tests.gpu_contracts.sources import CACHE, Distribution
+from tests.gpu_contracts.contracts import SIGNATURES, real
+from tests.gpu_contracts.sources import CACHE, DISTRIBUTIONS, Distribution
 
 
 def main() -> None:
     """Write what can be written."""
-    for each in used():
+    for each in DISTRIBUTIONS:
         if each.root() is None and "--download" in sys.argv:
             download(each)
         root = each.root()

@@ -1,8 +1,7 @@
 """What our code uses of other packages' interfaces, found in its syntax.
 
-A use is a chain of names that begins at something foreign: what was imported from a package of `FOREIGN`, a parameter
-or a field of type Any in a file that sees such a package, and whatever these give: `self._engine.model_config`, say,
-where `self._engine` was made by vLLM. So a use that nobody has listed is found, and fails the test.
+A use is a chain of names that begins at something foreign: what was imported from a package of `FOREIGN`, or a variable
+or field that `table.py` has for its file: `self._engine.model_config`, say, where `self._engine` was made by vLLM.
 """
 
 import ast
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS
 
 ROOT: Final = Path(__file__).parents[2]
 FOREIGN: Final = (
@@ -29,12 +30,8 @@ FOREIGN: Final = (
     "vllm",
 )
 """Packages, and parts of torch, of which no line that uses a GPU is run by the tests of a machine without one."""
-TYPED: Final = ("vllm", "sglang")
-"""Those whose objects are Any here: what they give is followed."""
 SKIPPED: Final = ("meshrl_megatron/cpu.py", "meshrl_sglang/standins/")
 """What Megatron's sources are rewritten by, and what stands for packages that are not there: neither calls any."""
-OURS: Final = ("meshrl_sglang.scheduler.Processes",)
-"""Classes of ours that are one of a followed package's."""
 REMOTE: Final = "collective_rpc"
 """What calls a method of each of vLLM's workers, by its name."""
 
@@ -66,6 +63,13 @@ class Use:
         return self.text if is_foreign(self.text) else f"{self.file.removeprefix('backends/')} {self.text}"
 
 
+def listed(key: str) -> str | None:
+    """The entry of the table that a use comes under: the longest."""
+    parts = key.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in OBJECTS or name in NOT_THEIRS), None)
+
+
 def files() -> Iterator[Path]:
     """The modules that may use a foreign package."""
     for folder in ("backends", "meshrl"):
@@ -82,9 +86,9 @@ def uses(source: str, file: str) -> list[Use]:
     return sorted(once.values(), key=lambda use: (use.line, use.text))
 
 
-def is_foreign(name: str, packages: tuple[str, ...] = FOREIGN) -> bool:
+def is_foreign(name: str) -> bool:
     """Whether a dotted name is of one of the packages."""
-    return any(name == each or name.startswith(f"{each}.") for each in packages)
+    return any(name == each or name.startswith(f"{each}.") for each in FOREIGN)
 
 
 class _Finder:
@@ -92,103 +96,60 @@ class _Finder:
         self._tree, self._file = tree, file
         self._names = _imports(tree)
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        sees = any(is_foreign(name, TYPED) for name in self._names.values())
-        self._follows = sees or any(f"meshrl_{each}/" in file for each in TYPED)
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        self._heirs = {node.name for node in classes if self._inherits(node)}
-        self._own = {each for node in classes if node.name in self._heirs for each in _set_by(node)}
-        self._given: set[tuple[str, str]] = set()
-        """Variables, and fields as `self.NAME`, that hold something foreign, each with its function or class."""
-        if self._follows:
-            before = -1
-            while len(self._given) != before:
-                before = len(self._given)
-                self._follow()
 
     def uses(self) -> Iterator[Use]:
         for node in ast.walk(self._tree):
             if isinstance(node, ast.ImportFrom | ast.Import):
-                for name in _imported(node):
-                    if is_foreign(name):
-                        yield Use(self._file, node.lineno, name, None)
+                yield from (self._use(node, name) for name in _imported(node) if is_foreign(name))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if is_foreign(node.value) and "." in node.value and node.value.replace(".", "").isidentifier():
-                    yield Use(self._file, node.lineno, node.value, None)
+                    yield self._use(node, node.value)
             elif isinstance(node, ast.Attribute | ast.Name):
                 yield from self._chained(node)
-            elif isinstance(node, ast.Call) and self._follows:
+            elif isinstance(node, ast.Call):
                 yield from self._by_name(node)
-            elif isinstance(node, ast.FunctionDef) and self._overrides(node):
-                given = Given(len(node.args.args) - 1, (), node.args.vararg is not None)
-                yield Use(self._file, node.lineno, f"{self._parent_class(node)}.{node.name}", given)
+            elif isinstance(node, ast.ClassDef) and self._is_known(node.name):
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef) and each.name != "__init__":
+                        given = Given(len(each.args.args) - 1, (), each.args.vararg is not None)
+                        yield self._use(each, f"{node.name}.{each.name}", given)
+
+    def _use(self, node: ast.expr | ast.stmt, text: str, given: Given | None = None) -> Use:
+        return Use(self._file, node.lineno, text, given)
 
     def _chained(self, node: ast.Attribute | ast.Name) -> Iterator[Use]:
         """A whole chain, and a name that is called."""
-        parent = self._parents[node]
+        parent, text = self._parents[node], self._text(node)
         given = _given(parent, node) if isinstance(parent, ast.Call) else None
-        part = isinstance(parent, ast.Attribute) or (isinstance(node, ast.Name) and given is None)
-        if not part and (text := self._chain(node)):
-            yield Use(self._file, node.lineno, text, given)
+        whole = not isinstance(parent, ast.Attribute) and (isinstance(node, ast.Attribute) or given is not None)
+        if whole and "()" not in text.removeprefix("super()") and self._is_known(text):
+            yield self._use(node, text, given)
+
+    def _is_known(self, text: str) -> bool:
+        return is_foreign(text) or listed(Use(self._file, 0, text, None).key) is not None
 
     def _by_name(self, node: ast.Call) -> Iterator[Use]:
         """Attributes and methods that are named by a string."""
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and self._is_given(node.args[0]):
-            yield Use(self._file, node.lineno, f"{self._text(node.args[0])}.{_word(node.args[1])}", None)
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            text = f"{self._text(node.args[0])}.{_word(node.args[1])}"
+            yield from [self._use(node, text)] * self._is_known(text)
         if isinstance(node.func, ast.Attribute) and node.func.attr == REMOTE:
             (given,) = [each.value for each in node.keywords if each.arg == "kwargs"] or [ast.Dict([], [])]
             assert isinstance(given, ast.Dict)
             keywords = tuple(str(key.value) for key in given.keys if isinstance(key, ast.Constant))
-            yield Use(self._file, node.lineno, f"{REMOTE}:{_word(node.args[0])}", Given(0, keywords))
+            yield self._use(node, f"{REMOTE}.{_word(node.args[0])}", Given(0, keywords))
 
-    def _chain(self, node: ast.expr) -> str:
-        """The text of a chain that begins at something foreign; empty of any other."""
-        name = self._full(node)
-        if name and (is_foreign(name) or name in OURS):
-            return name
-        if self._follows and isinstance(node, ast.Attribute) and self._is_given(node.value):
-            return self._text(node)
-        return ""
-
-    def _full(self, node: ast.expr) -> str:
-        """The dotted name of what was imported, also by `import_module("NAME")`; empty of anything else."""
-        if isinstance(node, ast.Name):
-            return self._names.get(node.id, "") or self._narrowed(node)
-        if isinstance(node, ast.Attribute) and (before := self._full(node.value)):
-            return f"{before}.{node.attr}"
+    def _text(self, node: ast.expr) -> str:
+        """As it is written, without what stands in brackets, and with the full name of what was imported."""
         match node:
+            case ast.Name(id=name):
+                return self._names.get(name, name)
+            case ast.Attribute():
+                return f"{self._text(node.value)}.{node.attr}"
             case ast.Call(func=ast.Name(id="import_module"), args=[ast.Constant(value=str(module))]):
                 return module
             case ast.Call(func=ast.Name(id="cast"), args=[ast.Constant(value=str(kind)), _]):
-                return self._names.get(kind, "")
-            case _:
-                return ""
-
-    def _narrowed(self, node: ast.Name) -> str:
-        """The foreign class that a variable is of: after a `cast`, and inside `if isinstance(variable, Class)`."""
-        inner: ast.AST = node
-        while inner in self._parents:
-            outer = self._parents[inner]
-            match outer:
-                case ast.If(test=ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), ast.Name(id=kind)])):
-                    full = self._names.get(kind, "")
-                    if name == node.id and inner is not outer.test and is_foreign(full):
-                        return full
-                case ast.FunctionDef():
-                    for each in ast.walk(outer):
-                        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id:
-                            kind = self._full(each.value) if isinstance(each.value, ast.Call) else ""
-                            if is_foreign(kind):
-                                return kind
-                case _:
-                    pass
-            inner = outer
-        return ""
-
-    def _text(self, node: ast.expr) -> str:
-        """As it is written, without what stands in brackets."""
-        match node:
-            case ast.Attribute():
-                return f"{self._text(node.value)}.{node.attr}"
+                return self._names.get(kind, kind)
             case ast.Call():
                 return f"{self._text(node.func)}()"
             case ast.Subscript():
@@ -196,111 +157,7 @@ class _Finder:
             case ast.Await():
                 return self._text(node.value)
             case _:
-                return self._full(node) or ast.unparse(node)
-
-    def _follow(self) -> None:
-        for node in ast.walk(self._tree):
-            match node:
-                case ast.arg(annotation=ast.Name(id="Any")):
-                    self._give(ast.Name(node.arg), self._function(node))
-                case ast.AnnAssign(annotation=ast.Name(id="Any"), target=target):
-                    in_class = isinstance(self._parents[node], ast.ClassDef)
-                    assert isinstance(target, ast.Name | ast.Attribute)
-                    name = f"self.{target.id}" if in_class and isinstance(target, ast.Name) else target
-                    self._give(name, self._parent_class(node) if in_class else self._function(node))
-                case ast.FunctionDef(returns=ast.Name(id="Any")) if self._parent_class(node):
-                    self._give(f"self.{node.name}", self._parent_class(node))
-                case ast.Assign(targets=targets, value=value) if self._is_given(value):
-                    for target in targets:
-                        self._give(target, self._function(node))
-                case (
-                    ast.For(target=target, iter=source)
-                    | ast.AsyncFor(target=target, iter=source)
-                    | ast.comprehension(target=target, iter=source)
-                ) if self._is_given(source):
-                    self._give(target, self._function(node))
-                case _:
-                    pass
-
-    def _give(self, target: ast.expr | str, scope: str) -> None:
-        match target:
-            case str():
-                self._given.add((scope, target))
-            case ast.Tuple(elts=several) | ast.List(elts=several):
-                for each in several:
-                    self._give(each, scope)
-            case ast.Name(id=name):
-                self._given.add((scope, name))
-            case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
-                self._given.add((scope.split(".", maxsplit=1)[0], f"self.{attribute}"))
-            case _:
-                pass
-
-    def _is_given(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Name(id=name) if is_foreign(self._names.get(name, ""), TYPED):
-                return True
-            case ast.Name(id=name):
-                return any((scope, name) in self._given for scope in self._scopes(node))
-            case ast.Call(func=ast.Name(id="super")):
-                return self._parent_class(node) in self._heirs
-            case ast.Attribute(value=ast.Name(id="self"), attr=attribute) if self._holds(node, attribute):
-                return True
-            case _:
-                return self._full(node) in OURS or any(self._is_given(each) for each in _through(node))
-
-    def _holds(self, node: ast.expr, attribute: str) -> bool:
-        """Whether a field of the object that a method is of is foreign: it was given so, or is inherited."""
-        owner = self._parent_class(node)
-        return (owner, f"self.{attribute}") in self._given or (owner in self._heirs and attribute not in self._own)
-
-    def _scopes(self, node: ast.AST) -> Iterator[str]:
-        """The functions that a node is in, the innermost first, and the module."""
-        while node in self._parents:
-            node = self._parents[node]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield self._qualified(node)
-        yield ""
-
-    def _function(self, node: ast.AST) -> str:
-        return next(self._scopes(node))
-
-    def _qualified(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-        owner = self._parent_class(node)
-        return f"{owner}.{node.name}.{node.lineno}" if owner else f"{node.name}.{node.lineno}"
-
-    def _parent_class(self, node: ast.AST) -> str:
-        while node in self._parents:
-            node = self._parents[node]
-            if isinstance(node, ast.ClassDef):
-                return node.name
-        return ""
-
-    def _overrides(self, node: ast.FunctionDef) -> bool:
-        """Whether it is a public method of a class whose base is a foreign one."""
-        owner = self._parents[node]
-        return isinstance(owner, ast.ClassDef) and node.name != "__init__" and owner.name in self._heirs
-
-    def _inherits(self, node: ast.ClassDef) -> bool:
-        bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-        return any(is_foreign(self._full(base), TYPED) for base in bases)
-
-
-def _through(node: ast.expr) -> list[ast.expr]:
-    """The expressions of which one that is foreign makes this one foreign."""
-    match node:
-        case ast.Attribute(value=value) | ast.Subscript(value=value) | ast.Await(value=value):
-            return [value]
-        case ast.Call(func=ast.Name(id="zip" | "getattr"), args=several) | ast.Tuple(elts=several):
-            return several
-        case ast.BoolOp(values=several) | ast.Call(func=ast.Attribute(attr="run_until_complete"), args=several):
-            return several
-        case ast.ListComp(elt=made) | ast.SetComp(elt=made) | ast.GeneratorExp(elt=made):
-            return [made]
-        case ast.Call(func=function):
-            return [function]
-        case _:
-            return []
+                return ast.unparse(node)
 
 
 def _given(parent: ast.Call, node: ast.expr) -> Given | None:
@@ -318,18 +175,7 @@ def _given(parent: ast.Call, node: ast.expr) -> Given | None:
 
 
 def _word(node: ast.expr) -> str:
-    assert isinstance(node, ast.Constant)
-    assert isinstance(node.value, str)
-    return node.value
-
-
-def _set_by(node: ast.ClassDef) -> set[str]:
-    """The names that a class of ours gives to itself."""
-    names = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            names.add(each.attr)
-    return names
+    return str(node.value) if isinstance(node, ast.Constant) else "..."
 
 
 def keys_of(source: str, function: str) -> set[str]:

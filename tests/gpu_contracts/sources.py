@@ -54,21 +54,27 @@ DISTRIBUTIONS: Final = (
 
 
 def distribution_of(target: str) -> Distribution:
-    """That of a target, `FILE NAME`."""
-    return next(each for each in DISTRIBUTIONS if target.startswith(f"{each.folder}/"))
+    """That of a full name."""
+    return next(each for each in DISTRIBUTIONS if f"{target}.".startswith(each.folder.replace("/", ".") + "."))
 
 
 def signature(root: Path, target: str, keywords: Iterable[str]) -> str:
-    """What a target is in the sources below `root`: `(parameters)`, "field", "property" or "module".
+    """What a full name is in the sources below `root`: `(parameters)`, "field", "property" or "module".
 
     Of a class without a constructor of its own: its fields that are given as `keywords`, and those that must be.
-    LookupError where there is no such file or name.
+    LookupError where there is no such module or name.
     """
-    path, _, name = target.partition(" ")
-    if not (root / path).is_file():
-        raise LookupError(f"{path} is not in the sources")
-    module = _Module(root, path)
-    return module.signature(name.split("."), set(keywords)) if name else "module"
+    parts = target.split(".")
+    for count in range(len(parts), 0, -1):
+        if path := _file(root, "/".join(parts[:count])):
+            return _Module(root, path).signature(parts[count:], set(keywords)) if parts[count:] else "module"
+    raise LookupError(f"{target} is not in the sources")
+
+
+def _file(root: Path, stem: str) -> str | None:
+    """Of a module."""
+    paths = (f"{stem}{end}" for end in (".py", ".pyi", "/__init__.py"))
+    return next((path for path in paths if (root / path).is_file()), None)
 
 
 @cache
@@ -83,11 +89,11 @@ class _Module:
 
     def signature(self, names: list[str], keywords: set[str]) -> str:
         name, *rest = names
-        node = self._defined(name)
-        if node is None:
+        if (found := self._found(name)) is None:
             raise LookupError(f"{self._path} has no {name}")
+        module, node = found
         if isinstance(node, ast.ClassDef):
-            return self._of_member(node, rest[0], keywords) if rest else self._of_class(node, keywords)
+            return module._of_member(node, ".".join(rest), keywords) if rest else module._of_class(node, keywords)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return f"({_parameters(node, bound=False)})"
         return "field"
@@ -143,22 +149,21 @@ class _Module:
         yield node, self
         for base in node.bases:
             name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).split(".")[-1]
-            if (found := self._found(name)) is not None:
-                module, there = found
-                yield from module._line(there)
+            found = self._found(name)
+            if found and isinstance(found[1], ast.ClassDef):
+                yield from found[0]._line(found[1])
 
-    def _found(self, name: str) -> tuple["_Module", ast.ClassDef] | None:
-        """A class that the module defines or imports."""
-        own = self._defined(name)
-        if isinstance(own, ast.ClassDef):
+    def _found(self, name: str) -> tuple["_Module", ast.stmt] | None:
+        """Where what the module defines or imports is defined."""
+        if own := self._defined(name):
             return self, own
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
+            if isinstance(node, ast.ImportFrom) and {name, "*"} & {each.asname or each.name for each in node.names}:
                 folder = "/".join(self._path.split("/")[: -node.level]) if node.level else ""
                 stem = "/".join(part for part in (folder, (node.module or "").replace(".", "/")) if part)
-                for path in (f"{stem}.py", f"{stem}/__init__.py"):
-                    if (self._root / path).is_file() and path != self._path:
-                        return _Module(self._root, path)._found(name)
+                path = _file(self._root, stem)
+                if path and path != self._path and (found := _Module(self._root, path)._found(name)):
+                    return found
         return None
 
 
@@ -173,18 +178,21 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(handler.body)
 
 
-def _assigned(node: ast.stmt) -> set[str]:
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    """All that an assignment names."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    for target in targets:
+        yield from ast.walk(target)
+
+
+def _assigned(node: ast.stmt) -> set[str]:
+    return {each.id for each in _targets(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _sets(node: ast.AST, name: str) -> bool:
     """Whether it is `self.NAME = ...`."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    flat = [each for target in targets for each in ast.walk(target)]
-    return any(
-        isinstance(each, ast.Attribute) and each.attr == name and isinstance(each.value, ast.Name) for each in flat
-    )
+    fields = [each for each in _targets(node) if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)]
+    return name in [each.attr for each in fields]
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:

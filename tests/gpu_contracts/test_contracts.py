@@ -13,19 +13,16 @@ import pytest
 
 from tests.gpu_contracts.contracts import (
     SIGNATURES,
-    TABLE,
     contracts,
     found,
     read,
     real,
     refusal,
     unlisted,
-    used,
 )
-from tests.gpu_contracts.scanning import ROOT, Given, uses
+from tests.gpu_contracts.scanning import ROOT, Given, listed, uses
 from tests.gpu_contracts.sources import DISTRIBUTIONS, signature
-from tests.gpu_contracts.table import TRANSFORMER_ENGINE
-from tests.gpu_contracts.table_sglang import NOT_THEIRS
+from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS, TRANSFORMER_ENGINE
 
 
 def test_every_use_is_listed() -> None:
@@ -33,15 +30,15 @@ def test_every_use_is_listed() -> None:
 
 
 def test_nothing_is_listed_that_is_not_used() -> None:
-    assert {*TABLE, *NOT_THEIRS} - {use.key for use in found()} == set()
+    assert {*OBJECTS, *NOT_THEIRS} - {listed(use.key) for use in found()} == set()
 
 
 def test_each_call_is_one_that_the_release_takes() -> None:
-    signatures = {target: told for each in used() for target, told in read(each).items()}
+    signatures = {target: told for each in DISTRIBUTIONS for target, told in read(each).items()}
     wrong = [
         f"{place}: {target}{signatures[target]} {why}"
-        for target, contract in contracts().items()
-        for place, given in contract.asked
+        for target, asked in contracts().items()
+        for place, given in asked
         if (why := refusal(signatures[target], given))
     ]
     assert wrong == []
@@ -49,12 +46,9 @@ def test_each_call_is_one_that_the_release_takes() -> None:
 
 def test_the_committed_signatures_are_those_of_the_releases_that_are_here() -> None:
     """`python -m tests.gpu_contracts.renew --download` brings the others."""
-    here = [(each, root) for each in used() if (root := each.root())]
+    here = [(each, root) for each in DISTRIBUTIONS if (root := each.root())]
     assert {each.title: real(each, root) for each, root in here} == {each.title: read(each) for each, _ in here}
-
-
-def test_signatures_are_of_releases_that_are_used() -> None:
-    assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in used()}
+    assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in DISTRIBUTIONS}
 
 
 def test_the_releases_are_those_that_are_installed_for_tests() -> None:
@@ -74,10 +68,10 @@ CHANGES = [
 
 def test_planted_changes_of_a_signature_are_found(tmp_path: Path) -> None:
     distribution = next(each for each in DISTRIBUTIONS if each.name == "flash-attn")
-    true = read(distribution)["flash_attn/flash_attn_interface.py flash_attn_varlen_func"]
+    true = read(distribution)["flash_attn.flash_attn_varlen_func"]
     (tmp_path / "flash_attn").mkdir()
     source = f"def flash_attn_varlen_func{true}: ...\n"
-    place = tmp_path / "flash_attn/flash_attn_interface.py"
+    place = tmp_path / "flash_attn/__init__.py"
     place.write_text(source)
     assert real(distribution, tmp_path) == read(distribution)
 
@@ -86,7 +80,7 @@ def test_planted_changes_of_a_signature_are_found(tmp_path: Path) -> None:
         changed = real(distribution, tmp_path)
         assert changed != read(distribution)
         (target,) = changed
-        assert {refusal(changed[target], given) for _, given in contracts()[target].asked} == {why}
+        assert {refusal(changed[target], given) for _, given in contracts()[target]} == {why}
 
 
 def test_a_planted_rename_in_the_sources_of_torch_is_found(tmp_path: Path) -> None:
@@ -94,15 +88,14 @@ def test_a_planted_rename_in_the_sources_of_torch_is_found(tmp_path: Path) -> No
     root = distribution.root()
     if root is None:
         pytest.skip("this release of torch is not here")
-    for target in read(distribution):
-        path = target.partition(" ")[0]
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / path, tmp_path / path)
-    assert real(distribution, tmp_path) == read(distribution)
-    varlen = tmp_path / "torch/nn/attention/varlen.py"
-    varlen.write_text(varlen.read_text().replace("def varlen_attn(", "def packed_attn("))
+    target, varlen = "torch.nn.attention.varlen.varlen_attn", "torch/nn/attention/varlen.py"
+    place = tmp_path / varlen
+    place.parent.mkdir(parents=True)
+    shutil.copyfile(root / varlen, place)
+    assert signature(tmp_path, target, ()) == read(distribution)[target]
+    place.write_text(place.read_text().replace("def varlen_attn(", "def packed_attn("))
     with pytest.raises(LookupError, match=r"varlen\.py has no varlen_attn"):
-        real(distribution, tmp_path)
+        signature(tmp_path, target, ())
 
 
 def given_by(megatron: ast.Module, name: str, call: str) -> set[str]:
@@ -117,7 +110,7 @@ def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
     if root is None:
         pytest.skip("this release of megatron-core is not here")
     megatron = ast.parse((root / "megatron/core/extensions/transformer_engine.py").read_text())
-    linear, forward, norm = ({*keywords} for _, keywords in TRANSFORMER_ENGINE.values())
+    linear, forward, norm = ({*keywords.split()} for _, keywords in TRANSFORMER_ENGINE.values())
     always = {"device", "params_dtype"}
     assert linear == given_by(megatron, "TELinear", "super().__init__") | always | {"rng_tracker_name"}
     assert forward == given_by(megatron, "TELinear", "super().forward")
@@ -127,42 +120,45 @@ def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
 def test_the_stand_in_for_transformer_engine_has_its_signatures() -> None:
     (distribution,) = (each for each in DISTRIBUTIONS if each.name == "transformer-engine")
     for target, told in read(distribution).items():
-        name = target.partition(" ")[2]
-        assert signature(ROOT / "tests/backends", f"engine_standin.py {name}", ()) == told
+        name = target.partition(".pytorch.module.")[2].partition(".")[2]
+        assert signature(ROOT / "tests/backends", f"engine_standin.{name}", ()) == told
 
 
 PLANTED = """
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
-from vllm import LLM
 
 
-class Own(LLM):
-    def generate(self, prompts): ...
+class Transfer:
+    def begin(self, prompts): ...
 
 
-def told(given: Any, module: torch.nn.Module) -> None:
+def told(model: Any, module: torch.nn.Module) -> None:
     torch.cuda.memory.snapshot(1, max=2)
-    import_module("flash_attn.bert_padding").pad_input(given)
-    for state in given.states:
-        state.abort(now=True)
-    if isinstance(module, FSDPModule):
-        module.unshard()
+    import_module("flash_attn.bert_padding").pad_input(model)
+    for state in model.states:
+        model.abort(now=True)
+    cast("FSDPModule", module).unshard()
+    getattr(model, "extra", None)
+    self.collective_rpc("tell", kwargs={"way": 1})
 """
 
 
 def test_planted_uses_are_found() -> None:
-    of = uses(PLANTED, "backends/meshrl_vllm/planted.py")
-    here = "meshrl_vllm/planted.py"
-    assert {use.key: use.given for use in of if use.key.rpartition(".")[2].islower()} == {
-        f"{here} Own.generate": Given(1, ()),
+    here = "meshrl_vllm/transfer.py"
+    of = uses(PLANTED, f"backends/{here}")
+    assert {use.key: use.given for use in of} == {
+        f"{here} Transfer.begin": Given(1, ()),
         "torch.cuda.memory.snapshot": Given(1, ("max",)),
         "flash_attn.bert_padding": None,
         "flash_attn.bert_padding.pad_input": Given(1, ()),
-        f"{here} given.states": None,
-        f"{here} state.abort": Given(0, ("now",)),
+        f"{here} model.states": None,
+        f"{here} model.abort": Given(0, ("now",)),
+        f"{here} model.extra": None,
+        "torch.distributed.fsdp.FSDPModule": None,
         "torch.distributed.fsdp.FSDPModule.unshard": Given(0, ()),
+        f"{here} collective_rpc.tell": Given(0, ("way",)),
     }
-    assert len(unlisted(tuple(of))) == len(of) - 1  # FSDPModule is listed
+    assert len(unlisted(tuple(of))) == len(of) - 2  # Transfer.begin and FSDPModule are listed

@@ -85,16 +85,11 @@ def test_a_mesh_without_gpus_asks_for_none(config: Path) -> None:
 
 
 def test_bad_input_is_told_before_anything_is_written(config: Path) -> None:
-    few = "the meshes need 5 nodes of this size, but only 2 are asked"
     cases = {
         ("--volume", "shared:/shared"): "is on no volume and is lost when its pod ends",
         ("--volume", "shared"): "--volume shared: write CLAIM:PATH",
-        (*VOLUME, "--gpus-per-worker", "4", "--workers", "2"): few,
-        (
-            *VOLUME,
-            "--cpus-per-worker",
-            "2",
-        ): "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
+        (*VOLUME, "--gpus-per-worker", "4", "--workers", "2"): "the meshes need 5 nodes of this size, but only 2 are",
+        (*VOLUME, "--cpus-per-worker", "2"): "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2",
         (*VOLUME, "run.meshes.train.custom.highmem=1"): "custom asks for highmem = 1, and nodes that",
         (*VOLUME, "run.engine=ray"): "run.engine=ray: `meshrl launch` chooses the engine",
         (*VOLUME, "stepz=3"): "did you mean",

@@ -38,7 +38,7 @@ def test_a_rank_that_no_node_has_room_for_is_named() -> None:
         (Need("a", 1, 64, 0), "a rank of the mesh 'a' asks for .*, and a node has .*16 CPU and 8 GPU"),
         (
             Need("a", 1, 1, 0, {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}),
-            "custom asks for highmem = 1, and nodes that `meshrl launch`",
+            "for highmem = 1, and nodes",
         ),
     ):
         with pytest.raises(ConfigError, match=told):

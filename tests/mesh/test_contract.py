@@ -6,7 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,9 +14,6 @@ import pytest
 from meshrl import DP, TP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
 from meshrl.mesh.contract import read_contract
 from meshrl.mesh.marks import EVERY_RANK
-
-if TYPE_CHECKING:
-    from decimal import Decimal
 
 CP_DP = Literal["cp", "dp"]
 Stage = Literal["stage"]
@@ -52,11 +49,15 @@ class Everything(Actor):
 
 def test_marks_are_read_with_their_axes() -> None:
     contract = read_contract(Everything, {"dp": 2, "cp": 2, "stage": 1})
-    assert set(contract) == {"joint", "containers", "arrays", "own_axis", "same", "nothing", "stream"}
-    assert contract["joint"].shards == {"batch": ("cp", "dp")}
-    assert contract["containers"].shards == {"values": ("dp",), "more": ("dp",)}
-    assert contract["arrays"].shards == {"one": ("dp",), "many": ("dp",), "maybe": ("dp",)}
-    assert contract["own_axis"].shards == {"batch": ("stage",)}
+    assert {name: each.shards for name, each in contract.items()} == {
+        "joint": {"batch": ("cp", "dp")},
+        "containers": {"values": ("dp",), "more": ("dp",)},
+        "arrays": {"one": ("dp",), "many": ("dp",), "maybe": ("dp",)},
+        "own_axis": {"batch": ("stage",)},
+        "same": {},
+        "nothing": {},
+        "stream": {"batch": ("dp",)},
+    }
     assert contract["own_axis"].result.axes == ("stage",)
     assert contract["same"].result.axes == EVERY_RANK
     assert contract["stream"].stream
@@ -69,7 +70,9 @@ def mistakes_of(cls: type, **shape: int) -> str:
     return str(caught.value)
 
 
-def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mistake
+def test_every_mistake_is_in_one_error() -> None:
+    """Those of other kinds are in the table of errors, one by one."""
+
     class Wrong(Actor):
         @endpoint
         async def unmarked(self) -> int: ...
@@ -78,55 +81,29 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         async def axis(self, batch: Shard[Batch, TP]) -> None: ...
 
         @endpoint
-        async def unsplittable(self, text: Shard[str]) -> None: ...
-
-        @endpoint
         def not_async(self) -> None: ...
-
-        @endpoint
-        async def argument(self, batch: Gather[Batch]) -> None: ...
 
         @endpoint
         async def inside(self, batches: list[Shard[Batch]]) -> None: ...
 
         @endpoint
-        async def result(self) -> Shard[Batch]: ...
-
-        @endpoint
-        async def no_annotation(self): ...
-
-        @endpoint
         async def unjoinable(self) -> Gather[str]: ...
 
         @endpoint
-        async def later(self, value: "Decimal") -> None: ...
-
-        @endpoint
         def no_generator(self) -> AsyncIterator[Gather[Batch]]: ...
-
-        @endpoint
-        async def mean_stream(self) -> AsyncIterator[Mean[Metrics]]:
-            yield Metrics.of()
 
     text = mistakes_of(Wrong)
     assert text.startswith("Wrong cannot be spawned on a mesh of dp=2:")
     for part in (
         "Wrong.unmarked: the result int of 2 ranks is not marked: write Same[int] if all ranks return the same, ",
         "Wrong.axis: parameter `batch` is marked Shard[Batch, tp] but the mesh has no axis 'tp' (it has dp): ",
-        "write mesh.shape(tp=1, dp=2)",
-        "Wrong.unsplittable: parameter `text`: str cannot be split over ranks",
         "Wrong.not_async: is not async: write `async def not_async`",
-        "Wrong.argument: parameter `batch` is marked Gather[Batch], which joins results: write Shard or Replicate",
         "`batches`: a mark stands inside list[Shard[meshrl.data.batch.Batch]]: write it outermost",
-        "Wrong.result: the result is marked Shard[Batch], which splits arguments",
-        "Wrong.no_annotation: has no result annotation",
         "Wrong.unjoinable: the result Gather[str]: str has no `join`",
-        "Wrong.later: the annotation 'Decimal' is not known at run time",
         "Wrong.no_generator: says it returns an AsyncIterator but is not an async generator",
-        "Wrong.mean_stream: a stream cannot yield Mean[Metrics]",
     ):
         assert part in text
-    assert len(text.splitlines()) == 13
+    assert len(text.splitlines()) == 7
 
 
 class Role(Actor, ABC):
@@ -135,40 +112,32 @@ class Role(Actor, ABC):
     async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
 
 
-def test_a_backend_inherits_its_roles_marks() -> None:
+def test_a_backend_inherits_its_roles_marks_and_may_repeat_them() -> None:
     class Backend(Role):
         async def update(self, batch: Batch, scale: float = 1.0, extra: int = 0) -> Metrics: ...
+
+    class Repeated(Role):
+        async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
 
     contract = read_contract(Backend, {"dp": 2})
     assert contract["update"].shards == {"batch": ("dp",)}
     assert contract["update"].result.kind == "mean"
     assert list(contract["update"].signature.parameters) == ["batch", "scale", "extra"]
-
-
-def test_an_override_may_repeat_the_contract_but_not_change_it() -> None:
-    class Repeated(Role):
-        async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
-
     read_contract(Repeated, {"dp": 2})
 
+
+def test_an_override_may_not_change_the_contract() -> None:
     class Changed(Role):
         async def update(self, batch: Shard[Batch, TP], scale: float = 1.0) -> Mean[Metrics]: ...
-
-    assert "parameter `batch` is Shard[Batch, tp] here but Shard[Batch] in Role" in mistakes_of(Changed, dp=1, tp=2)
-
-    class Renamed(Role):
-        async def update(self, rows: Batch, scale: float = 1.0) -> Metrics: ...
-
-    assert "its parameters (rows, scale) do not start with (batch, scale), those of Role" in mistakes_of(Renamed)
 
     class Blocking(Role):
         def update(self, batch: Batch, scale: float = 1.0) -> Metrics: ...
 
-    assert "Blocking.update: is not async" in mistakes_of(Blocking)
-
     class More(Role):
         async def update(self, batch: Batch, scale: float, extra: int) -> Metrics: ...
 
+    assert "parameter `batch` is Shard[Batch, tp] here but Shard[Batch] in Role" in mistakes_of(Changed, dp=1, tp=2)
+    assert "Blocking.update: is not async" in mistakes_of(Blocking)
     assert "its parameter `extra` is not in Role: give it a default" in mistakes_of(More)
 
 
@@ -178,10 +147,3 @@ def test_one_rank_needs_no_mark_on_its_result() -> None:
         async def value(self) -> int: ...
 
     assert read_contract(Single, {"dp": 1})["value"].result.kind == "plain"
-
-
-def test_a_class_that_is_no_actor_is_refused() -> None:
-    class Plain:
-        pass
-
-    assert "Plain is not an actor: write `class Plain(meshrl.Actor)`" in mistakes_of(Plain)

@@ -109,14 +109,6 @@ def test_what_lives_is_not_swept_after_it_was_looked_at_while_it_was_read(pool: 
     assert (two.memory == 2).all()
 
 
-def test_what_was_swept_is_not_used_again(pool: Pool) -> None:
-    one = written(pool, 1)
-    Path(one.path).unlink()
-    del one
-    gc.collect()
-    assert (written(pool, 2).memory == 2).all()
-
-
 def test_a_link_to_a_file_is_not_swept(tmp_path: Path) -> None:
     precious, link = tmp_path / "precious", Share.of_run(None).new_path(FOLDER)
     precious.write_text("all of it", "utf-8")
@@ -136,6 +128,12 @@ def test_what_nobody_reads_is_given_back_where_there_is_no_room(pool: Pool) -> N
     assert pool.share.taken() == MIB
     assert (kept.memory == 0).all()
     assert pool.write(0) is None
+    path = Path(kept.path)
+    path.unlink()  # it, too, is not used again
+    del kept
+    gc.collect()
+    assert (written(pool, 2).memory == 2).all()
+    assert not path.exists()
 
 
 def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +153,7 @@ def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatc
 
 
 def test_what_was_begun_and_given_up_is_used_again(pool: Pool) -> None:
-    for _ in range(2):
-        assert pool.write(MIB) is not None
+    assert all(pool.write(MIB) for _ in range(2))
     assert pool.share.taken() == MIB
 
 

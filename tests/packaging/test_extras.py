@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.first_hour.terminal import FAKES, SMALL
 from tests.packaging.conftest import install, run_in
 from tests.packaging.test_contents import EXTRAS
-from tests.packaging.test_installed import FAKES
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-RUN = "run", "grpo/quickstart", "steps=1", "prompts=2", "evaluation=false", "policy.optimizer.total_steps=1"
+RUN = ("run", "grpo/quickstart", *SMALL, "steps=1", "prompts=2", "evaluation=false", "policy.optimizer.total_steps=1")
 MODEL = (
     "policy.model={characters='abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>', hidden_size=8, ffn_size=8, "
     "layers=1, heads=1, max_tokens=32}"
@@ -29,7 +29,7 @@ USES = {
     "wandb": (*RUN, *FAKES, "run.log=wandb"),
     "watch": ("python", "-c", "from meshrl.watch import Watcher; Watcher"),
 }
-NIGHTLY = USES.keys() - {"agents", "tasks", "torch"}
+NIGHTLY = USES.keys() - {"torch"}
 """What `make test` leaves to `make test-all`."""
 ELSEWHERE = {"all", "dev", "docs", "gpu", "sglang", "verifiers", "vllm"}
 """Extras that are several of the others, for contributors, or whose packages this environment lacks."""

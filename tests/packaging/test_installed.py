@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.first_hour.terminal import FAKES
 from tests.packaging.conftest import ROOT, Meshrl
-
-FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
 
 pytestmark = pytest.mark.process
 
@@ -39,35 +38,23 @@ for name in meshrl.__all__:
         getattr(meshrl, name)
     except meshrl.errors.BackendError as error:
         assert "pip install 'meshrl[agents]'" in str(error), error
-print(sum(name.startswith("meshrl.") for name in sys.modules))
+count = sum(name.startswith("meshrl.") for name in sys.modules)
 """
 
 
-def test_a_run_on_fakes_needs_no_extra_and_no_file(meshrl: Meshrl, tmp_path: Path) -> None:
-    done = meshrl("run", "grpo/quickstart", *FAKES, "steps=12", "policy.optimizer.total_steps=12")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"exact_match_after +1\b", done.stdout)
-    assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").is_file()
-    report = meshrl("report", "quickstart")
-    assert report.returncode == 0, report.stderr
-    page = (tmp_path / "runs" / "quickstart" / "report.html").read_text("utf-8")
-    assert (ROOT / "meshrl" / "report" / "style.css").read_text("utf-8").splitlines()[-2] in page
-
-
-def test_new_finds_what_is_shipped_and_writes_what_runs(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_what_new_writes_runs_on_fakes_without_an_extra_and_has_a_report(meshrl: Meshrl, tmp_path: Path) -> None:
     told = meshrl("configs").stdout
     for path in (ROOT / "configs").rglob("*.toml"):
         assert path.relative_to(ROOT / "configs").with_suffix("").as_posix() in told
     assert meshrl("new", "grpo", "mine").returncode == 0
-    done = meshrl("run", "mine/config.toml", *FAKES, "steps=2", "policy.optimizer.total_steps=2")
+    done = meshrl("run", "mine/config.toml", *FAKES, "steps=12", "policy.optimizer.total_steps=12")
     assert done.returncode == 0, done.stderr
-    assert [json.loads(file.read_text("utf-8")) for file in tmp_path.glob("runs/*/summary.json")]
-
-
-def test_each_module_and_public_name_is_there_without_an_extra_or_names_it(meshrl: Meshrl) -> None:
-    done = meshrl("-c", IMPORT_ALL, program="python")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 150
+    assert re.search(r"reward_sampled_after +1\b", done.stdout)
+    assert (tmp_path / "runs" / "mine" / "metrics.jsonl").is_file()
+    report = meshrl("report", "runs/mine")
+    assert report.returncode == 0, report.stderr
+    page = (tmp_path / "runs" / "mine" / "report.html").read_text("utf-8")
+    assert (ROOT / "meshrl" / "report" / "style.css").read_text("utf-8").splitlines()[-2] in page
 
 
 NEEDS = (
@@ -87,7 +74,6 @@ NEEDS = (
 )
 RUN_ALL = f"""
 import contextlib, io, json
-import meshrl.errors
 from meshrl.cli import main
 
 told = []
@@ -102,14 +88,16 @@ for code, extra in (("from meshrl.agents import Gateway", "agents"), ("import me
         exec(code)
     except meshrl.errors.BackendError as error:
         told.append([extra, 1, str(error)])
+print(count)
 print(json.dumps(told))
 """
 
 
-def test_what_needs_an_extra_says_what_to_type(meshrl: Meshrl) -> None:
-    done = meshrl("-c", RUN_ALL, program="python")
+def test_each_module_is_there_without_an_extra_and_what_needs_one_says_what_to_type(meshrl: Meshrl) -> None:
+    done = meshrl("-c", IMPORT_ALL + RUN_ALL, program="python")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    count, told = map(json.loads, done.stdout.splitlines()[-2:])
+    assert count > 150
     assert [extra for extra, _, _ in told] == [*(extra for _, extra in NEEDS), "agents", "torch"]
     for extra, status, err in told:
         assert (status, "Traceback" in err) == (1, False), err

@@ -3,6 +3,8 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -130,12 +132,8 @@ def test_a_task_that_the_summary_calls_solved_has_no_sign_of_an_unsolved_one(tmp
 
 def test_rewards_above_1_do_not_tell_whether_a_task_is_solved(tmp_path: Path) -> None:
     planted = {name: at for sign in ("entropy collapse", "groups without signal") for name, at in PLANTED[sign].items()}
-    rewards: list[tuple[At, str]] = [
-        (lambda done: done / 2, "and the task is not solved"),
-        (lambda done: done * 2, "do not tell whether the task is"),
-    ]
-    for reward, told in rewards:
-        folder = run_of(tmp_path, {**planted, "reward": reward}, noise=0)
+    for most, told in ((0.5, "and the task is not solved"), (2.0, "do not tell whether the task is")):
+        folder = run_of(tmp_path, {**planted, "reward": partial(mul, most)}, noise=0)
         (folder / "evaluations.jsonl").unlink()
         found = {each.name: each.evidence for each in diagnose(read_numbers(folder))}
         assert told in found["entropy collapse"]
@@ -159,22 +157,10 @@ def test_the_command_tells_the_numbers_and_whether_a_run_is_short_healthy_or_mis
 
 def test_a_run_tells_at_its_end_what_its_numbers_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
-    Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
     Path("hard.py").write_text("def reward(prompt, completion, row):\n    return 0.0\n", "utf-8")
-    new = '{ characters = "0123456789+= ", layers = 1, heads = 2, hidden_size = 32, max_tokens = 32 }'
-    lines = [
-        'algorithm = "grpo"',
-        f"steps = {STEPS}",
-        "prompts = 4",
-        'task = { source = "sums.jsonl", held_out = 0 }',
-        f'policy = {{ backend = "fake", model = {new} }}',
-        f'sampler = {{ backend = "fake", model = {new} }}',
-        'reward = { function = "hard.py:reward" }',
-        'run = { name = "hard", engine = "local" }',
-    ]
-    Path("hard.toml").write_text("\n".join(lines), "utf-8")
-    found = type_in("run", "hard.toml")
+    small = ("task.options={size = 100}", "task.held_out=4", "prompts=4", f"steps={STEPS}", "run.engine=local")
+    fakes = ("policy.backend=fake", "sampler.backend=fake", "reward={function = 'hard.py:reward'}")
+    found = type_in("run", "grpo/quickstart", *small, *fakes)
     assert found.status == 0
     told = "groups without signal: in 100% of the groups all completions have the same reward, with a mean of 0"
     assert told in found.out

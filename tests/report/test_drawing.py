@@ -48,10 +48,6 @@ def run(code: str, *files: str) -> object:
     return json.loads(done.stdout)
 
 
-def gestures(code: str) -> object:
-    return run(TIMELINE + code, "axes.js", "timeline.js", "gestures.js")
-
-
 def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> None:
     """Ticks are 1, 2 or 5 times a power of ten, or round times, and an axis ends at them."""
     rough = [0.00013, 0.1, 0.11, 0.3, 1, 3.2, 7, 40, 1234]
@@ -80,19 +76,23 @@ def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> No
     ]
 
 
-def test_a_pointer_that_is_held_pans() -> None:
-    for kind in ("touch", "mouse", "pen"):
-        code = f"""
-send("pointerdown", 1, 600, 50, "{kind}")
-for (const x of [598, 550, 400]) send("pointermove", 1, x, 50, "{kind}")
-send("pointerup", 1, 400, 50, "{kind}")
-send("pointermove", 1, 300, 50, "mouse")
-[view(), tip.at(-1)]"""
-        assert gestures(code) == [[22, 32], 310]
-
-
-def test_two_fingers_keep_the_moments_under_them_and_one_that_stays_pans() -> None:
-    code = """
+GESTURES: dict[str, tuple[str, object]] = {
+    "a pointer that is held pans": (
+        """
+const views = []
+for (const kind of ["touch", "mouse", "pen"]) {
+  Object.assign(timeline, { from: 20, to: 30 })
+  send("pointerdown", 1, 600, 50, kind)
+  for (const x of [598, 550, 400]) send("pointermove", 1, x, 50, kind)
+  send("pointerup", 1, 400, 50, kind)
+  send("pointermove", 1, 300, 50, "mouse")
+  views.push([view(), tip.at(-1)])
+}
+views""",
+        [[[22, 32], 310]] * 3,
+    ),
+    "two fingers keep the moments under them, and one that stays pans": (
+        """
 send("pointerdown", 1, 500)
 send("pointerdown", 2, 700)
 send("pointermove", 1, 400)
@@ -101,26 +101,31 @@ const zoomed = view()
 send("pointerup", 2, 800)
 send("pointermove", 1, 500)
 send("pointerup", 1, 500)
-[zoomed, view(), tip.filter((each) => each !== "hide")]"""
-    assert gestures(code) == [[22.5, 27.5], [22, 27], []]
-
-
-def test_a_tap_tells_what_pointing_tells_and_two_show_all() -> None:
-    code = """
+[zoomed, view(), tip.filter((each) => each !== "hide")]""",
+        [[22.5, 27.5], [22, 27], []],
+    ),
+    "a tap tells what pointing tells, and two show all": (
+        """
 send("pointerdown", 1, 300)
 send("pointermove", 1, 303)
 send("pointerup", 1, 303)
 const told = [tip.at(-1), view()]
 send("pointerdown", 1, 305)
 send("pointerup", 1, 305)
-[...told, view()]"""
-    assert gestures(code) == [313, [20, 30], [0, 100]]
-
-
-def test_a_finger_that_scrolls_the_page_leaves_the_timeline() -> None:
-    code = """
+[...told, view()]""",
+        [313, [20, 30], [0, 100]],
+    ),
+    "a finger that scrolls the page leaves the timeline": (
+        """
 send("pointerdown", 1, 300, 50)
 send("pointermove", 1, 302, 90)
 send("pointercancel", 1, 302, 90)
-[view(), tip]"""
-    assert gestures(code) == [[20, 30], []]
+[view(), tip]""",
+        [[20, 30], []],
+    ),
+}
+
+
+def test_gestures_move_the_timeline() -> None:
+    for gesture, (code, expected) in GESTURES.items():
+        assert run(TIMELINE + code, "axes.js", "timeline.js", "gestures.js") == expected, gesture

@@ -60,31 +60,36 @@ async def test_ending_early_is_no_success() -> None:
     assert {trick: each.outcome for trick, each in zip(tricks, done, strict=True)} == dict.fromkeys(tricks, "failed")
 
 
-async def test_time_and_memory() -> None:
-    assert (await run_tests("import time; time.sleep(600)", ["pass"], SHORT)).outcome == "timeout"
-    assert (await run_tests("while True: pass", ["pass"], SHORT)).outcome == "timeout"
-    assert (await run_tests("x = bytearray(1 << 30)", ["pass"], LONG)).outcome == "memory"
-    assert (await run_tests("x = [0]\nwhile True: x = x + x", ["pass"], LONG)).outcome == "memory"
-
-
-async def test_output_is_bounded() -> None:
+async def test_time_memory_files_and_output_are_bounded() -> None:
+    for code, limits, outcome in (
+        ("import time; time.sleep(600)", SHORT, "timeout"),
+        ("while True: pass", SHORT, "timeout"),
+        ("x = bytearray(1 << 30)", LONG, "memory"),
+        ("x = [0]\nwhile True: x = x + x", LONG, "memory"),
+        ("open('big', 'wb').write(bytes(1 << 20))", LONG, "failed"),
+    ):
+        assert (await run_tests(code, ["pass"], limits)).outcome == outcome, code
     flood = await run_tests("while True: print('x' * 1000)", ["pass"], LONG)
-    assert flood.outcome == "failed"
-    assert len(flood.output) == 4096
-    assert (await run_tests("open('big', 'wb').write(bytes(1 << 20))", ["pass"], LONG)).outcome == "failed"
+    assert (flood.outcome, len(flood.output)) == ("failed", 4096)
 
 
 async def test_the_environment_is_empty_and_the_folder_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_MINE", "1")
-    code = "import os, sys\nnames, here, back = dict(os.environ), os.getcwd(), sys.stdin.read()"
-    tests = ["assert 'SECRET_OF_MINE' not in names", "assert os.listdir(here) == []", "assert back == ''"]
+    code = """
+import os, sys
+names, here, back = dict(os.environ), os.getcwd(), sys.stdin.read()
+held = os.listdir(here)
+open("a", "w").write("b")
+print(here)
+"""
+    tests = [
+        "assert 'SECRET_OF_MINE' not in names",
+        "assert (held, back) == ([], '')",
+        "assert open('a').read() == 'b'",
+    ]
     done = await run_tests(code, tests)
     assert done.outcome == "passed", done.output
-    wrote = await run_tests(
-        "open('a', 'w').write('b')\nimport os; print(os.getcwd())", ["assert open('a').read() == 'b'"]
-    )
-    assert wrote.outcome == "passed", wrote.output
-    assert not Path(wrote.output.strip()).exists()
+    assert not Path(done.output.strip()).exists()
 
 
 async def test_no_network() -> None:
@@ -101,18 +106,19 @@ async def test_processes_are_bounded_and_none_is_left() -> None:
     if not enforced().processes:
         pytest.skip("no namespaces on this machine")
     mark = f"meshrl-left-{os.getpid()}"
-    code = (
-        "import os, subprocess, sys\n"
-        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'], start_new_session=True)\n"
-        "count = 0\n"
-        "try:\n"
-        "    while True:\n"
-        "        if os.fork() == 0:\n"
-        "            os.setsid(); import time; time.sleep(600); os._exit(0)\n"
-        "        count += 1\n"
-        "except OSError:\n"
-        "    pass\n"
-    )
+    code = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'], start_new_session=True)
+count = 0
+try:
+    while True:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+        count += 1
+except OSError:
+    pass
+"""
     done = await run_tests(code, ["assert 1 <= count <= 8, count"], LONG)
     assert done.outcome == "passed", done.output
     assert left_running(mark) == []
@@ -122,13 +128,13 @@ async def test_processes_are_bounded_and_none_is_left() -> None:
 
 
 def test_code_of() -> None:
-    cases = {
+    for completion, code in {
         "I think:\n```python\nx = 1\n```\nand\n```python\nx = 2\n```": "x = 1\n",
         "```\nx = 1\n```": "x = 1\n",
         "```py\nx = 1": "x = 1",
         "x = 1": "x = 1",
-    }
-    assert {completion: code_of(completion) for completion in cases} == cases
+    }.items():
+        assert code_of(completion) == code
 
 
 async def test_as_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:

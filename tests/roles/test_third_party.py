@@ -80,12 +80,6 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("", ("policy.mine.speed='3'",), "command line: policy.mine.speed = '3': must be a whole number"),
     ("mine = 3", (), "x.toml: policy.mine = 3: must be a table"),
     ("[policy.min]\nspeed = 3", (), "x.toml: policy.min: no such key; did you mean policy.mine?"),
-    ("speed = 3", (), "x.toml: policy.speed: no such key; did you mean policy.seed?"),
-    (
-        "[policy.fsdp]\nreplicat = 3",
-        (),
-        "x.toml: policy.fsdp.replicat: no such key; did you mean policy.fsdp.replicate?",
-    ),
 ]
 
 

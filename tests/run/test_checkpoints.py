@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,10 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 import meshrl as rl
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import DataError
 from meshrl.events import Step
 from meshrl.report.reading import read_events
-from meshrl.roles import RoleConfig, Stateful
 from meshrl.testing import FakePolicy
 
 FAKE = rl.PolicyConfig(backend="fake", model="none")
@@ -101,24 +100,29 @@ async def test_a_run_goes_on_after_its_checkpoint_in_the_same_files(tmp_path: Pa
         "events-1.jsonl": list(range(7)),
         "events.jsonl": [6, 7, 8],
     }
-
-
-async def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    await run(counting(9, dies_in=7), tmp_path)
-    folder = await run(counting(9), tmp_path)
     accumulator = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
-    found = accumulator(str(folder))
+    tensorboard = accumulator(str(folder))
     with capture_logs():
-        found.Reload()
-    assert [event.step for event in found.Scalars("group")] == list(range(9))
+        tensorboard.Reload()
+    assert [(event.step, event.value) for event in tensorboard.Scalars("group")] == [(n, 2.0 * n) for n in range(9)]
 
 
-async def test_without_a_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
-    await run(counting(9, dies_in=0), tmp_path)
-    seen: list[int] = []
-    await run(counting(3, seen=seen), tmp_path)
-    assert seen == [0, 1, 2]
+async def test_a_crash_loop_before_the_first_checkpoint_keeps_one_folder(tmp_path: Path) -> None:
+    for steps in (3, 2, 1):
+        seen: list[int] = []
+        folder = await run(counting(9, dies_in=steps - 1, seen=seen), tmp_path, checkpoint_every=100)
+        assert seen == list(range(steps))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [0]
+    assert not list(folder.glob("events-*.jsonl"))
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+
+
+async def test_a_run_that_finished_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
+    for _ in range(2):
+        await run(counting(3), tmp_path, checkpoint_every=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
+    assert len(lines(tmp_path / "mine-1/metrics.jsonl")) == 3
 
 
 async def test_what_is_half_written_or_half_removed_is_cleaned_up_and_never_read(tmp_path: Path) -> None:
@@ -204,9 +208,7 @@ async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> No
             for name, rows, count in (("first", first, 3), ("second", second, 5)):
                 async for step in run.steps(count):
                     batch = next(rows)
-                    await policy.update(
-                        await policy.encode(batch.assign(completion=batch["answer"])), rl.CrossEntropy()
-                    )
+                    await teach(policy, batch)
                     seen.append((name, step, int(batch.groups[0]) % 2**40))
                     if name == "second" and step == dies_in:
                         raise Killed
@@ -250,75 +252,6 @@ async def test_rows_that_a_script_looks_at_before_its_loop_are_the_same_again(tm
     assert looked == [[0, 1], [0, 1]]
 
 
-# --- what does not fit the checkpoint --------------------------------------------------------------
-
-
-async def test_rows_of_older_weights_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
-    """The sampler of a run that goes on has the weights that it was made with, until somebody publishes."""
-
-    def script(dies: bool, publishes: bool) -> Script:
-        async def streaming(run: rl.Run) -> None:
-            policy = await run.spawn(rl.Policy, FAKE)
-            sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
-            if publishes:
-                await rl.publish(policy, sampler)
-            async with rl.rollouts(sampler, TASK.batches(2, run.seed), rl.Sampling(), ahead=1) as stream:
-                async for step in run.steps(5):
-                    batch = await anext(stream)
-                    assert step - batch.row("oldest_version").min() <= 1
-                    await policy.update(batch, rl.CrossEntropy())
-                    await rl.publish(policy, stream)
-                    if dies and step == 3:
-                        raise Killed
-
-        return streaming
-
-    await run(script(dies=True, publishes=False), tmp_path)
-    with pytest.raises(DataError, match=r"weights of version 0, but the checkpoint was written after version 2"):
-        await run(script(dies=False, publishes=False), tmp_path)
-    await run(script(dies=False, publishes=True), tmp_path)
-
-
-async def test_other_prompts_are_refused(tmp_path: Path) -> None:
-    await run(counting(9, dies_in=3), tmp_path)
-    with pytest.raises(DataError, match=r"8 prompts \(\w+\) in the order of seed 1, .* of seed 0: it would train on"):
-        await run(counting(9), tmp_path, seed=1)
-
-
-async def test_a_number_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    def prompts() -> Iterator[rl.Batch]:
-        yield rl.Batch.of(prompt=["a", "b"], answer=["1", "2"], groups=np.arange(2))
-
-    async def twice(run: rl.Run) -> None:
-        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
-        for _ in range(2):
-            async with rl.rollouts(sampler, prompts(), rl.Sampling()) as stream:
-                await anext(stream)
-
-    with pytest.raises(DataError, match=r"prompt 0 \(`groups`\) came to a stream of rollouts a second time"):
-        await run(twice, tmp_path)
-    await run(twice, tmp_path, name="without", checkpoint_every=None, resume=False)
-
-
-async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
-    def script(*roles: tuple[Callable[..., Stateful], RoleConfig]) -> Script:
-        async def spawning(run: rl.Run) -> None:
-            for role, config in roles:
-                await run.spawn(role, config)
-            async for step in run.steps(5):
-                if step == 3:
-                    raise Killed
-
-        return spawning
-
-    policy, critic = (rl.Policy, FAKE), (rl.Critic, rl.CriticConfig(backend="fake", model="none"))
-    await run(script(policy, critic), tmp_path)
-    with pytest.raises(ConfigError, match="step-000002 has 1-critic, which the script has not spawned or kept"):
-        await run(script(policy), tmp_path)
-    with pytest.raises(ConfigError, match=r"spawns 0-critic, which .* lacks: it has 0-policy, 1-critic"):
-        await run(script(critic, policy), tmp_path)
-
-
 async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
     folder = await run(counting(9, dies_in=3), tmp_path)
     (folder / "metrics.jsonl").write_bytes(b"")
@@ -326,3 +259,14 @@ async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
         DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint of the resumed run was written"
     ):
         await run(counting(9), tmp_path)
+
+
+async def test_a_number_may_come_twice_to_a_run_without_checkpoints(tmp_path: Path) -> None:
+    async def twice(run: rl.Run) -> None:
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
+        for _ in range(2):
+            prompts = iter([rl.Batch.of(prompt=["a", "b"], answer=["1", "2"], groups=np.arange(2))])
+            async with rl.rollouts(sampler, prompts, rl.Sampling()) as stream:
+                assert len(await anext(stream)) == 2
+
+    await run(twice, tmp_path, checkpoint_every=None, resume=False)

@@ -9,13 +9,10 @@ import pytest
 
 import meshrl as rl
 from meshrl.run import audit_run
+from tests.run.test_checkpoints import Killed, lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 FAKE: dict[str, Any] = {"backend": "fake", "model": "none"}
-
-
-class Killed(BaseException):
-    """Ends a run where it stands."""
 
 
 def of_page() -> Any:
@@ -54,10 +51,9 @@ async def train(name: str, ahead: int, dies: int = -1) -> Path:
     return run.folder
 
 
-def told(folder: Path) -> list[tuple[float, int]]:
+def told(folder: Path) -> list[tuple[float, float]]:
     """The reward and the number of solved prompts of each step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-    return [(line["reward"], line["known"]) for line in lines]
+    return [(line["reward"], line["known"]) for line in lines(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -9,13 +9,13 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
-from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, run
+from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, lines, run
 
 
 def bits(folder: Path) -> list[dict[str, float]]:
     """What was recorded, without times."""
-    lines = [msgspec.json.decode(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
-    return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in lines]
+    steps = lines(folder / "metrics.jsonl")
+    return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in steps]
 
 
 class Replay(rl.Stateful):

@@ -4,7 +4,6 @@ import asyncio
 import io
 import tomllib
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -73,13 +72,6 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
     assert (told[0]["reward"], told[0]["loss"]) == ("0.25", "0.1235")
     assert told[-1]["left"] == "0s"
     assert "unwatched" not in told[0]
-
-
-async def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
-    (path,) = (await recorded(tmp_path, {"loss": 2.0}, {"loss": 1.0})).glob("*tfevents*")
-    loader = import_module("tensorboard.backend.event_processing.event_file_loader").EventFileLoader
-    values = [(event.step, each) for event in loader(str(path)).Load() for each in event.summary.value]
-    assert [(step, each.tensor.float_val[0]) for step, each in values if each.tag == "loss"] == [(0, 2.0), (1, 1.0)]
 
 
 async def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:

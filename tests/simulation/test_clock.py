@@ -4,8 +4,9 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,8 +32,9 @@ def test_sleepers_wake_in_the_order_of_their_times(delays: list[float], seed: in
     assert woken == [(delay, delay) for delay in sorted(delays)]
 
 
-def racing(order: list[int]) -> Callable[[], Coroutine[object, object, None]]:
-    """Five tasks that all wait for the same instant, three times."""
+def raced(seed: int | None) -> list[int]:
+    """The order of five tasks that all wait for the same instant, three times."""
+    order: list[int] = []
 
     async def racer(number: int) -> None:
         for _ in range(3):
@@ -44,12 +46,7 @@ def racing(order: list[int]) -> Callable[[], Coroutine[object, object, None]]:
             for number in range(5):
                 tasks.create_task(racer(number))
 
-    return main
-
-
-def raced(seed: int | None) -> list[int]:
-    order: list[int] = []
-    simulate(racing(order), seed=seed)
+    simulate(main, seed=seed)
     return order
 
 
@@ -63,15 +60,12 @@ def test_a_seed_gives_an_order_and_seeds_differ() -> None:
 
 @pytest.mark.process
 def test_a_seed_gives_the_same_order_in_another_process() -> None:
-    code = f"import sys; sys.path.insert(0, {str(__file__).rpartition('/')[0]!r})\nimport test_clock\n"
-    code += "print(test_clock.raced(3))"
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        )
-        for seed in ("1", "2")
-    ]
-    assert [each.stdout.strip() for each in told] == [str(raced(3))] * 2
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_clock; print(test_clock.raced(3))"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env={"PYTHONHASHSEED": "2"}, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str(raced(3))
 
 
 @given(st.integers())
@@ -217,20 +211,7 @@ def test_what_is_left_running_is_an_error() -> None:
     simulate(finishing)
 
 
-def test_time_outs_and_threads_of_functions_work() -> None:
-    async def main() -> float:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(3600):
-                await asyncio.sleep(7200)
-        assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
-        for _ in range(300):  # timers that are cancelled
-            await asyncio.wait_for(asyncio.sleep(0.5), 100)
-        return asyncio.get_running_loop().time()
-
-    assert simulate(main) == 3750
-
-
-def test_a_mesh_without_cores_runs_in_virtual_time() -> None:
+def test_time_outs_threads_of_functions_and_meshes_without_cores_work() -> None:
     class Echo(Actor):
         @endpoint
         async def slowly(self, rows: int) -> AsyncIterator[Gather[np.ndarray]]:
@@ -239,10 +220,16 @@ def test_a_mesh_without_cores_runs_in_virtual_time() -> None:
                 yield np.array([row])
 
     async def main() -> tuple[list[int], float]:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3600):
+                await asyncio.sleep(7200)
+        assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+        for _ in range(300):  # timers that are cancelled
+            await asyncio.wait_for(asyncio.sleep(0.5), 100)
         engine = LocalEngine()
         echo = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Echo)
         rows = [int(value[0]) async for value in echo.slowly(3)]
         await engine.close()
         return rows, asyncio.get_running_loop().time()
 
-    assert simulate(main, seed=5) == ([0, 0, 1, 1, 2, 2], 180)
+    assert simulate(main, seed=5) == ([0, 0, 1, 1, 2, 2], 3750 + 180)

@@ -1,22 +1,19 @@
 """Simulated runs: what a script's steps take, from guesses and from the events of a recorded run."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import cli
 from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.run import Job, RunConfig, load_job
-from meshrl.simulation import simulate, simulate_job
+from meshrl.simulation import simulate_job
 from meshrl.simulation.forecast import Forecast
 from meshrl.simulation.pace import Draws, Pace, Tape, Work
-from meshrl.simulation.processor import Job as RankJob
-from meshrl.simulation.processor import Processor
+from tests.first_hour.terminal import type_in
 
 CONFIG = """
 algorithm = "grpo"
@@ -40,9 +37,8 @@ n = 2
 cpus = 1
 """
 
-ABORTING = """
-from meshrl import Run, AlgorithmConfig, Policy, PolicyConfig, Sampler, SamplerConfig, Sampling, CrossEntropy
-from meshrl import Task, TaskConfig, publish, rollouts
+MINE = """
+from meshrl import *
 
 class MineConfig(AlgorithmConfig):
     task: TaskConfig
@@ -111,18 +107,19 @@ def synchronous(steps: int, *, rows: int = 4) -> list[Event]:
 
 def test_on_one_mesh_a_step_takes_rollout_and_training_one_after_the_other(source: Path) -> None:
     found = forecast(source)
-    assert found.step_seconds == pytest.approx(3.0)
-    assert found.step_seconds_median == pytest.approx(3.0)
+    assert (found.step_seconds, found.step_seconds_median) == pytest.approx((3.0, 3.0))
     assert found.steps_per_hour == pytest.approx(1200)
     assert found.efficiency == pytest.approx(2 / 3)
-    assert found.bound == {"rollout": 1.0}
-    assert found.staleness == [24 * 8]
-    assert found.measured is None
+    assert (found.bound, found.staleness, found.measured) == ({"rollout": 1.0}, [24 * 8], None)
     ahead = forecast(source, "ahead=1")  # by which nothing is gained there
     assert ahead.step_seconds == pytest.approx(3.0, rel=0.02)
     assert ahead.efficiency == pytest.approx(2 / 3, abs=0.03)
     two = forecast(source, "sampler.mesh=rollout", "run.meshes.rollout.ranks=2")  # guesses are of one rank
     assert two.step_seconds == pytest.approx(2.0)
+    judged = ["reward={backend = 'fsdp', model = 'nowhere', mesh = 'judge'}"]  # its model is not needed
+    held = forecast(source, *judged)
+    assert held.step_seconds == pytest.approx(3.0)
+    assert {lane.mesh for lane in held.idle} == {"main", "judge"}
 
 
 def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(source: Path) -> None:
@@ -148,13 +145,27 @@ def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(so
     assert waiting.step_seconds > 2.2
 
 
-def test_an_aborted_rollout_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ABORTING, "utf-8")
+def scripted(source: Path, script: str) -> Path:
+    """The source of a script of one's own that has no reward."""
+    source.with_name("mine.py").write_text(script, "utf-8")
     text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
     source.write_text(text, "utf-8")
-    found = forecast(source, "sampler.mesh=rollout", rollout=2.0, train=1.5)
+    return source
+
+
+def test_an_aborted_rollout_goes_on_where_it_was(source: Path) -> None:
+    found = forecast(scripted(source, MINE), "sampler.mesh=rollout", rollout=2.0, train=1.5)
     assert found.step_seconds == pytest.approx(2.0, rel=0.02)
     assert sum(found.staleness) == 24 * 8
+
+
+def test_an_update_refuses_what_real_ones_refuse(source: Path) -> None:
+    for loss, said in (
+        ('ClippedLoss(anchor="trainer")', "`logprobs`, which the batch does not have: call `batch = await policy"),
+        ("ValueLoss()", "ValueLoss"),
+    ):
+        with pytest.raises(RankFailed, match=said):
+            forecast(scripted(source, MINE.replace("CrossEntropy()", loss)))
 
 
 def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
@@ -169,27 +180,6 @@ def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
         found = simulate_job(job(source, "ahead=1", "sampler.mesh=rollout", "reward.mesh=judge"), record=run)
     assert "scoring" in found.bound
     assert "training" not in found.bound
-
-
-def test_a_judge_that_holds_a_model_needs_none(source: Path) -> None:
-    text = CONFIG.replace('function = "exact_match"', 'backend = "fsdp"\nmodel = "nowhere"\nmesh = "judge"')
-    source.write_text(text, "utf-8")
-    found = forecast(source)
-    assert found.step_seconds == pytest.approx(3.0)
-    assert {lane.mesh for lane in found.idle} == {"main", "judge"}
-
-
-def test_an_update_refuses_what_real_ones_refuse(source: Path, tmp_path: Path) -> None:
-    text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
-    source.write_text(text, "utf-8")
-    for loss, arguments, said in (
-        ("ClippedLoss", 'anchor="trainer"', "`logprobs`, which the batch does not have: call `batch = await policy"),
-        ("ValueLoss", "", "ValueLoss"),
-    ):
-        script = ABORTING.replace("CrossEntropy()", f"{loss}({arguments})").replace("CrossEntropy", loss)
-        (tmp_path / "mine.py").write_text(script, "utf-8")
-        with pytest.raises(RankFailed, match=said):
-            forecast(source)
 
 
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
@@ -219,30 +209,6 @@ def test_calls_that_shared_a_rank_cost_what_they_would_have_cost_alone() -> None
     assert [(list(work.seconds), work.rows) for work in works] == [([2.0], 8), ([2.0], 8), ([2.0], 8)]
 
 
-def test_jobs_share_a_rank_and_one_that_is_stopped_tells_what_is_left() -> None:
-    async def main() -> Mapping[str, float]:
-        loop = asyncio.get_running_loop()
-        rank = Processor()
-        ended: dict[str, float] = {}
-
-        async def work(name: str, begins: float, seconds: float) -> None:
-            await asyncio.sleep(begins)
-            await rank.work(seconds)
-            ended[name] = loop.time()
-
-        async def stopped() -> None:
-            await asyncio.sleep(16)
-            job: RankJob = rank.start(8.0)
-            await asyncio.sleep(2)
-            rank.stop(job)
-            ended["left"] = await job.left
-
-        await asyncio.gather(work("long", 0, 4), work("short", 1, 1), work("late", 10, 1), stopped())
-        return ended
-
-    assert simulate(main) == {"short": 3.0, "long": 5.0, "late": 11.0, "left": 0.75}
-
-
 def test_what_was_slow_together_is_slow_together_again() -> None:
     tape = Tape(40, seed=3)
     works = [Work([float(step), 10.0 * step], 8, step) for step in range(40)]
@@ -258,15 +224,15 @@ def test_what_was_slow_together_is_slow_together_again() -> None:
 
 
 def test_time_grows_with_rows_as_the_record_tells() -> None:
-    cases: dict[str, tuple[list[Work], float]] = {
-        "in proportion": ([Work([4.0], 8)], 8.0),
-        "along a line": ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),
-        "never less for more": ([Work([2.0], 8), Work([4.0], 2)], 2.0),
-        "whatever the rows": ([Work([4.0])], 4.0),
-        "nothing": ([], 0.0),
-    }
-    for why, (works, expected) in cases.items():
-        assert Draws(works, 0, Tape(1, seed=1)).next(16) == pytest.approx(expected), why
+    cases: list[tuple[list[Work], float]] = [
+        ([Work([4.0], 8)], 8.0),  # in proportion
+        ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),  # along a line
+        ([Work([2.0], 8), Work([4.0], 2)], 2.0),  # never less for more
+        ([Work([4.0])], 4.0),  # whatever the rows
+        ([], 0.0),
+    ]
+    found = [Draws(works, 0, Tape(1, seed=1)).next(16) for works, _ in cases]
+    assert found == pytest.approx([expected for _, expected in cases])
 
 
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
@@ -297,12 +263,10 @@ def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
         simulate_job(job(source, "loss.kl=0.1"), record=run)
 
 
-def test_the_command_prints_a_forecast_and_writes_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--rollout", "2", "--train", "1", "--steps", "12", "--json", "forecast.json"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["simulate", str(source), *options, "prompts=8"])
-    assert not ended.value.code
+def test_the_command_prints_a_forecast_and_writes_it(source: Path) -> None:
+    options = ("--rollout", "2", "--train", "1", "--steps", "12", "--json", "forecast.json")
+    found = type_in("simulate", str(source), *options, "prompts=8")
+    assert (found.status, "step time, mean" in found.out) == (0, True)
     told = msgspec.json.decode(Path("forecast.json").read_bytes(), type=Forecast)
     assert told.steps == 12
     assert told.step_seconds == pytest.approx(3.0)
-    assert "step time, mean" in capsys.readouterr().out

@@ -36,20 +36,16 @@ def sums(count: int) -> list[dict[str, object]]:
     return [{"question": f"{n}+1=", "answer": str(n + 1), "metadata": {"n": n}} for n in range(count)]
 
 
-def test_a_json_lines_file(write: Write) -> None:
+def test_a_json_lines_file(write: Write, tmp_path: Path) -> None:
     task = Task.load(TaskConfig(source=write(*sums(3), *sums(2)), held_out=0))
     assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1="), "a repeated prompt counts once"
     assert task.train.objects("answer") == ("1", "2", "3")
     assert task.train.objects("row") == tuple(sums(3))
     assert len(task.held_out) == 0
     assert task.held_out.names == task.train.names
-
-
-def test_blank_lines_are_skipped_and_the_answer_may_be_null(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
+    path = tmp_path / "blank.jsonl"
     path.write_text('{"question": "a", "answer": null}\n\n{"question": "b", "answer": 2}\n', "utf-8")
-    task = Task.load(TaskConfig(source=str(path), held_out=0))
-    assert task.train.objects("answer") == ("", "2")
+    assert Task.load(TaskConfig(source=str(path), held_out=0)).train.objects("answer") == ("", "2")
 
 
 def test_a_parquet_file(tmp_path: Path) -> None:
@@ -68,16 +64,12 @@ def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
     ours, theirs = Task.load(own), Task.load(other)
     assert ours.train.only("prompt", "answer") == theirs.train.only("prompt", "answer")
     assert ours.held_out.only("prompt", "answer") == theirs.held_out.only("prompt", "answer")
-
-
-def test_a_reasoning_gym_dataset() -> None:
-    options = {"min_word_len": 3, "max_word_len": 4, "size": 200}
-    config = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=3)
-    task = Task.load(config)
-    prompts, answers = task.train.objects("prompt"), task.train.objects("answer")
-    assert [f"{str(answer)[::-1]}>" for answer in answers] == list(prompts)
-    assert len(task.held_out) == 3
-    assert Task.load(config).train == task.train, "without a seed of one's own the rows are the same each time"
+    assert len(theirs.held_out) == 9
+    assert [f"{str(answer)[::-1]}>" for answer in theirs.train.objects("answer")] == list(
+        theirs.train.objects("prompt")
+    )
+    seedless = other.model_copy(update={"options": {"size": 200}})
+    assert Task.load(seedless).train == Task.load(seedless).train, "without a seed of one's own, too"
 
 
 def test_dialogues_of_templates(write: Write) -> None:
@@ -133,15 +125,15 @@ def test_a_seed_repeats_the_batches_which_may_be_larger_than_the_data(write: Wri
 
 
 def test_templates() -> None:
-    cases: list[tuple[str, Mapping[str, object], str]] = [
-        ("{a}-{b[c]}-{d[0]}", {"a": 1, "b": {"c": 2}, "d": [3]}, "1-2-3"),
-        ("{{{a}}}", {"a": "x"}, "{x}"),
-        ("{a:.2f}", {"a": 0.5}, "0.50"),
-        ("{my key}", {"my key": "x"}, "x"),
-        ("{a}", {"a": None}, ""),
-        ("fixed", {}, "fixed"),
-    ]
-    assert [fill(template, row, "here") for template, row, _ in cases] == [text for _, _, text in cases]
+    cases: dict[str, tuple[Mapping[str, object], str]] = {
+        "{a}-{b[c]}-{d[0]}": ({"a": 1, "b": {"c": 2}, "d": [3]}, "1-2-3"),
+        "{{{a}}}": ({"a": "x"}, "{x}"),
+        "{a:.2f}": ({"a": 0.5}, "0.50"),
+        "{my key}": ({"my key": "x"}, "x"),
+        "{a}": ({"a": None}, ""),
+        "fixed": ({}, "fixed"),
+    }
+    assert {template: (row, fill(template, row, "here")) for template, (row, _) in cases.items()} == cases
 
 
 def test_a_template_that_does_not_fit(write: Write) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import importlib.util
-import json
 import signal
 import sys
 from types import ModuleType
@@ -19,17 +18,11 @@ from meshrl.testing import ScriptedChat, ScriptedSampler
 from tests.tasks.verifiers_standin import modules
 
 SOURCE = "verifiers:guess-number"
-MARK = "<|im_start|>user\n"
 SYSTEM = {"role": "system", "content": "Numbers only."}
 ROWS = [
     {"prompt": [SYSTEM, {"role": "user", "content": f"1 to {most}?"}], "answer": str(answer), "example_id": answer}
     for answer, most in ((3, 9), (5, 8))
 ]
-TOOL = {
-    "name": "is_more",
-    "description": "Whether the number is more.",
-    "parameters": {"type": "object", "properties": {"than": {"type": "integer"}}},
-}
 
 
 def game(vf: Any, dataset: Any) -> type[Any]:
@@ -46,32 +39,16 @@ def game(vf: Any, dataset: Any) -> type[Any]:
             def together(states: Any) -> list[float]:
                 return [0.0 for _ in states]
 
-            self.kind = kind
             funcs = [right, turns, together] if kind == "group" else [right, turns]
-            tools = [TOOL] if kind == "tools" else None
-            super().__init__(dataset=dataset(ROWS), rubric=vf.Rubric(funcs=funcs), max_turns=4, tool_defs=tools)
-
-        async def get_prompt_messages(self, state: Any) -> Any:
-            found = await super().get_prompt_messages(state)
-            return found[-1:] if self.kind == "rewrites" and state["trajectory"] else found
+            super().__init__(dataset=dataset(ROWS), rubric=vf.Rubric(funcs=funcs), max_turns=4)
 
         async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-            said = messages[-1]
-            if self.kind == "tools" and said.tool_calls:
-                answers = [
-                    {
-                        "role": "tool",
-                        "tool_call_id": call.id,
-                        "content": str(int(state["answer"]) > json.loads(call.arguments)["than"]),
-                    }
-                    for call in said.tool_calls
-                ]
-                return [*answers, {"role": "user", "content": said.content}]
-            if said.content == "fail":
+            said = messages[-1].content
+            if said == "fail":
                 raise vf.Error("told in the state")
-            if int(said.content) == int(state["answer"]):
+            if int(said) == int(state["answer"]):
                 state["final_env_response"] = [{"role": "user", "content": "yes"}]
-            return [{"role": "user", "content": "more" if said.content < state["answer"] else "less"}]
+            return [{"role": "user", "content": "more" if said < state["answer"] else "less"}]
 
     return Guess
 
@@ -102,11 +79,11 @@ def prompts() -> Batch:
     return Task.load(config).train
 
 
-async def played(kind: str, *said: str) -> Episode:
+async def played(*said: str) -> Episode:
     """The first row, to which the model says this."""
     gateway = Gateway(ScriptedSampler(said), ScriptedChat())
     row = cast("dict[str, object]", prompts().objects("row")[0])
-    return await agent(kind=kind).play(gateway, row, Sampling(max_tokens=200))
+    return await agent().play(gateway, row, Sampling(max_tokens=200))
 
 
 @pytest.mark.usefixtures("library")
@@ -118,7 +95,7 @@ def test_a_task_has_the_rows_of_the_environment() -> None:
 
 @pytest.mark.usefixtures("library")
 async def test_its_rollout_plays_and_its_rubric_judges() -> None:
-    episode = await played("", "7", "3")
+    episode = await played("7", "3")
     assert (episode.error, episode.turns) == (None, 2)
     assert episode.reward == pytest.approx(1.2)
     assert episode.rows.objects("prompt") == ("system: Numbers only.\nuser: 1 to 9?\nassistant: ",)
@@ -127,19 +104,9 @@ async def test_its_rollout_plays_and_its_rubric_judges() -> None:
 
 
 @pytest.mark.usefixtures("library")
-async def test_tools_are_called_and_there_may_be_several_conversations() -> None:
-    call = '<tool_call>{"name": "is_more", "arguments": {"than": 4}}</tool_call>'
-    episode = await played("tools", f"A look.{call}", "3")
-    assert (episode.error, len(episode.rows)) == (None, 1)
-    assert "tool: False\nuser: A look.\n" in str(episode.rows.objects("completion")[0])
-    rewritten = await played("rewrites", "7", "3")
-    assert (rewritten.error, len(rewritten.rows)) == (None, 2)
-
-
-@pytest.mark.usefixtures("library")
 async def test_what_it_raises_is_data() -> None:
     with capture_logs():
-        raised, told = await played("", "no number"), await played("", "fail")
+        raised, told = await played("no number"), await played("fail")
         other = await agent().play(Gateway(ScriptedSampler([]), ScriptedChat()), {"prompt": "a"}, Sampling())
     assert (raised.reward, raised.error) == (0.0, "ValueError: invalid literal for int() with base 10: 'no number'")
     assert (told.reward, told.error) == (0.0, "Error: told in the state")

@@ -110,23 +110,19 @@ def test_a_role_crashes_where_it_was_told_to() -> None:
         with pytest.raises(Crash, match=r"FakeSampler.generate was told to crash at its value 3"):
             await anext(stream)
 
-    assert simulate(calls) == [2, 4]
-    simulate(values)
-    crashes = sum(_fails(crashing(FakePolicy, seed=seed, update=0.3)) for seed in range(300))
-    assert 60 < crashes < 120
-    with pytest.raises(ContractError, match=r"FakePolicy has no endpoint 'updat': did you mean 'update'\?"):
-        crashing(FakePolicy, updat=[1])
-
-
-def _fails(policy: type[FakePolicy]) -> bool:
-    async def main() -> bool:
+    def fails(seed: int) -> bool:
+        policy = crashing(FakePolicy, seed=seed, update=0.3)(POLICY)
         try:
-            await policy(POLICY).update(rows(1), CrossEntropy())
+            simulate(partial(policy.update, rows(1), CrossEntropy()))
         except Crash:
             return True
         return False
 
-    return simulate(main)
+    assert simulate(calls) == [2, 4]
+    simulate(values)
+    assert 60 < sum(map(fails, range(300))) < 120
+    with pytest.raises(ContractError, match=r"FakePolicy has no endpoint 'updat': did you mean 'update'\?"):
+        crashing(FakePolicy, updat=[1])
 
 
 async def lost_update(seed: int) -> None:
@@ -163,45 +159,32 @@ def test_the_lowest_seed_that_fails_is_found_and_one_command_replays_it() -> Non
     explore(lost_update, seeds=alone.value.seed)
 
 
-async def holds(_: int) -> None:
-    await asyncio.sleep(1)
-
-
-def test_an_exploration_says_how_many_seeds_hold(
+def test_an_exploration_says_how_many_seeds_hold_and_leaves_logging_as_it_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 10.0).__next__)  # each seed takes a while
-    explore(holds, seeds=60)
-    err = capsys.readouterr().err
-    assert "59 of 60 seeds hold left=10s" in err
-    assert "60 of 60 seeds hold left=0s" in err
-
-
-def test_what_is_logged_after_schedules_were_tried_is_seen_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     async def says(_: int) -> None:
         log.warning("said")
 
-    explore(says, seeds=2)
-    log.warning("and said again")
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 10.0).__next__)  # each seed takes a while
+    explore(says, seeds=60)
+    log.warning("said again")
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("said") == 1
+    assert "59 of 60 seeds hold left=10s" in err
+    assert "60 of 60 seeds hold left=0s" in err
+    assert (out, err.count("said")) == ("", 1)
 
 
-def test_a_failure_that_depends_on_more_than_the_seed_is_told() -> None:
+def test_a_failure_that_depends_on_more_than_the_seed_is_told_and_a_scenario_in_a_function_has_one_process() -> None:
     async def flaky(seed: int) -> None:
         tried.append(seed)
         assert tried.count(2) != 1
 
-    tried: list[int] = []
-    with pytest.raises(ScheduleFailed, match="failed under seed 2, but not when it was replayed"):
-        explore(flaky, seeds=5)
-
-
-def test_a_scenario_in_a_function_is_replayed_from_there_and_has_one_process() -> None:
     async def fails_at_three(seed: int) -> None:
         assert seed != 3
 
+    tried: list[int] = []
+    with pytest.raises(ScheduleFailed, match="failed under seed 2, but not when it was replayed"):
+        explore(flaky, seeds=5)
     with pytest.raises(ScheduleFailed, match=r"explore\(.*fails_at_three, seeds=1, first=3, time_limit=10\)"):
         explore(fails_at_three, seeds=10, time_limit=10)
     with pytest.raises(ConfigError, match="cannot be loaded in another process"):
@@ -223,19 +206,14 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
 def test_a_witness_tells_what_was_broken() -> None:
     """Groups and how many of their rows are trained, one after the other, each followed by a publication."""
 
-    async def trains(trained: list[tuple[int, int]]) -> None:
+    async def trains(trained: list[tuple[int, int]], *, publishes_first: bool = True) -> None:
         witness = Witness(FakePolicy(POLICY))
         list(witness.prompts(iter([rows(1, group=0), rows(1, group=1)])))
-        await witness.weights()
+        if publishes_first:
+            await witness.weights()
         for group, count in trained:
             await witness.update(rows(count, group), CrossEntropy())
             await witness.weights()
-        witness.check(ahead=1, n=2)
-
-    async def before_it_publishes() -> None:
-        witness = Witness(FakePolicy(POLICY))
-        await witness.update(rows(2, 0), CrossEntropy())
-        await witness.weights()
         witness.check(ahead=1, n=2)
 
     simulate(partial(trains, [(0, 2), (1, 2)]))
@@ -248,4 +226,4 @@ def test_a_witness_tells_what_was_broken() -> None:
         with pytest.raises(PromiseBroken, match=broken):
             simulate(partial(trains, trained))
     with pytest.raises(PromiseBroken, match=r"2 rows were trained before any weights were published: .*publish\("):
-        simulate(before_it_publishes)
+        simulate(partial(trains, [(0, 2)], publishes_first=False))

@@ -31,31 +31,32 @@ def test_what_is_written_in_place_is_seen_half_written(tmp_path: Path, points: K
     assert any("test_kills.py" in where for where in points.awaits)
 
 
-def test_what_is_renamed_is_seen_whole(tmp_path: Path, points: KillPoints) -> None:
+def test_what_is_renamed_is_seen_whole_and_what_a_thread_of_its_own_changes_is_no_moment(
+    tmp_path: Path, points: KillPoints
+) -> None:
+    part, notes = tmp_path / "here/part", tmp_path / "here/notes"
+
     async def main() -> None:
-        part = tmp_path / "here/part"
         for text in ("one", "another"):
             await asyncio.to_thread(part.write_text, text, "utf-8")
-            part.rename(tmp_path / "here/notes")
+            part.rename(notes)
 
-    points.watch(main)
-    assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
-    assert [left.after for left in points.remains].count("rename(part, notes)") == 2
-
-
-def test_what_a_thread_of_its_own_changes_is_no_moment(tmp_path: Path, points: KillPoints) -> None:
     def write() -> None:
-        (tmp_path / "here/part").write_text("one", "utf-8")
-        (tmp_path / "here/part").rename(tmp_path / "here/notes")
+        part.write_text("a third", "utf-8")
+        part.rename(notes)
 
-    async def main() -> None:
+    async def threaded() -> None:
         thread = threading.Thread(target=write)
         thread.start()
         thread.join()
 
     points.watch(main)
-    assert contents(points, "notes") == [None, "one"]
-    assert [left.after for left in points.remains] == ["nothing", "nothing"]
+    assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
+    assert [left.after for left in points.remains].count("rename(part, notes)") == 2
+    alone = KillPoints(tmp_path / "here", tmp_path / "others")
+    alone.watch(threaded)
+    assert contents(alone, "notes") == ["another", "a third"]
+    assert [left.after for left in alone.remains] == ["nothing", "nothing"]
 
 
 def test_a_line_that_does_not_wait_is_a_moment(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from meshrl.run import NOW
 from meshrl.watch import Watcher, live
+from tests.watch.test_serving import append
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -23,11 +24,6 @@ expect = playwright.expect
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="module")]
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 HOSTILE = "</script><img src=x onerror=window.hit=1><b onmouseover='window.hit=1'>&amp;"
-
-
-def append(file: Path, *lines: object) -> None:
-    with file.open("a") as opened:
-        opened.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def step(number: int, reward: float) -> dict[str, object]:
@@ -110,7 +106,9 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
     assert [url for url in requests if not url.startswith((f"http://127.0.0.1:{watcher.port}/", "data:"))] == []
 
 
-async def test_what_somebody_chose_stays_while_the_page_goes_on(run: Path, browser: "Browser") -> None:
+async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide_as_its_window(
+    run: Path, browser: "Browser"
+) -> None:
     for number in range(2, 30):
         append(run / "metrics.jsonl", step(number, number / 32))
         append(run / "events.jsonl", *events(number))
@@ -131,6 +129,13 @@ async def test_what_somebody_chose_stays_while_the_page_goes_on(run: Path, brows
         await expect(page.locator(".chooser")).to_contain_text("step 0")
         await expect(page.locator(".chooser input")).to_be_focused()
         await expect(page.locator("details")).to_have_attribute("open", "")
+
+        append(run / "samples.jsonl", {"step": 41, "prompt": "long" * 99, "completion": "long" * 99, "reward": 1.0})
+        await page.locator(".chooser input").press("End")
+        await expect(page.locator(".sample .prompt")).to_have_text("long" * 99)
+        for width in (1400, 420):
+            await page.set_viewport_size({"width": width, "height": 900})
+            await page.wait_for_function(f"innerWidth === {width} && {FITS}")
 
 
 async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run: Path, browser: "Browser") -> None:
@@ -178,17 +183,3 @@ async def test_a_page_that_is_one_too_many_says_what_to_do(run: Path, browser: "
         await expect(last.locator(".link")).to_contain_text("close one, then reload this page")
         await expect(first.locator(".link")).to_be_hidden()
         await others.aclose()
-
-
-async def test_the_page_is_as_wide_as_its_window(run: Path, browser: "Browser") -> None:
-    append(run / "samples.jsonl", {"step": 1, "prompt": "long" * 99, "completion": "long" * 99, "reward": 1.0})
-    page = await browser.new_page()
-    async with Watcher(run).serving() as watcher:
-        await page.goto(watcher.address)
-        await expect(page.locator(".sample .prompt")).to_have_text("long" * 99)
-        for width in (1400, 420):
-            for scheme in ("light", "dark"):
-                await page.set_viewport_size({"width": width, "height": 900})
-                await page.emulate_media(color_scheme=scheme)
-                await page.wait_for_function(f"innerWidth === {width}")
-                await page.wait_for_function(FITS)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.first_hour.terminal import FAKES
 from tests.packaging.conftest import run_in, uv
 from tests.packaging.test_contents import EXTRAS
-from tests.packaging.test_installed import FAKES
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
