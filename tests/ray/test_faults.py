@@ -79,11 +79,10 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
     await asked.wait()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not meeting.done()
+    assert not meeting.done()  # neither the failure of rank 0 nor the death
     comes.set()
-    with pytest.raises(RankDied, match="rank 1") as died:
+    with pytest.raises(RankDied, match="rank 1"):
         await meeting
-    assert "connection closed by peer" in str(died.value.__cause__)
 
 
 def present() -> set[object]:
