@@ -17,14 +17,7 @@ import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Sampling, Task
 from meshrl.losses import Loss
-from meshrl.testing import (
-    FakePolicy,
-    FakeReward,
-    FakeRun,
-    FakeSampler,
-    ScheduleFailed,
-    explore,
-)
+from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, ScheduleFailed, explore
 from meshrl.weights import Weights
 from tests.algorithms.pages import FAKES, numbers, play
 
@@ -51,22 +44,21 @@ class Ledger:
 
 
 class Learner(FakePolicy):
-    """A policy whose moments are on the GPUs while it steps alone, unless they `stay`."""
+    """A policy whose moments are on the GPUs while it steps alone."""
 
-    def __init__(self, ledger: Ledger, random: Random, *, stay: bool) -> None:
+    def __init__(self, ledger: Ledger, random: Random) -> None:
         super().__init__(PolicyConfig(model="none"))
-        self.ledger, self.random, self.stay = ledger, random, stay
+        self.ledger, self.random = ledger, random
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         for _ in range(2):
             self.ledger.take(gradients=0 if "gradients" in self.ledger.held else GRADIENTS, activations=ACTIVATIONS)
             await asyncio.sleep(self.random.expovariate(1))
             self.ledger.give("activations")
-        if "moments" not in self.ledger.held:
-            self.ledger.take(moments=MOMENTS)
+        self.ledger.take(moments=MOMENTS)
         metrics = await super().update(batch, loss)
         await asyncio.sleep(self.random.expovariate(1))
-        self.ledger.give("gradients", *(() if self.stay else ("moments",)))
+        self.ledger.give("gradients", "moments")
         return metrics
 
 
@@ -116,14 +108,14 @@ class Sleeper(FakeSampler):
             self.rest()
 
 
-async def train(seed: int, *, ahead: int = 0, stay: bool = False, late: bool = False, epochs: int = 1) -> None:
+async def train(seed: int, *, ahead: int = 0, late: bool = False, epochs: int = 1) -> None:
     random, ledger = Random(seed), Ledger()
     sizes = {"sampling": {"n": 2}, "prompts": 2, "ahead": ahead, "steps": 4, "epochs": epochs, "minibatches": epochs}
-    policy, sampler = Learner(ledger, random, stay=stay), Sleeper(ledger, random, late=late)
+    policy, sampler = Learner(ledger, random), Sleeper(ledger, random, late=late)
     run = FakeRun(policy, sampler, FakeReward(RewardConfig()), seed=seed)
     await play("grpo", run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
     assert len(run.recorded) == 4
-    assert dict(ledger.held) == {"parameters": PARAMETERS, **({"moments": MOMENTS} if stay else {})}
+    assert dict(ledger.held) == {"parameters": PARAMETERS}
     assert ledger.most == PARAMETERS + GRADIENTS + MOMENTS
 
 
@@ -133,9 +125,9 @@ def test_policy_and_sampler_stay_within_the_memory_of_their_gpus(epochs: int, se
     explore(partial(train, epochs=epochs), seeds=seeds)
 
 
-@pytest.mark.parametrize("fault", [{"ahead": 1}, {"stay": True}, {"late": True}], ids=str)
+@pytest.mark.parametrize("fault", [{"ahead": 1}, {"late": True}], ids=str)
 def test_the_ledger_finds_a_planted_overdraft(fault: dict[str, Any]) -> None:
-    """Both at once, moments that stay on the GPUs, and a sampler that falls asleep too late."""
+    """Both at once, and a sampler that falls asleep too late."""
     with pytest.raises(ScheduleFailed) as failure:
         explore(partial(train, **fault), seeds=50)
     assert re.search(r"are 2\d of 20", repr(failure.value.__cause__))

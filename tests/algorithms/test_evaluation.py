@@ -169,11 +169,8 @@ async def test_what_fails_in_it_ends_the_run_after_a_checkpoint_that_is_due(tmp_
 def torch_roles(folder: Path) -> dict[str, object]:
     (folder / "rewards.py").write_text("def judge(prompt, text, row):\n    return sum(map(ord, text)) % 7\n", "utf-8")
     policy = {**TORCH, "optimizer": {"lr": 1e-2}}
-    return {
-        "policy": policy,
-        "sampler": {**TORCH, "mesh": "rollout"},
-        "reward": {"function": f"{folder}/rewards.py:judge"},
-    }
+    reward = {"function": f"{folder}/rewards.py:judge"}
+    return {"policy": policy, "sampler": {**TORCH, "mesh": "rollout"}, "reward": reward}
 
 
 def outcome(folder: Path) -> tuple[list[dict[str, float]], bytes]:
@@ -181,35 +178,16 @@ def outcome(folder: Path) -> tuple[list[dict[str, float]], bytes]:
 
 
 @pytest.mark.bits
-async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) -> None:
-    without = await trained(tmp_path, "without", torch_roles(tmp_path), ALONE, steps=3)
-    every = {"every": 1, "n": 2}
-    beside = await trained(tmp_path, "with", torch_roles(tmp_path), ALONE, steps=3, evaluation=every)
-    assert outcome(beside) == outcome(without)
-    assert all(line["grad_norm"] > 0 for line in outcome(without)[0])
-    assert len(lines(beside / "evaluations.jsonl")) == 4
-    assert not (without / "evaluations.jsonl").exists()
-
-
-@pytest.mark.bits
-async def test_an_asynchronous_run_is_replayed(tmp_path: Path) -> None:
+async def test_an_asynchronous_run_is_replayed_without_the_evaluation_that_was_beside_it(tmp_path: Path) -> None:
     chosen: dict[str, object] = {"steps": 3, "ahead": 2}
-    first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)
+    every = {"every": 1, "n": 2}
+    recorded = {**ALONE, "deterministic": True}
+    first = await trained(tmp_path, "first", torch_roles(tmp_path), recorded, **chosen, evaluation=every)
     again = await trained(tmp_path, "again", torch_roles(tmp_path), {**ALONE, "replay": str(first)}, **chosen)
     assert outcome(again) == outcome(first)
-    assert len(outcome(first)[0]) == 3
-
-
-@pytest.mark.bits
-@pytest.mark.wide
-async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None:
-    chosen: dict[str, object] = {"steps": 5, "ahead": 2, "evaluation": {"every": 1, "n": 2}}
-    first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)
-    changes: dict[str, dict[str, object]] = {"with": {}, "without": {"evaluation": None}}
-    for name, changed in changes.items():
-        replay: dict[str, object] = {**ALONE, "replay": str(first)}
-        again = await trained(tmp_path, name, torch_roles(tmp_path), replay, **{**chosen, **changed})
-        assert outcome(again) == outcome(first)
+    assert [line["grad_norm"] > 0 for line in outcome(first)[0]] == [True] * 3
+    assert len(lines(first / "evaluations.jsonl")) == 4
+    assert not (again / "evaluations.jsonl").exists()
 
 
 async def tuned(folder: Path, every: Mapping[str, object] | None, **settings: object) -> Path:

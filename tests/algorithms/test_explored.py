@@ -1,12 +1,15 @@
-"""The shipped scripts keep their promises under any schedule, unchanged, on fake roles in virtual time."""
+"""The shipped scripts keep their promises under any schedule, and divide batches as they say, on fake roles."""
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain, count
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from meshrl import PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
+from meshrl import Batch, PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
 from meshrl.roles import CriticConfig
 from meshrl.testing import (
     FakeCritic,
@@ -20,7 +23,7 @@ from meshrl.testing import (
     delayed,
     explore,
 )
-from tests.algorithms.pages import FAKES, numbers, play
+from tests.algorithms.pages import ALGORITHMS, FAKES, NAMES, numbers, play
 
 PARTS: dict[str, Any] = {"epochs": 2, "minibatches": 2}
 SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,3 +58,35 @@ async def train(name: str, chosen: dict[str, Any], seed: int) -> None:
 def test_a_shipped_script_keeps_the_bound(case: str) -> None:
     name, chosen = SCRIPTS[case]
     explore(partial(train, name, chosen), seeds=40)
+
+
+PAGES = [name for name in NAMES if "minibatches: int" in (ALGORITHMS / f"{name}.py").read_text("utf-8")]
+
+
+class Numbered(FakeReward):
+    """Gives each row a number of its own, which is its reward too: they differ in each group, so that all teach."""
+
+    numbers: Iterator[int]
+
+    async def score(self, batch: Batch) -> Batch:
+        numbers = np.array([next(self.numbers) for _ in range(len(batch))])
+        return batch.assign(number=numbers, rewards=numbers.astype(np.float32), reward_error=[None] * len(batch))
+
+
+@pytest.mark.parametrize("name", PAGES)
+async def test_each_epoch_is_the_batch_in_parts_and_each_step_one_publication(name: str) -> None:
+    steps, prompts, n, epochs, parts = 3, 5, 2, 3, 2
+    sizes = {"sampling": {"n": n}, "prompts": prompts, "steps": steps, "epochs": epochs, "minibatches": parts}
+    policy, reward = FakePolicy(PolicyConfig(model="none")), Numbered(RewardConfig())
+    witness, critic, reward.numbers = Witness(policy), FakeCritic(CriticConfig(model="none")), count()
+    run = FakeRun(witness, critic, FakeSampler(SamplerConfig(model="none")), reward)
+    await play(name, run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
+    assert witness.versions == [step * epochs * parts for step in range(steps + 1)]
+    witness.check(ahead=0, n=n, epochs=epochs, dropped=None)
+    given = [part.row("number").tolist() for part in policy.updates]
+    assert len(given) == steps * epochs * parts
+    assert all(given)
+    for epoch in range(steps * epochs):
+        rows = sorted(chain.from_iterable(given[epoch * parts : (epoch + 1) * parts]))
+        first = epoch // epochs * prompts * n
+        assert rows == list(range(first, first + prompts * n)), "each row of the step once"

@@ -68,12 +68,18 @@ def test_a_fork_without_changes_ends_as_the_run_it_comes_from() -> None:
         assert meshrl("audit", forked) == 0
 
 
-def test_a_damaged_checkpoint_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    newest = Path("runs/earlier/checkpoints/step-000006")
-    file = next(path for path in newest.rglob("*") if path.suffix == ".safetensors")
+def test_a_fork_is_next_to_a_run_that_was_moved_and_leaves_a_damaged_checkpoint_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = Path("kept \N{GRINNING FACE}")
+    there.mkdir()
+    Path("runs").rename(there / "runs")
+    file = next((there / "runs/earlier/checkpoints/step-000006").rglob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert meshrl("fork", "earlier", "--step", "7") == 0
+    assert meshrl("fork", str(there / "runs/earlier"), "--step", "7") == 0
     assert "step-000006 is damaged, and an earlier checkpoint is used" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    (there / "runs").rename("runs")
     assert numbers("earlier-at-7") == numbers("earlier")
     assert weights("earlier-at-7") == weights("earlier")
 
@@ -97,17 +103,15 @@ def prompts(run: str) -> list[str]:
 
 
 def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -> None:
-    """At a checkpoint, and between two, where it is the same twice."""
+    """At a checkpoint, and between two."""
     seven = ("run.seed=7", "run.samples_every=1")
     assert meshrl("run", "mine.toml", "run.name=seven", *seven) == 0
-    for name, step in {"at-3": 3, "at-5": 5, "again-5": 5}.items():
+    for name, step in {"at-3": 3, "at-5": 5}.items():
         assert meshrl("fork", "earlier", "--step", str(step), "--name", name, *seven) == 0
         assert meshrl("audit", name) == 0
         assert numbers(name)[:step] == numbers("earlier")[:step]
         assert numbers(name)[step:] != numbers("earlier")[step:]
         assert prompts(name)[-4 * (STEPS - step) :] == prompts("seven")[: 4 * (STEPS - step)]
-    assert numbers("at-5") == numbers("again-5")
-    assert weights("at-5") == weights("again-5")
     assert meshrl("run", "runs/at-5/config.toml", f"steps={STEPS + 2}") == 0  # it goes on with its new seed
     assert len(numbers("at-5")) == STEPS + 2
     assert prompts("at-5")[-8:] == prompts("seven")[4 * (STEPS - 5) : 4 * (STEPS - 5) + 8]
@@ -118,12 +122,8 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def names() -> list[str]:
-    return sorted(path.name for path in Path("runs").iterdir() if not path.name.startswith("."))
-
-
 def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    there, before = names(), content(Path("runs/earlier"))
+    before = content(Path())
     for arguments, told in (
         (["--step", "9"], "runs/earlier has steps = 8"),
         (["--step", "5", "--name", "earlier"], "earlier exists already"),
@@ -135,9 +135,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     ):
         assert meshrl("fork", "earlier", *arguments) != 0
         assert told in capsys.readouterr().err
-    assert names() == there
-    assert content(Path("runs/earlier")) == before
-    assert not Path("y").exists()
+    assert content(Path()) == before
 
 
 def test_a_step_that_the_run_has_not_made_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,16 +156,6 @@ def test_a_folder_in_the_way_is_refused_with_what_to_do(capsys: pytest.CaptureFi
     (folder / "fork.json").write_bytes(b"{}")
     assert meshrl("fork", "earlier", "--step", "5") != 0
     assert f"to continue this fork: meshrl run {folder / 'config.toml'}" in capsys.readouterr().err
-
-
-def test_a_fork_is_next_to_a_run_that_was_moved() -> None:
-    there = Path("kept \N{GRINNING FACE}")
-    there.mkdir()
-    Path("runs").rename(there / "runs")
-    assert meshrl("fork", str(there / "runs/earlier"), "--step", "5") == 0
-    assert not Path("runs").exists()
-    (there / "runs").rename("runs")
-    assert numbers("earlier-at-5") == numbers("earlier")
 
 
 def test_what_is_removed_or_comes_while_a_fork_is_copied_is_told() -> None:

@@ -135,6 +135,15 @@ def check(name: str, ran: Ran, page: Page) -> None:
         assert steps[0]["critic_value_error"] == pytest.approx(steps[0]["reward"], abs=0.3)
 
 
+async def test_a_step_that_keeps_nothing_changes_nothing(tmp_path: Path) -> None:
+    given = {"task": write_task(tmp_path, ROWS, held_out=0), "policy": FAKE, "sampler": FAKE, "reward": ROLES["reward"]}
+    few = {"min_reward": 2.0, "prompts": 4, "sampling": {"n": 2, "max_tokens": 4}, "steps": 3, "ahead": 1}
+    _, _, steps = await run_page("expert_iteration", tmp_path, {**given, **few})
+    assert [step["kept"] for step in steps] == [0.0] * 3
+    assert all("loss" not in step for step in steps)
+    assert [step["staleness"] for step in steps] == [0.0] * 3
+
+
 def test_one_completion_a_prompt_is_no_group() -> None:
     for name in COMPARES_A_GROUP:
         roles = {"task": {"source": "none"}, "policy": FAKE, "reward": {"backend": "fake"}}

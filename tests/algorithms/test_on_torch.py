@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from meshrl import ConfigError, PolicyConfig, TeacherConfig, check_teacher
 from meshrl_hf.text import character_tokenizer
@@ -70,62 +69,16 @@ async def test_a_policy_gradient_teaches_a_model(tmp_path: Path, name: str) -> N
         assert max(step["clip_fraction"] for step in steps) > 0
 
 
-def save_judge(folder: Path) -> str:
-    """A judge that gives more, the more of the last characters are b: its one layer takes their mean."""
-    shape: dict[str, Any] = {"vocab_size": 7, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 2, "max_position_embeddings": 16, "num_labels": 1}
-    network = LlamaForSequenceClassification(LlamaConfig(**shape))
-    weights = network.state_dict()
-    with torch.no_grad():
-        for name, weight in weights.items():
-            if "norm" not in name:
-                weight.zero_()
-        weights["model.embed_tokens.weight"][:, 0] = 1.0
-        weights["model.embed_tokens.weight"][3, 1] = 4.0  # b
-        for name in ("v_proj", "o_proj"):
-            weights[f"model.layers.0.self_attn.{name}.weight"].copy_(torch.eye(16))
-        weights["score.weight"][0, 1] = 1.0
-    network.save_pretrained(folder)
-    character_tokenizer(CHARACTERS, 16).save_pretrained(folder)
-    return str(folder)
-
-
-async def test_grpo_learns_what_a_judge_likes(tmp_path: Path) -> None:
-    judged = {"reward": {"model": save_judge(tmp_path / "judge")}, "sampling": {"n": 8, "max_tokens": 4}}
-    table = {**letter_b(tmp_path, "acd"), **judged, "prompts": 8, "steps": 6}
-    _, _, steps = await run_page("grpo", tmp_path, table)
-    assert [step["reward_errors"] for step in steps] == [0] * 6
-    assert steps[-1]["reward"] > steps[0]["reward"] + 0.1
-
-
-GAME = """
-class game:
-    '''Is it a or b? The number of guesses that it takes is what counts.'''
-    def reset(self, row):
-        self.secret = row["answer"]
-        return ">"
-    def step(self, completion):
-        if completion == self.secret:
-            return "", 1.0, True
-        return "d", 0.0, False
-"""
-
-
-async def test_multiturn_learns_a_game(tmp_path: Path) -> None:
-    rows = [{"question": f"{n}>", "answer": "ab"[n % 2]} for n in range(200)]
-    model = {**MODEL, "hidden_size": 32, "ffn_size": 64}
-    table = {
-        "task": write_task(tmp_path, rows, held_out=16, held_out_fraction=0.2),
-        "policy": {"model": model, "optimizer": {"lr": 1e-2}},
-        "environment": {"source": files(tmp_path, game=GAME)["game"], "turns": 2},
-        "prompts": 8,
-        "steps": 30,
-        "sampling": {"n": 8, "max_tokens": 1},
-    }
-    _, summary, _ = await run_page("multiturn", tmp_path, table)
-    assert summary["reward_before"] < 0.5
-    # Half of the secrets are found at the first guess; the others only by who does not say the same again.
-    assert summary["reward_after"] > 0.8
+async def test_a_model_judges_completions(tmp_path: Path, random_model: Callable[..., str]) -> None:
+    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": 48, "num_labels": 1}
+    config = LlamaConfig(**shape)
+    judge = random_model(config, tmp_path / "judge", AutoModelForSequenceClassification)
+    table = {**letter_b(tmp_path), **GROUP, "reward": {"model": judge}, "steps": 1}
+    _, _, (step,) = await run_page("grpo", tmp_path, table)
+    assert step["reward_errors"] == 0
+    assert step["reward"] != 0
+    assert step["grad_norm"] > 0
 
 
 # --- supervised: what is kept of its own completions, and a teacher
@@ -151,14 +104,6 @@ async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
     written = {step: "".join(row["completion"] for row in samples if row["step"] == step) for step in (0, 20)}
     assert written[0].count("b") < 0.6 * len(written[0])
     assert written[20].count("b") > 0.8 * len(written[20])
-
-
-async def test_a_step_that_keeps_nothing_changes_nothing(tmp_path: Path) -> None:
-    few = {"min_reward": 2.0, "prompts": 4, "sampling": {"n": 2, "max_tokens": 4}, "steps": 3, "ahead": 1}
-    _, _, steps = await run_page("expert_iteration", tmp_path, {**letter_b(tmp_path), **few})
-    assert [step["kept"] for step in steps] == [0.0] * 3
-    assert all("loss" not in step for step in steps)
-    assert [step["staleness"] for step in steps] == [0.0] * 3
 
 
 # --- preferences and reward models: words of a and b, of which those that are good are answered by b alone
@@ -250,13 +195,26 @@ async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tm
 
 # --- those that are taught in `wide` alone
 
+GAME = """
+class game:
+    def reset(self, row):
+        return ">"
+    def step(self, completion):
+        return "d", float(completion == "b"), completion == "b"
+"""
+
 
 @pytest.mark.parametrize(
-    "name", [*list(TAUGHT)[2:], *(name for name in PREFERENCES if name != "dpo"), "process_reward"]
+    "name", [*list(TAUGHT)[2:], "multiturn", *(name for name in PREFERENCES if name != "dpo"), "process_reward"]
 )
 async def test_a_page_makes_a_step_of_a_model(name: str, tmp_path: Path) -> None:
     if name in TAUGHT:
         table = {**letter_b(tmp_path), **TAUGHT[name]}
+    elif name == "multiturn":
+        game = {"environment": {"source": files(tmp_path, game=GAME)["game"], "turns": 2}, "prompts": 8}
+        task = {**letter_b(tmp_path)["task"], "held_out": 2, "held_out_fraction": 0.5}
+        table = {"task": task, "policy": POLICY, **game}
+        table["sampling"] = {"n": 8, "max_tokens": 1}
     else:
         table = (preferring if name in PREFERENCES else judging)(name, tmp_path)
     _, _, (step,) = await run_page(name, tmp_path, {**table, "steps": 1})

@@ -95,9 +95,8 @@ def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
     """The rows of all updates; an advantage of a row is that of each of its tokens."""
     rows = []
     for batch in updates:
-        prompts, answers, texts = (
-            cast("tuple[str, ...]", batch.objects(n)) for n in ("prompt", "answer", "completion")
-        )
+        named = ("prompt", "answer", "completion")
+        prompts, answers, texts = (cast("tuple[str, ...]", batch.objects(name)) for name in named)
         given = batch["advantages"]
         for at, tokens in enumerate(batch.tokens):
             mask = np.asarray(batch.loss_mask[at], np.bool_)

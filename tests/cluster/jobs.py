@@ -4,6 +4,7 @@ A job is a function that is given an engine of the cluster, and returns what JSO
 """
 
 import asyncio
+import ctypes
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
@@ -29,17 +31,19 @@ from meshrl import (
     Same,
     Shard,
     Weights,
+    at,
     current_rank,
     endpoint,
     respawn,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import NoRoom
+from meshrl.errors import ConfigError, MeshrlError, NoRoom
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
 ANSWER = "answer: "
 """Goes before what a job returns, among the lines that Ray writes."""
+LOGS = Path("/tmp/meshrl-test-logs")  # noqa: S108 -- each host's own
 
 
 def command(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> list[str]:
@@ -96,7 +100,10 @@ def on(host: str, cpus: int = 0) -> Resources:
 
 
 class Traveller(Actor):
-    """Makes rows and weights, takes them, and tells where it is."""
+    """Makes rows and weights, takes them, writes, dies, and tells where it is."""
+
+    def __init__(self) -> None:
+        self._counted = 0
 
     @endpoint
     async def where(self) -> Gather[np.ndarray]:
@@ -124,8 +131,51 @@ class Traveller(Actor):
         return Weights(1, {str(number): np.full(count, number + 1, np.float32)})
 
     @endpoint
-    async def take(self, weights: Weights) -> Same[float]:
-        return float(sum(tensor.mean() for tensor in weights.tensors.values()))
+    async def way(self, weights: Weights) -> Same[str]:
+        """How they came."""
+        assert not any(bucket.damaged() for bucket in weights.buckets)
+        return ", ".join(weights.ways)
+
+    @endpoint
+    async def count(self) -> Gather[np.ndarray]:
+        """How many times this rank was asked."""
+        self._counted += 1
+        return np.array([self._counted])
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        return np.array([os.getpid()])
+
+    @endpoint
+    async def say(self, text: str) -> None:
+        print(text, flush=True)  # noqa: T201 -- what is tested
+
+    @endpoint
+    async def die(self) -> None:
+        print("last words", flush=True)  # noqa: T201 -- what is tested
+        ctypes.string_at(0)
+
+
+async def made(engine: RayEngine, host: str) -> Traveller:
+    return await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+
+
+async def told(call: Awaitable[object]) -> str:
+    """The error of a call, or the text that it returns."""
+    try:
+        return str(await call)
+    except MeshrlError as failure:
+        return f"{type(failure).__name__}: {failure}"
+
+
+async def until_it_dies(one: Traveller) -> str:
+    """Call a rank, which writes, again and again; what is told of its death."""
+    try:
+        while True:
+            await one.say("before")
+            await asyncio.sleep(0.05)
+    except RankDied as died:
+        return str(died)
 
 
 async def places(engine: RayEngine) -> object:
@@ -148,9 +198,8 @@ async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> obj
 
 async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:
     """Rows made on one host, changed on another and read here: the last token."""
-    made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
-    taken = await (await Mesh.reserve(engine, 1, on(taker))).spawn(Traveller)
-    doubled = await taken.twice(await made.make(4, mib * MIB // 16))
+    source, taken = await made(engine, maker), await made(engine, taker)
+    doubled = await taken.twice(await source.make(4, mib * MIB // 16))
     return int((await doubled.select([3]).load()).tokens.values[-1])
 
 
@@ -164,7 +213,7 @@ async def crowded(engine: RayEngine) -> object:
 
 async def calls(engine: RayEngine, host: str) -> object:
     """Call a rank of a host again and again."""
-    one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    one = await made(engine, host)
     await one.clock()
     say("ready")
     while True:
@@ -174,16 +223,109 @@ async def calls(engine: RayEngine, host: str) -> object:
 
 async def revived(engine: RayEngine, host: str) -> object:
     """Call a rank until it dies, make it again, and ask where it is."""
-    one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    one = await made(engine, host)
     say("ready")
-    try:
-        while True:
-            await one.clock()
-            await asyncio.sleep(0.05)
-    except RankDied:
-        say("RankDied")
+    await until_it_dies(one)
+    say("RankDied")
     await respawn(one)
     return (await one.where()).tolist()
+
+
+async def ways(engine: RayEngine, maker: str, takers: list[str], mib: int, rounds: int) -> object:
+    """How weights come to two ranks of each of some hosts, of which all but the first round are told as they begin."""
+    source = await made(engine, maker)
+    taken = [await (await Mesh.reserve(engine, 2, on(host))).spawn(Traveller) for host in takers]
+    answers: list[object] = []
+    for number in range(rounds):
+        weights = await source.weights(mib * MIB // 4)
+        if number:
+            say("ready")
+        answers.append(await asyncio.gather(*(told(each.way(weights)) for each in taken)))
+    return answers
+
+
+async def joined(engine: RayEngine) -> object:
+    """Begin with one rank of two; what is told of the other when its node joins, and where the first is then."""
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
+    one = await mesh.spawn(Traveller)
+    say("ready")
+    try:
+        await respawn(at(one, dp=1))
+    except ConfigError as refused:
+        return str(refused), (await at(one, dp=0).where()).tolist()
+    return "", []
+
+
+async def waited(engine: RayEngine, host: str) -> object:
+    """Calls on a host that is away for some seconds, and slow and lossy afterwards: how many it has counted."""
+    worker = await made(engine, host)
+    say("ready")
+    for _ in range(100):
+        await worker.count()
+        await asyncio.sleep(0.1)
+    return int((await worker.count())[0])
+
+
+async def lost(engine: RayEngine, here: str, cut: str, elsewhere: str) -> object:
+    """What is told of rows on a host that is cut off: here, on a rank here, and on one elsewhere; its process."""
+    maker, near, far = [await made(engine, host) for host in (cut, here, elsewhere)]
+    batches = [await maker.make(4, MIB // 4) for _ in range(3)]
+    pid = int((await maker.pid())[0])
+    say("ready")
+    await asyncio.sleep(5)
+    waits = batches[0].load(), near.twice(batches[1]), far.twice(batches[2]), maker.clock()
+    return pid, await asyncio.gather(*map(told, waits))
+
+
+async def left(engine: RayEngine, host: str) -> object:
+    """What is told of a call, and of a reservation, when the head goes."""
+    worker = await made(engine, host)
+    say("ready")
+
+    async def work() -> None:
+        while True:
+            await worker.count()
+            await asyncio.sleep(0.05)
+
+    async def reserve() -> None:
+        await asyncio.sleep(5)
+        await Mesh.reserve(engine, 1, on(host))
+
+    return await asyncio.gather(told(work()), told(reserve()))
+
+
+async def written(engine: RayEngine, host: str) -> object:
+    """A rank on this host writes and dies: what the error tells, and the file on this one."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Traveller)
+    await talks.say("hello from there")
+    try:
+        await talks.die()
+    except RankDied as died:
+        return str(died), (LOGS / "far-0.log").read_text()
+    raise AssertionError("it lives")
+
+
+async def written_until_the_host_died(engine: RayEngine, host: str) -> object:
+    """A rank writes, and its host is killed when that is here: what the error tells."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "dead", str(LOGS))).spawn(Traveller)
+    await talks.say("hello from there")
+    while "hello from there" not in (LOGS / "dead-0.log").read_text():  # noqa: ASYNC110 -- the folder of another process
+        await asyncio.sleep(0.1)
+    say("ready")
+    return await until_it_dies(talks)
+
+
+async def written_after_a_cut(engine: RayEngine, host: str) -> object:
+    """A rank writes until its host is given up, and again as it is made anew: its log."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "cut", str(LOGS))).spawn(Traveller)
+    say("ready")
+    await until_it_dies(talks)
+    say("RankDied")
+    await respawn(talks)
+    await talks.say("hello after the cut")
+    while "hello after the cut" not in (text := (LOGS / "cut-0.log").read_text()):  # noqa: ASYNC110 -- as above
+        await asyncio.sleep(0.1)
+    return text
 
 
 async def main(module: str, name: str, address: str, arguments: str) -> None:

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from meshrl.run import audit_run
 from meshrl.testing.cluster import Cluster
+from tests.cluster.conftest import TASK
 
 CONFIG = """
 steps = 4
@@ -27,28 +28,11 @@ cpus = 1
 ranks = 2
 cpus = 1
 
-[task]
-source = "words.jsonl"
-held_out = 8
-held_out_fraction = 0.2
-
-[policy]
-backend = "fsdp"
-mesh = "train"
-model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }
-
 [policy.optimizer]
 lr = 1e-2
 
 [sampler]
 mesh = "rollout"
-
-[sampling]
-n = 4
-max_tokens = 5
-
-[reward]
-function = "rewards.py:right_letters"
 """
 ALGORITHMS = {"grpo": "", "ppo": '[critic]\nbackend = "fsdp"\nmesh = "train"\n[critic.optimizer]\nlr = 1e-2\n'}
 """What each has of its own, after its name."""
@@ -68,7 +52,9 @@ def own_names(three: Cluster) -> Cluster:
 def run(cluster: Cluster, algorithm: str, name: str, *overrides: str) -> None:
     """The command on the first host, in the current folder."""
     try:
-        cluster.hosts[0].run(["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", *overrides])
+        cluster.hosts[0].run(
+            ["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", "policy.backend=fsdp", *overrides]
+        )
     except subprocess.CalledProcessError as error:
         raise AssertionError(error.output) from None
 
@@ -95,7 +81,9 @@ def test_three_hosts_compute_the_bits_of_one(
 ) -> None:
     """With `ahead` the one follows the schedule of the three."""
     monkeypatch.chdir(folder)
-    (folder / f"{algorithm}.toml").write_text(f'algorithm = "{algorithm}"\n{CONFIG}\n{ALGORITHMS[algorithm]}', "utf-8")
+    (folder / f"{algorithm}.toml").write_text(
+        f'algorithm = "{algorithm}"\n{CONFIG}{TASK}\n{ALGORITHMS[algorithm]}', "utf-8"
+    )
     follows = ["run.deterministic=true"], ["run.replay=runs/three"]
     keeps, follow = follows if ahead else ([], [])
     run(own_names, algorithm, "three", f"ahead={ahead}", f"run.engine={own_names.address}", *PLACES, *keeps)

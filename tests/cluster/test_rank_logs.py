@@ -5,8 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from meshrl.testing.cluster import Cluster
-from tests.cluster.jobs import answered, begun, do, wait_for
-from tests.cluster.log_jobs import LOGS, written, written_after_a_cut, written_until_the_host_died
+from tests.cluster.jobs import (
+    LOGS,
+    answered,
+    begun,
+    do,
+    wait_for,
+    written,
+    written_after_a_cut,
+    written_until_the_host_died,
+)
 
 
 @pytest.fixture(scope="module")

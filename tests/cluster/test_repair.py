@@ -12,6 +12,7 @@ import pytest
 from meshrl.mesh import PATIENCE
 from meshrl.run import audit_run
 from meshrl.testing.cluster import Cluster, Host
+from tests.cluster.conftest import TASK
 
 NEVER = {"RAY_health_check_failure_threshold": "1000"}
 CONFIG = """
@@ -32,22 +33,6 @@ custom = { node1 = 1 }
 [run.meshes.train]
 cpus = 1
 custom = { train = 1 }
-
-[task]
-source = "words.jsonl"
-held_out = 8
-held_out_fraction = 0.2
-
-[policy]
-mesh = "train"
-model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }
-
-[sampling]
-n = 4
-max_tokens = 5
-
-[reward]
-function = "rewards.py:right_letters"
 """
 
 
@@ -66,7 +51,7 @@ def has_a_rank(host: Host) -> bool:
 
 def begun(cluster: Cluster, folder: Path, *overrides: str) -> "subprocess.Popen[str]":
     """A run that has made some steps."""
-    (folder / "mine.toml").write_text(CONFIG, "utf-8")
+    (folder / "mine.toml").write_text(CONFIG + TASK, "utf-8")
     command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={cluster.address}", *overrides]
     controller = cluster.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
     metrics = folder / "runs" / "mine" / "metrics.jsonl"

@@ -7,8 +7,7 @@ import pytest
 
 from meshrl.mesh import PATIENCE
 from meshrl.testing.cluster import Cluster
-from tests.cluster.jobs import answer, answered, begun
-from tests.cluster.silence_jobs import left, lost, waited
+from tests.cluster.jobs import answer, answered, begun, left, lost, waited
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,10 @@
 
 import importlib.metadata
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from meshrl.testing.cluster import Cluster, Host
-from tests.cluster.jobs import answered, begun, do
-from tests.cluster.version_jobs import joined, reserved
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with Cluster(3, resources=[{}, {"rollout": 1}, {"rollout": 1}]) as cluster:
-        yield cluster
+from tests.cluster.jobs import answered, begun, joined
 
 
 def make_older(host: Host) -> str:
@@ -28,24 +18,16 @@ def make_older(host: Host) -> str:
     return importlib.metadata.version("torch").partition("+")[0]
 
 
-def test_a_node_that_joins_later_is_refused_and_the_others_go_on(three: Cluster) -> None:
-    _, second, third = three.hosts
-    third.kill()
-    controller = begun(three, joined)
-    third._switch_on()
-    version = make_older(third)
-    node = third.begin_node()
-    assert node
-    third.wait_for_node(node)
-    told, hosts = answered(controller)
+def test_a_node_that_joins_later_is_refused_and_the_others_go_on() -> None:
+    with Cluster(3, resources=[{}, {"rollout": 1}, {"rollout": 1}]) as cluster:
+        _, second, third = cluster.hosts
+        third.kill()
+        controller = begun(cluster, joined)
+        third._switch_on()
+        version = make_older(third)
+        node = third.begin_node()
+        assert node
+        third.wait_for_node(node)
+        told, hosts = answered(controller)
     assert hosts == [second.name]
     assert re.search(rf"{third.name} \({third.address}\) +torch +{version} +1\.2\.3$", told, re.MULTILINE), told
-
-
-def test_a_node_is_refused_with_a_table_of_versions(three: Cluster) -> None:
-    """The last test on these hosts. Nodes that have the same are not named."""
-    version = make_older(three.hosts[1])
-    told = do(three, reserved)
-    assert re.search(rf"^  {three.hosts[1].address} +torch +{version} +1\.2\.3$", told, re.MULTILINE), told
-    assert three.hosts[0].address not in told
-    assert f"pip install torch=={version}" in told

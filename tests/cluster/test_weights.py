@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from meshrl.mesh import PATIENCE
 from meshrl.testing.cluster import Cluster
 from tests.cluster.broadcast_jobs import broadcast
-from tests.cluster.jobs import MIB, answered, begun, do
-from tests.cluster.weights_jobs import ways
+from tests.cluster.jobs import MIB, answered, begun, do, ways
 
 if TYPE_CHECKING:
     import subprocess

@@ -89,19 +89,19 @@ GROUPED: Sequence[Check] = [
 ]
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
 
-LAYOUT: Sequence[Check] = [
-    *numbers.POLICY[:3],
-    numbers.micro_batches,
-    numbers.uneven_rows,
-    *CRITIC,
-    *REFERENCE,
-    adapters,
-    state.weights,
-    state.saving,
-    state.the_same_bits,
-    checkpoints.a_policy_goes_on,
+ALONE: Sequence[Check] = [
+    *numbers.POLICY[3:5],
+    numbers.token_advantages,
+    numbers.encoding,
+    state.a_new_model,
+    refusals.the_loss_of_a_critic,
+    refusals.log_probs_of_another_model,
+    refusals.a_column_that_is_missing,
+    refusals.a_column_that_does_not_fit,
+    refusals.what_a_critic_refuses,
+    judging.what_a_reward_model_refuses,
 ]
-"""What hangs on how a model is divided. The whole suite is asked of one rank, and of two along `dp`."""
+"""What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
     numbers.POLICY[1],
@@ -112,28 +112,33 @@ AXIS: Sequence[Check] = [
     state.saving,
     checkpoints.a_policy_goes_on,
 ]
-KEPT: Sequence[Check] = [state.saving, checkpoints.a_policy_goes_on]
-TIMING: Sequence[Check] = [*numbers.POLICY[:3], numbers.micro_batches, numbers.uneven_rows, a_loss_that_raises]
-"""What hangs on when ranks talk to each other."""
+"""What hangs on how a model is divided."""
 
+MIXED: Sequence[Check] = [
+    log_probs_of_transformers,
+    numbers.POLICY[0],
+    checkpoints.a_policy_goes_on,
+    numbers.uneven_rows,
+    state.saving,
+    numbers.critic_updates,
+]
+REPLICATE = {"fsdp": {"replicate": 2}}
 TP = Subject("fsdp", {"dp": 1, "tp": 2}, "processes")
 CASES = [
     *asked(Subject("torch"), ALL),
     *asked(Subject("torch"), GROUPED, model="grouped"),
-    *asked(Subject("fsdp", {"dp": 2}, "processes"), ALL),
-    *asked(Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"replicate": 2}}), AXIS, LAYOUT),
+    *asked(Subject("fsdp", {"dp": 2}, "processes"), [check for check in ALL if check not in ALONE], ALL),
+    *asked(Subject("fsdp", {"dp": 2}, "processes", REPLICATE), AXIS, ALL),
     *asked(
         Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}),
-        [numbers.micro_batches, *KEPT],
-        TIMING,
+        [numbers.micro_batches, state.saving, checkpoints.a_policy_goes_on],
+        ALL,
     ),
-    *asked(TP, AXIS, [*LAYOUT, *REWARD_MODEL, a_loss_that_raises, log_probs_of_transformers]),
+    *asked(TP, AXIS, ALL),
     *asked(TP, [], GROUPED, model="grouped"),
-    *asked(
-        Subject("fsdp", {"dp": 4, "tp": 2}, "processes", {"fsdp": {"replicate": 2}}),
-        [log_probs_of_transformers, numbers.POLICY[0], numbers.uneven_rows, numbers.critic_updates, *KEPT],
-        model="grouped",
-    ),
+    *asked(Subject("fsdp", {"dp": 2, "tp": 2}, "processes"), MIXED[:4], model="grouped"),
+    *asked(Subject("fsdp", {"dp": 4}, "processes", REPLICATE), MIXED[2:]),
+    *asked(Subject("fsdp", {"dp": 4, "tp": 2}, "processes", REPLICATE), [], MIXED, "grouped"),
 ]
 
 

@@ -35,22 +35,6 @@ async def adapters_are_refused(trial: Trial) -> None:
 
 
 ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, log_probs_of_transformers, adapters_are_refused]
-LAYOUT: Sequence[Check] = [
-    *numbers.POLICY[:3],
-    numbers.micro_batches,
-    numbers.uneven_rows,
-    numbers.short_and_long_rows,
-    numbers.log_probs,
-    *numbers.CRITIC,
-    *numbers.REFERENCE,
-    *REWARD_MODEL,
-    state.weights,
-    state.saving,
-    state.roles_side_by_side,
-    *checkpoints.POLICY,
-    *checkpoints.CRITIC,
-]
-"""What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along `tp`."""
 AXIS: Sequence[Check] = [
     numbers.POLICY[1],
     numbers.micro_batches,
@@ -63,6 +47,7 @@ AXIS: Sequence[Check] = [
     state.saving,
     checkpoints.a_policy_goes_on,
 ]
+"""What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along each axis."""
 KEPT: Sequence[Check] = [state.saving, checkpoints.a_policy_goes_on]
 GROUPED: Sequence[Check] = [
     numbers.POLICY[3],
@@ -91,7 +76,6 @@ def layout(options: Mapping[str, object] | None = None, dp: int = 1, **axes: int
 
 ONE, SHARED = Subject("megatron"), {"experts": 2}
 TP, PP, CP, DP = layout(tp=2), layout(pp=2), layout(cp=2), layout(dp=2)
-MIXED = layout(SHARED, dp=2, pp=2, cp=2, tp=2)
 CASES = [
     *asked(ONE, ALL),
     *asked(ONE, GROUPED[:2], GROUPED, "grouped"),
@@ -99,17 +83,18 @@ CASES = [
     *asked(TP, [*AXIS, checkpoints.a_policy_made_again, state.a_cancelled_update], ALL),
     *asked(TP, GROUPED[:2], GROUPED, "grouped"),
     *asked(TP, [], KEPT, "mixture"),
-    *asked(PP, [*AXIS, checkpoints.a_policy_made_again], LAYOUT),
+    *asked(PP, [*AXIS, checkpoints.a_policy_made_again], ALL),
     *asked(PP, [], GROUPED, "grouped"),
     *asked(PP, [], KEPT, "mixture"),
-    *asked(CP, AXIS, LAYOUT),
+    *asked(CP, AXIS, ALL),
     *asked(CP, [], GROUPED, "grouped"),
-    *asked(DP, AXIS, LAYOUT),
+    *asked(DP, AXIS, ALL),
     *asked(layout(SHARED, dp=2), EXPERTS, model="mixture"),
     *asked(layout({"sequence_parallel": False}, tp=2), KEPT, AXIS),
     *asked(layout(pp=2, tp=2), [], AXIS),
-    *asked(layout(SHARED, dp=2, tp=2), [], EXPERTS, "mixture"),
-    *asked(MIXED, [log_probs_of_transformers, numbers.POLICY[0]], EXPERTS, "mixture"),
+    *asked(layout(pp=2, cp=2), [log_probs_of_transformers, numbers.POLICY[0]]),
+    *asked(layout(SHARED, dp=2, tp=2), EXPERTS[:2], EXPERTS, "mixture"),
+    *asked(layout(SHARED, dp=2, pp=2, cp=2, tp=2), [], [log_probs_of_transformers, *EXPERTS], "mixture"),
 ]
 
 

@@ -42,12 +42,20 @@ async def greedy_of_transformers(trial: Trial) -> None:
             assert tokens.tolist() == expected[0].tolist()
 
 
-ON_TWO_RANKS = (*rows.ANY, *interruptions.ANY, draws.greedy, interruptions.numbers_around_a_load)
+ON_TWO_RANKS = (
+    draws.seeds,
+    rows.columns,
+    rows.few_rows,
+    interruptions.a_cancelled_call,
+    interruptions.an_abort,
+    interruptions.numbers_around_a_load,
+)
+"""What hangs on which rank has a row."""
 SKILL = Weights(0, {"skill": np.array([0.5])})
 CASES = [
     *asked(Subject("fake", {"dp": 2}, weights=SKILL), SAMPLER_OF_NO_MODEL),
     *asked(Subject("torch"), [*SAMPLER, greedy_of_transformers]),
-    *asked(Subject("torch", {"dp": 2}), ON_TWO_RANKS),
+    *asked(Subject("torch", {"dp": 2}), ON_TWO_RANKS, (*SAMPLER_OF_NO_MODEL, draws.greedy)),
 ]
 
 

@@ -1,7 +1,8 @@
 """The suite of samplers finds what is wrong: each of these has one mistake, which the check of that promise tells."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -27,14 +28,17 @@ class Changed(TorchSampler):
 
 
 class Misled(TorchSampler):
-    """Draws by another request."""
+    """Draws by another request: of prompts without some columns, with other options."""
+
+    forgotten: ClassVar[frozenset[str]] = frozenset()
+    options: ClassVar[Mapping[str, object]] = {}
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         async for part in super().generate(*self.misled(prompts, sampling)):
             yield part
 
     def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        raise NotImplementedError
+        return prompts.drop(*(self.forgotten & {*prompts.names})), sampling.model_copy(update=self.options)
 
 
 class TellsRoundedLogProbs(Changed):
@@ -97,11 +101,9 @@ class LeavesTheStopText(Changed):
         return part.assign(completion=[text_of(tokens) for tokens in completions(part)])
 
 
-class StopsNoRowsThatGoOn(TorchSampler):
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        stop = () if "versions" in prompts else sampling.stop
-        async for part in super().generate(prompts, sampling.model_copy(update={"stop": stop})):
-            yield part
+class StopsNoRowsThatGoOn(Misled):
+    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+        return prompts, sampling.model_copy(update={"stop": ()} if "versions" in prompts else {})
 
 
 class CallsAllTruncated(Changed):
@@ -137,18 +139,15 @@ class DrawsOnceForAll(TorchSampler):
 
 
 class IgnoresTemperature(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, sampling.model_copy(update={"temperature": 1.0})
+    options: ClassVar = {"temperature": 1.0}
 
 
 class IgnoresTopK(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, sampling.model_copy(update={"top_k": 0})
+    options: ClassVar = {"top_k": 0}
 
 
 class IgnoresTheSeed(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, sampling.model_copy(update={"seed": 0})
+    options: ClassVar = {"seed": 0}
 
 
 class DrawsByTheClock(Misled):
@@ -174,15 +173,13 @@ class CountsAllCalls(Misled):
 
 
 class IgnoresLimitsOfRows(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts.drop(*({"max_tokens"} & set(prompts.names))), sampling
+    forgotten = frozenset({"max_tokens"})
 
 
 class BeginsAnew(Misled):
     """Rows that are to go on start from their prompts."""
 
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts.drop(*({"tokens", "loss_mask", "sampler_logprobs", "versions"} & set(prompts.names))), sampling
+    forgotten = frozenset({"tokens", "loss_mask", "sampler_logprobs", "versions"})
 
 
 class KeepsPrompts(TorchSampler):
@@ -292,6 +289,7 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
 
 
 async def test_each_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruptions, "_LOADS", 2)  # of eight, each as long as a whole call of LoadsBetweenCalls
     assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots, None)
 
 

@@ -5,12 +5,10 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from meshrl import (
@@ -18,7 +16,6 @@ from meshrl import (
     Batch,
     Gather,
     Mesh,
-    Ragged,
     RankDied,
     RankFailed,
     Same,
@@ -31,6 +28,7 @@ from meshrl import (
     stop,
 )
 from tests.engines.conftest import Reserve, on_processes
+from tests.processes.conftest import running, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,14 +98,6 @@ class Probe(Actor):
     async def trouble(self) -> None:
         raise Trouble(3)
 
-    @endpoint
-    async def make(self, tokens: int) -> Gather[Batch]:
-        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * 2, np.int32))
-
-    @endpoint
-    async def length(self, batch: Shard[Batch]) -> Gather[np.ndarray]:
-        return batch.tokens.lengths
-
 
 class Starts(Probe):
     """Rank 1 dies in its constructor if told to; rank 0 waits for it, as a process group does."""
@@ -126,14 +116,7 @@ async def pids_of(probe: Probe) -> list[int]:
 
 async def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    with suppress(psutil.NoSuchProcess):  # it may go between the two questions
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 -- what other processes do
-        await asyncio.sleep(0.01)
+    await until(lambda: not running([pid]))
 
 
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
@@ -178,8 +161,10 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: Mesh, tmp_path: P
 
 
 @on_processes
-async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(reserve: Reserve, tmp_path: Path) -> None:
-    """They are given a few seconds, here all at the same time."""
+async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
+    reserve: Reserve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.engines.hosting.reservation.GRACE", 0.5)
 
     async def blocked(probe: Probe, name: str) -> list[int]:
         """A call in which every rank waits for good, and one dies."""
@@ -210,17 +195,6 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(reserve: Reserve, t
         assert await (await mesh.spawn(Starts, die=False)).add() == 1
 
     await asyncio.gather(is_made_again(), is_stopped(), is_spawned())
-
-
-@on_processes
-async def test_columns_outlive_their_rank(mesh: Mesh, reserve: Reserve) -> None:
-    probe = await mesh.spawn(Probe)
-    batch = await probe.make(50_000)
-    for pid in await pids_of(probe):
-        await kill(pid)
-    assert [len(row) for row in (await batch.select([0, 3]).load()).tokens] == [50_000] * 2
-    other = await (await reserve(1)).spawn(Probe)
-    assert (await other.length(batch)).tolist() == [50_000] * 4
 
 
 @on_processes

@@ -3,21 +3,13 @@
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from structlog.testing import capture_logs
+from transformers import LlamaConfig
 
-from meshrl import (
-    Batch,
-    DataLost,
-    NewModel,
-    PolicyConfig,
-    Sampling,
-    Weights,
-    rollout,
-)
+from meshrl import DataLost, Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf import broadcast
@@ -26,17 +18,11 @@ from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.reach import Where
 from meshrl_inference.sampler import EngineSampler
-from meshrl_torch.policy import TorchPolicy
+from tests.inference.networks import ENDLESS, LONG, PROMPTS, SHAPE, completions, offer, two
 from tests.senders import Senders, sending
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
-PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
-GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
-LONG = Sampling(max_tokens=200, ignore_eos=True)
-ENDLESS = Batch.of(prompt=["abc>"] * 8000, max_tokens=np.where(np.arange(8000) % 2, 200, 10))
-"""Rows for 50,000 steps, which no engine makes while a test may last. The first end soon."""
 RANKS = 3
 LIMIT = 1 << 14
 """Half the bytes of a rank's buckets. Each rank has several."""
@@ -47,37 +33,25 @@ class Source(NamedTuple):
 
     senders: Senders
     weights: list[Weights]
+    folder: str
 
     def live(self, model: int, version: int) -> LiveWeights:
-        """Offer a model, in place of what was offered before."""
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in self.weights[model].tensors.items()}
-        return self.senders.offer(tensors, version, self.weights[model].probe)
-
-
-async def drawn(sampler: EngineSampler) -> list[list[int]]:
-    batch = await rollout(sampler, PROMPTS, GREEDY)
-    return [np.asarray(row).tolist() for row in batch.tokens]
+        return offer(self.senders, self.weights[model], version)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def source() -> AsyncIterator[Source]:
-    weights: list[Weights] = []
-    for seed in (1, 2):
-        policy = TorchPolicy(PolicyConfig(model=NEW))
-        torch.manual_seed(seed)
-        with torch.no_grad():  # far from where they begin, where both draw the same
-            for tensor in policy._trainable.passes.model.tensors().values():
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-        weights.append(await policy.weights())
+async def source(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Source]:
+    folder = tmp_path_factory.mktemp("models")
+    _, weights = await two(LlamaConfig(**SHAPE, tie_word_embeddings=True), folder)
     with sending(RANKS, LIMIT) as senders:
-        yield Source(senders, weights)
+        yield Source(senders, weights, str(folder / "0"))
 
 
 @pytest.fixture(scope="module")
-def sampler(backend: Any) -> Iterator[EngineSampler]:
+def sampler(backend: Any, source: Source) -> Iterator[EngineSampler]:
     """Over two processes along tp, which both read."""
     before = rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
-    made = backend.sampler(backend.config(model=NEW, slots=16))
+    made = backend.sampler(backend.config(model=source.folder, slots=16))
     rank_context.reset(before)
     yield made
     made.close()
@@ -87,7 +61,7 @@ async def test_each_process_reads_and_running_rows_continue(sampler: EngineSampl
     known: list[list[list[int]]] = []
     for version, weights in enumerate(source.weights, 1):
         await sampler.load(weights.with_version(version))
-        known.append(await drawn(sampler))
+        known.append(await completions(sampler))
     assert known[0] != known[1]
     stream = aiter(sampler.generate(ENDLESS, LONG))
     await anext(stream)
@@ -103,19 +77,19 @@ async def test_each_process_reads_and_running_rows_continue(sampler: EngineSampl
         pass
     await sampler.abort()
     assert [batch async for batch in stream]
-    assert await drawn(sampler) == known[1]
+    assert await completions(sampler) == known[1]
 
 
 async def test_those_that_are_gone_change_nothing(sampler: EngineSampler, source: Source) -> None:
     await sampler.load(source.live(0, 10))
-    before, gone = await drawn(sampler), source.live(1, 11)
+    before, gone = await completions(sampler), source.live(1, 11)
     source.live(1, 12)
     with pytest.raises(DataLost, match=r"weights of version 11 .* has been updated since"):
         await sampler.load(gone)
-    assert await drawn(sampler) == before
+    assert await completions(sampler) == before
     with pytest.raises(ModelError, match=r"continues with version 10: `.*` is missing there and float32"):
         await sampler.load(source.senders.offer({"model.strange": torch.ones(4, 4)}, 13))
-    assert await drawn(sampler) == before
+    assert await completions(sampler) == before
 
 
 async def test_what_was_changed_on_its_way_is_not_drawn_from(
@@ -125,11 +99,11 @@ async def test_what_was_changed_on_its_way_is_not_drawn_from(
     with pytest.raises(ModelError, match=r"version 20 .* decodes nothing .*: tensors in damaged buckets: \d+"):
         await sampler.load(source.live(0, 20))
     with pytest.raises(ModelError, match=r"version 20 did not come whole, and some are in use: publish again"):
-        await drawn(sampler)
+        await completions(sampler)
     monkeypatch.undo()
     places = await sampler.load(source.live(1, 21))
     assert float(places.row("difference").max()) < 1e-4
-    assert len(await drawn(sampler)) == len(PROMPTS)
+    assert len(await completions(sampler)) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -158,7 +132,7 @@ async def test_an_interrupted_broadcast_is_read_again_once(
     with pytest.raises(ModelError, match="did not come whole"):
         [batch async for batch in stream]
     with pytest.raises(ModelError, match="did not come whole"):
-        await drawn(sampler)
+        await completions(sampler)
     places = await sampler.load(source.weights[1].with_version(31))
     assert float(places.row("difference").max()) < 1e-4
-    assert len(await drawn(sampler)) == len(PROMPTS)
+    assert len(await completions(sampler)) == len(PROMPTS)

@@ -7,16 +7,15 @@ from typing import Any
 import psutil
 import pytest
 
-from meshrl import Batch, Mesh, NewModel, PolicyConfig, RankFailed, Resources, Sampling, publish, respawn, rollout, stop
+from meshrl import Mesh, NewModel, PolicyConfig, RankFailed, Resources, Sampling, publish, respawn, rollout, stop
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
 from tests.inference.conftest import TOLD, ended
+from tests.inference.networks import GREEDY, PROMPTS
 
 pytestmark = pytest.mark.slow
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
-PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
-GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
 ENDLESS = Sampling(max_tokens=200, n=2000, ignore_eos=True)
 """Rows for 400,000 steps, which no engine makes while a test may last."""
 

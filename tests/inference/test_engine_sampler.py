@@ -18,10 +18,9 @@ from meshrl.evaluation import BesideSampling
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.policy import TorchPolicy
 from tests.inference.conftest import MODEL, ended
+from tests.inference.networks import PROMPTS
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 
 
 async def test_what_is_long_is_read_and_what_is_too_long_is_refused(sampler: EngineSampler) -> None:

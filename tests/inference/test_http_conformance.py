@@ -17,31 +17,16 @@ import pytest
 import meshrl_sglang
 from meshrl import PolicyConfig
 from meshrl.engines.hosting.messages import reserved_port
-from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, interruptions, rows
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl_torch.policy import TorchPolicy
 from tests.conformance.kits import keep
+from tests.inference.test_engine_conformance import COVERING
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3000)]
 
 UNSEEDED = (draws.seeds, draws.calls_beside)
 """What hangs on a row's seed, which SGLang reads in its deterministic mode alone; a CPU has no kernels for that."""
-COVERING: Sequence[Check] = [
-    draws.greedy,
-    draws.sampler_log_probs,
-    draws.seeds,
-    draws.completions_of_a_prompt,
-    rows.columns,
-    rows.few_rows,
-    rows.more_rows_than_slots,
-    rows.ends_of_rows,
-    rows.stop_texts,
-    rows.rows_that_go_on,
-    interruptions.an_abort,
-    interruptions.numbers_around_a_load,
-    interruptions.a_prompt_that_was_read_before,
-    interruptions.weights_of_another_model,
-]
 OTHERS = [check for check in SAMPLER if check not in COVERING]
 
 
@@ -54,47 +39,26 @@ class Server(NamedTuple):
     process: int
 
 
-def commands(python: str | None, folder: Path, port: int) -> dict[str, list[str]]:
-    """What starts each server, as its own users do, and what a CPU asks for besides."""
+def command(name: str, python: str | None, folder: Path, port: int) -> list[str]:
+    """What starts a server, as its own users do, and what a CPU asks for besides."""
     here = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    vllm = {
-        "--model": str(folder),
-        "--logprobs-mode": "processed_logprobs",
-        "--max-num-seqs": str(SLOTS),
-        "--kv-cache-memory-bytes": str(32 << 20),
-    }
-    sglang = {
-        "--model-path": str(folder),
-        "--context-length": str(SAMPLED.max_tokens + 8),
-        "--max-running-requests": str(SLOTS),
-        "--max-total-tokens": "4096",
-        "--device": "cpu",
-        "--attention-backend": "torch_native",
-        "--sampling-backend": "pytorch",
-        "--grammar-backend": "none",
-        "--log-level": "warning",
-    }
-    flags = ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
-    return {
-        "vllm": [
-            str(python), "-m", "vllm.entrypoints.openai.api_server", *here, *(word for pair in vllm.items() for word in
-            pair), "--enforce-eager", "--no-enable-chunked-prefill",
-        ],
-        "sglang": [
-            str(python), "-m", "sglang.launch_server", *here, *(word for pair in sglang.items() for word in pair),
-            *flags,
-        ],
-    }  # fmt: skip
+    vllm = (
+        f"vllm.entrypoints.openai.api_server --model {folder} --logprobs-mode processed_logprobs --max-num-seqs {SLOTS}"
+        f" --kv-cache-memory-bytes {32 << 20} --enforce-eager --no-enable-chunked-prefill"
+    )
+    sglang = (
+        f"sglang.launch_server --model-path {folder} --context-length {SAMPLED.max_tokens + 8} --max-running-requests"
+        f" {SLOTS} --max-total-tokens 4096 --device cpu --attention-backend torch_native --sampling-backend pytorch"
+        " --grammar-backend none --log-level warning --disable-cuda-graph --disable-overlap-schedule --sleep-on-idle"
+        " --skip-server-warmup"
+    )
+    return [str(python), "-m", *{"vllm": vllm, "sglang": sglang}[name].split(), *here]
 
 
 def variables(name: str) -> dict[str, str]:
     standins = Path(str(meshrl_sglang.__file__)).parent / "standins"
     own = {
-        "vllm": {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        },
+        "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         "sglang": {
             "PYTHONPATH": str(standins),
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -122,10 +86,14 @@ def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with reserved_port() as reserving:
         port = int(reserving.getsockname()[1])
         (place / "shared").mkdir()
-        command = commands(backend.python, place / "model", port)[backend.name]
         with (place / "log").open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=variables(backend.name), start_new_session=True, cwd=place
+                command(backend.name, backend.python, place / "model", port),
+                stdout=log,
+                stderr=log,
+                env=variables(backend.name),
+                start_new_session=True,
+                cwd=place,
             )
         url = f"http://127.0.0.1:{port}"
         while not answers(url):

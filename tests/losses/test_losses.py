@@ -2,7 +2,6 @@
 
 import math
 import re
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.losses import (
     Normalise,
     Predicts,
-    TokenLoss,
     check_predicts,
     clipped_surrogate,
     kl_k1,
@@ -69,22 +67,6 @@ def test_the_clipped_surrogate_by_hand(
     assert gradient(loss, logprobs) == pytest.approx([slope for _, slope in by_hand.values()])
 
 
-@given(
-    st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0), st.floats(-5, 5)), min_size=1),
-    st.floats(0.01, 0.9),
-    st.floats(0.01, 2.0),
-)
-def test_the_clipped_surrogate_is_a_pessimistic_bound(
-    rows: list[tuple[float, float, float]], low: float, high: float
-) -> None:
-    logprobs, old, advantages = (column(*numbers) for numbers in zip(*rows, strict=True))
-    loss = clipped_surrogate(logprobs, old, advantages, low, high)
-    unclipped = -(logprobs - old).clamp(-20, 20).exp() * advantages
-    assert bool((loss >= unclipped).all())
-    assert bool((loss >= -(1 + high) * advantages.abs()).all())
-    assert bool(torch.isfinite(loss).all())
-
-
 def test_the_clipped_loss_reports_ratio_clipping_and_divergence() -> None:
     ratios = (1.5, 0.5, 1.5, 0.5, 5.0)
     logprobs = of_ratio(*ratios)
@@ -99,17 +81,8 @@ def test_the_clipped_loss_reports_ratio_clipping_and_divergence() -> None:
 
 # --- estimators of the KL
 
-logits_of_two = st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8)
 
-
-def test_the_kl_estimators_by_hand() -> None:
-    policy, reference = of_ratio(0.5), of_ratio(0.25)
-    assert kl_k1(policy, reference).item() == pytest.approx(math.log(2))
-    assert kl_k2(policy, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
-    assert kl_k3(policy, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
-
-
-@given(logits_of_two)
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8))
 def test_estimators_of_the_kl_are_unbiased_or_have_its_gradient(rows: list[tuple[float, float]]) -> None:
     """Over the policy's tokens: k1, k3 and a loss of `reverse_kl` are the KL, k2 and `reverse_kl` have its gradient.
 
@@ -133,13 +106,6 @@ def test_estimators_of_the_kl_are_unbiased_or_have_its_gradient(rows: list[tuple
             assert (fixed * estimated).sum().item() == pytest.approx(value, abs=1e-9)
         (found,) = torch.autograd.grad((fixed * estimated).sum(), logits, retain_graph=True)
         np.testing.assert_allclose(found.numpy(), slope, atol=1e-9)
-
-
-@given(st.lists(st.tuples(st.floats(-18, 0), st.floats(-18, 0)), min_size=1))
-def test_k2_and_k3_are_never_negative(rows: list[tuple[float, float]]) -> None:
-    policy, reference = (column(*numbers) for numbers in zip(*rows, strict=True))
-    assert bool((kl_k2(policy, reference) >= 0).all())
-    assert bool((kl_k3(policy, reference) >= -1e-12).all())
 
 
 @pytest.mark.parametrize("most", [1e9, 1.5])
@@ -166,41 +132,30 @@ def test_distillation_tells_the_kl_and_its_ratio() -> None:
 # --- critics and reward models
 
 
-def judge(loss: rl.Loss, predicted: torch.Tensor) -> TokenLoss:
-    """What a loss says of tokens of old value 0 and return 1."""
-    return loss(predicted, {"values": torch.zeros_like(predicted), "returns": torch.ones_like(predicted)})
-
-
 def test_a_value_stops_where_it_has_moved_towards_the_return_by_more_than_the_clip() -> None:
     # Within the clip, beyond it, past the return, and beyond it the wrong way.
     predicted = column(0.1, 0.5, 3.0, -0.5).requires_grad_()
-    judged = judge(rl.ValueLoss(clip=0.2), predicted)
+    columns = {"values": torch.zeros_like(predicted), "returns": torch.ones_like(predicted)}
+    judged = rl.ValueLoss(clip=0.2)(predicted, columns)
     assert judged.values.tolist() == pytest.approx([0.405, 0.32, 2.0, 1.125])
     assert gradient(judged.values, predicted) == pytest.approx([-0.9, 0.0, 2.0, -1.5])
     assert judged.metrics["value_error"].tolist() == pytest.approx([0.81, 0.25, 4.0, 2.25])
     assert judged.metrics["value_clip_fraction"].tolist() == [0, 1, 0, 0]
-    whole = judge(rl.ValueLoss(), predicted)
+    whole = rl.ValueLoss()(predicted, columns)
     assert whole.values.tolist() == pytest.approx([0.405, 0.125, 2.0, 1.125])
     assert gradient(whole.values, predicted) == pytest.approx([-0.9, -0.5, 2.0, -1.5])
     assert whole.metrics["value_clip_fraction"].tolist() == [0] * 4
 
 
-@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20), st.integers(0, 20))
-def test_the_explained_variance_adds_up_over_parts(rows: list[tuple[float, float]], cut: int) -> None:
-    def metrics(part: list[tuple[float, float]]) -> Metrics:
-        values, returns = (column(*numbers) for numbers in zip(*part, strict=True))
-        judged = rl.ValueLoss()(values, {"values": values, "returns": returns})
-        return Metrics({name: (float(each.sum()), len(part)) for name, each in judged.metrics.items()})
+def test_the_explained_variance_adds_up_over_parts() -> None:
+    def metrics(values: torch.Tensor, returns: torch.Tensor) -> Metrics:
+        told = rl.ValueLoss()(values, {"values": values, "returns": returns}).metrics
+        return Metrics({name: (float(each.sum()), len(values)) for name, each in told.items()})
 
-    found = rl.explained_variance(Metrics.mean([metrics(part) for part in (rows[:cut], rows[cut:]) if part]))
-    values, returns = np.array(rows).T
-    if returns.std() > 0.1:
-        assert found == pytest.approx(1 - np.var(returns - values) / np.var(returns), rel=1e-6, abs=1e-6)
-
-
-def test_equal_returns_have_no_variance_to_explain() -> None:
-    equal = Metrics.of(value=(0.4, 4), value_error=(1.0, 4), **{"return": (0.4, 4), "return_squared": (0.04, 4)})
-    assert math.isnan(rl.explained_variance(equal))
+    values, returns = torch.randn(2, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = Metrics.mean([metrics(values[:7], returns[:7]), metrics(values[7:], returns[7:])])
+    assert rl.explained_variance(whole) == pytest.approx(1 - float((returns - values).var() / returns.var()))
+    assert math.isnan(rl.explained_variance(metrics(values, torch.full_like(returns, 0.1)))), "nothing to explain"
 
 
 def test_a_step_is_told_right_where_its_score_is_on_the_labels_side() -> None:
@@ -268,12 +223,8 @@ def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
     mistakes: list[tuple[rl.Loss, Predicts, str]] = [
         (rl.ValueLoss(), "logprobs", r"ValueLoss is a loss of `values`.* pass it to critic.update"),
         (rl.CrossEntropy(), "values", r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"),
-        (rl.ValueLoss(), "scores", "loss of `values`, which a critic predicts, but this is a reward model"),
-        (
-            rl.BradleyTerryLoss(),
-            "logprobs",
-            r"pass it to reward_model\.update, and .* such as ClippedLoss, to policy\.update",
-        ),
+        (rl.ValueLoss(), "scores", "which a critic predicts, but this is a reward model"),
+        (rl.BradleyTerryLoss(), "logprobs", r"pass it to reward_model\.update, and .* ClippedLoss, to policy\.update"),
         (rl.CrossEntropy(), "scores", r"such as BradleyTerryLoss, to reward_model\.update"),
     ]
     for loss, model, told in mistakes:
@@ -288,33 +239,23 @@ WRONG: list[tuple[type[Config], dict[str, Any], str]] = [
     (rl.ClippedLoss, {"clip_high": -0.1}, "clip_high = -0.1: must be greater than 0"),
     (rl.ClippedLoss, {"kl": -1.0}, "kl = -1.0: must be greater than or equal to 0"),
     (rl.ClippedLoss, {"dual_clip": 1.0}, "dual_clip = 1.0: must be greater than 1"),
-    (rl.ClippedLoss, {"kl_estimator": "k1"}, "kl_estimator = 'k1': must be 'k2' or 'k3'"),
     (rl.ClippedLoss, {"normalise": "constant"}, NO_CONSTANT),
     (rl.ClippedLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "token-mean"'),
     (rl.ClippedLoss, {"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
-    (rl.ClippedLoss, {"anchor": "policy"}, "anchor = 'policy': must be 'sampler' or 'trainer'"),
-    (
-        rl.ClippedLoss,
-        {"correction": {"high": 2.0}},
-        'correction has no effect with anchor = "sampler": the weight pi_anc',
-    ),
+    (rl.ClippedLoss, {"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler"'),
     (rl.ClippedLoss, {"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
     (rl.Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
     (rl.Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
-    (rl.Correction, {"high": 2.0, "how": "clip"}, "how = 'clip': must be 'truncate' or 'mask'"),
     (rl.ConstantLoss, {"clip": 0.1}, NO_CONSTANT),
-    (rl.ReinforceLoss, {"clip": 0.2}, "no such key"),
     (rl.ReinforceLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "sequence-sum"'),
     (rl.CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
     (rl.SequenceLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),
     (rl.PreferenceLoss, {"beta": 0.0}, "beta = 0.0: must be greater than 0"),
+    (rl.CispoLoss, {"clip_high": 0.0}, "clip_high = 0.0: must be greater than 0"),
+    (rl.PreferenceLoss, {"smoothing": -0.1}, "smoothing = -0.1: must be greater than or equal to 0"),
     (rl.PreferenceLoss, {"smoothing": 0.5}, "smoothing = 0.5: must be less than 0.5"),
     (rl.PreferenceLoss, {"form": "dpo"}, "form = 'dpo': must be 'sigmoid', 'ipo' or 'hinge'"),
-    (
-        rl.PreferenceLoss,
-        {"form": "ipo", "smoothing": 0.1},
-        'smoothing = 0.1 has no effect with form = "ipo": set form =',
-    ),
+    (rl.PreferenceLoss, {"form": "ipo", "smoothing": 0.1}, 'smoothing = 0.1 has no effect with form = "ipo"'),
     (rl.BradleyTerryLoss, {"centre": -0.1}, "centre = -0.1: must be greater than or equal to 0"),
 ]
 
@@ -330,7 +271,7 @@ def test_a_wrong_option_is_refused_in_words() -> None:
 MASK = Ragged.of([[False, True, True, True], [False, False], [False, True]], np.bool_)
 
 
-def test_token_weights_by_hand() -> None:
+def test_token_weights_by_hand_whose_rows_are_a_part_of_a_batch() -> None:
     learned = np.array([0, 1, 1, 1, 0, 0, 0, 1])
     by_hand: dict[Normalise, Any] = {
         "token-mean": learned / 8,
@@ -354,25 +295,3 @@ def test_token_weights_refuse_totals_that_miss_rows_and_a_missing_constant() -> 
         token_weights(MASK, "token-mean", tokens=3, rows=2)
     with pytest.raises(ConfigError, match="which is not set"):
         token_weights(MASK, "constant", tokens=8, rows=4)
-
-
-masks = st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=12)
-
-
-@given(masks, st.sampled_from(["token-mean", "sequence-mean", "sequence-sum", "constant"]), st.data())
-def test_the_loss_does_not_depend_on_how_rows_are_divided(
-    rows: list[list[bool]], normalise: Normalise, data: st.DataObject
-) -> None:
-    tokens, learned_rows = sum(map(sum, rows)), sum(any(row) for row in rows)
-    constant = 6 if normalise == "constant" else None
-    inner = data.draw(st.lists(st.integers(0, len(rows)), max_size=4).map(sorted))
-
-    def weights(part: list[list[bool]]) -> list[float]:
-        mask = Ragged.of(part, np.bool_)
-        found = token_weights(mask, normalise, tokens=tokens, rows=learned_rows, constant=constant)
-        return [float(weight) for weight in found]
-
-    parts = [rows[start:stop] for start, stop in pairwise([0, *inner, len(rows)])]
-    assert [weight for part in parts for weight in weights(part)] == weights(rows)
-    if tokens and normalise in ("token-mean", "sequence-mean"):
-        assert sum(weights(rows)) == pytest.approx(1, rel=1e-5)

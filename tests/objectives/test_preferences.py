@@ -140,20 +140,13 @@ def test_margins_by_hand() -> None:
 
 async def test_the_columns_of_pairs_are_dpos_of_the_learned_tokens() -> None:
     """`log pi(w)/ref(w) - log pi(l)/ref(l)`: arXiv:2305.18290, equation 7."""
-    random = np.random.default_rng(8)
-    mask = Ragged.of([[False, *random.integers(0, 2, length), True] for length in (2, 5, 1, 3, 4, 2)], np.bool_)
-    own, reference = random.normal(-2, 1, (2, len(mask.values)))
-    batch = scored(mask, own, reference, groups=[4, 1, 1, 4, 6, 6], preferred=np.array([-1, 1, -1, 1, 1, -1], np.int8))
-    pairs = await preference_columns(batch)
-    columns = batch.ragged("logprobs"), batch.ragged("reference_logprobs"), mask
-    ratios = [
-        sum(float(p) - float(q) for p, q, learned in zip(*row, strict=True) if learned)
-        for row in zip(*columns, strict=True)
-    ]
-    margins = [ratios[chosen] - ratios[rejected] for chosen, rejected in ((3, 0), (1, 2), (4, 5))]
-    assert pairs.row("log_ratios").tolist() == pytest.approx(ratios, rel=1e-6)
-    assert pairs.row("margins").tolist() == pytest.approx([margins[pair] for pair in (0, 1, 1, 0, 2, 2)], rel=1e-6)
-    nothing = batch.assign(loss_mask=Ragged(np.arange(len(mask.values)) > 3, mask.offsets))
+    mask = Ragged.of([[0, 1, 1], [1, 0], [0, 1]] * 2, np.bool_)
+    own = np.array([9, 1, 2, 0.5, 9, 9, 5, 9, 0, 1, 2, 9, 9, 3], np.float32)
+    columns = {"groups": [4, 1, 1, 4, 6, 6], "preferred": [-1, 1, -1, 1, 1, -1]}
+    pairs = await preference_columns(scored(mask, own, own % 2, **columns))
+    assert pairs.row("log_ratios").tolist() == [2, 0, 4, 0, 2, 2]
+    assert pairs.row("margins").tolist() == [-2, -4, -4, -2, 0, 0]
+    nothing = scored(Ragged(np.arange(14) > 3, mask.offsets), own, own, **columns)
     with pytest.raises(DataError, match="row 0 of the pairs has no learned token"):
         await preference_columns(nothing)
 

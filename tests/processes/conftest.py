@@ -1,16 +1,19 @@
 """Tests of what only processes of one machine have: their sockets, their shared memory, their cores and GPUs."""
 
 import asyncio
+import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from numpy.typing import NDArray
 
-from meshrl import Mesh, Resources
+from meshrl import Actor, Gather, Mesh, Resources, endpoint
 from meshrl.engines.processes import ProcessEngine
 
 NO_CORE = Resources(cpus=0)
@@ -30,6 +33,14 @@ async def mesh(engine: ProcessEngine) -> AsyncIterator[Mesh]:
     made = await Mesh.reserve(engine, 2, NO_CORE)
     yield made
     await made.stop()
+
+
+class Numbered(Actor):
+    """Tells which process it is."""
+
+    @endpoint
+    async def pid(self) -> Gather[NDArray[np.int64]]:
+        return np.array([os.getpid()])
 
 
 @pytest.fixture

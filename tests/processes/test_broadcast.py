@@ -8,11 +8,12 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from transformers import Qwen3MoeConfig
 
 from meshrl import (
@@ -37,18 +38,28 @@ from meshrl import (
 )
 from meshrl.engines.processes import ProcessEngine
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import fp8
 from meshrl_hf.collective import Flight
 from meshrl_hf.handover import Taking
 from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.offer import SCALE
 from meshrl_hf.transfer import arrays
+from meshrl_inference.assembly import read
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.processes.conftest import NO_CORE, running, until
+
+if TYPE_CHECKING:
+    from meshrl_inference.naming import Naming
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
 """5 MiB, in buckets of the smallest size."""
+ODD: Final = NewModel(characters="abcdefgh>", hidden_size=252, ffn_size=509, layers=2, heads=3, max_tokens=48)
+"""Two ranks have different numbers of rows of some matrices."""
+COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""The ends of names of matrices that `tp` splits along their columns."""
 
 
 def die_in_flight() -> None:
@@ -221,26 +232,13 @@ def mixture(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.megatron
-@pytest.mark.wide
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
-async def test_ranks_of_megatron_send_what_they_have_themselves(
-    two: Mesh, readers: Reader, axes: dict[str, int]
-) -> None:
-    await send_own(two.shape(dp=1, **axes), readers)
-
-
-@pytest.mark.megatron
 async def test_ranks_of_megatron_send_their_own_experts(engine: ProcessEngine, two: Mesh, mixture: str) -> None:
+    """They are those that it gathers for others."""
     mesh = await Mesh.reserve(engine, 2, NO_CORE)
     readers = await mesh.spawn(Reader, SamplerConfig(model=mixture, seed=5))
-    await send_own(two, readers, model=mixture, megatron={"experts": 2})
-    await mesh.stop()
-
-
-async def send_own(mesh: Mesh, readers: Reader, **keys: object) -> None:
-    """Compare weights that a Megatron policy broadcasts with those that it gathers."""
-    policy = await mesh.spawn(MegatronPolicy, config(backend="megatron", **keys))
-    plain = await mesh.spawn(MegatronPolicy, config(backend="megatron", weight_sync="auto", **keys))
+    keys = {"backend": "megatron", "model": mixture, "megatron": {"experts": 2}}
+    policy = await two.spawn(MegatronPolicy, config(**keys))
+    plain = await two.spawn(MegatronPolicy, config(**keys, weight_sync="auto"))
     for version in (1, 2):
         for each in (policy, plain):
             await each.update(rollouts(version), ClippedLoss())
@@ -252,6 +250,7 @@ async def send_own(mesh: Mesh, readers: Reader, **keys: object) -> None:
     sizes = [sum(prod(part.shape) for each in source.layouts for part in each.parts) for source in sent.offer.sources]
     assert sum(sizes) * 4 == (await plain.weights()).nbytes
     assert max(sizes) < 0.6 * sum(sizes)
+    await mesh.stop()
 
 
 @pytest.mark.wide
@@ -293,3 +292,60 @@ async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whol
     assert (await policy.senders()).tolist() == [1, 1]  # none is left that sends what was before the death
     await mesh.stop()
     await other.stop()
+
+
+class Plain:
+    """Names as they are, each tensor by itself."""
+
+    def unit(self, name: str) -> str:
+        """Itself."""
+        return name.removesuffix(SCALE)
+
+    def in_files(self, tensors: Any) -> Any:
+        """As they are."""
+        return tensors
+
+
+def received(weights: LiveWeights) -> dict[str, torch.Tensor]:
+    """What an engine gets, in this process."""
+    came: dict[str, torch.Tensor] = {}
+    naming = cast("Naming", Plain())
+    outcome = read(weights.offer, 1, naming, torch.device("cpu"), came.clear, lambda more: came.update(dict(more)))
+    assert outcome.way, outcome
+    return came
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "axes"),
+    [
+        (FsdpPolicy, ODD, {"dp": 2}),
+        pytest.param(MegatronPolicy, MODEL, {"tp": 2}, marks=pytest.mark.megatron),
+    ],
+    ids=["fsdp", "megatron tp"],
+)
+async def test_in_fp8_whole_rows_come_rounded_and_columns_as_they_are(
+    two: Mesh, policy: type[FsdpPolicy], model: NewModel, axes: dict[str, int]
+) -> None:
+    shaped = two.shape(**({"dp": 1} | axes))
+    kind = "fsdp" if policy is FsdpPolicy else "megatron"
+    rounding = await shaped.spawn(policy, config(backend=kind, model=model, weight_sync_dtype="fp8"))
+    whole = await shaped.spawn(policy, config(backend=kind, model=model, weight_sync="auto"))
+    for version in (1, 2):
+        for each in (rounding, whole):
+            await each.update(rollouts(version), ClippedLoss())
+        sent, known = await rounding.weights(), (await (await whole.weights()).load()).tensors
+        assert isinstance(sent, LiveWeights)
+        came = received(sent)
+        rounded = {name for name in known if name.endswith("_proj.weight")}
+        if "tp" in axes:
+            rounded = {name for name in rounded if not name.endswith(COLUMNS)}
+        assert sent.offer.in_fp8 == rounded
+        assert came.keys() == known.keys() | {name + SCALE for name in rounded}
+        for name, array in known.items():
+            tensor = torch.from_numpy(array.copy())
+            if name in rounded:
+                numbers, scales = fp8.quantized(tensor)
+                assert torch.equal(came[name].view(torch.uint8), numbers.view(torch.uint8))
+                assert torch.equal(came[name + SCALE], scales)
+            else:
+                assert torch.equal(came[name], tensor)

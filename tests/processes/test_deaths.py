@@ -10,22 +10,18 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Batch, Gather, Mesh, MeshStopped, Shard, endpoint, respawn
+from meshrl import Batch, Gather, Mesh, MeshStopped, Shard, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
-from tests.processes.conftest import NO_CORE, running, segments, until
+from tests.processes.conftest import NO_CORE, Numbered, running, segments, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 ROWS = 100_000
 
 
-class Rows(Actor):
+class Rows(Numbered):
     def __init__(self) -> None:
         self.kept: Batch | None = None
-
-    @endpoint
-    async def pid(self) -> Gather[NDArray[np.int64]]:
-        return np.array([os.getpid()])
 
     @endpoint
     async def make(self, value: int) -> Gather[Batch]:

@@ -48,7 +48,7 @@ MORE_THAN_THERE_IS = """
         for value, batch in enumerate(batches):
             assert await taker.total(batch) == value * 4 * MIB
             assert (await batch.load()).rewards[-1] == value
-        files = list(Path(sys.argv[1]).glob("meshrl-pool-*"))
+        files = list(Path(sys.argv[1]).glob("files/meshrl-pool-*"))
         print(len(files), "files")
         print(sum(path.stat().st_size for path in Path("/dev/shm").iterdir()) >> 20, "MiB in memory")
 """
@@ -95,17 +95,6 @@ def output(folder: Path, steps: str, mounts: str = "", mib: int | None = None) -
     return done.stdout + done.stderr
 
 
-@pytest.mark.wide
-def test_what_shared_memory_has_no_room_for_goes_through_files(tmp_path: Path) -> None:
-    said = output(tmp_path, MORE_THAN_THERE_IS.replace("sys.argv[1]", "sys.argv[1] + '/files'"))
-    assert "7 files" in said
-    warnings = [line for line in said.splitlines() if "warning" in line]
-    assert len(warnings) == 1
-    assert f"what ranks hand to each other goes through {tmp_path}/files" in warnings[0]
-    assert "--shm-size" in warnings[0]
-    assert not list((tmp_path / "files").iterdir())
-
-
 def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:
     said = output(tmp_path, NO_ROOM_AT_ALL, 'mount -t tmpfs -o size=16m tmpfs "$1/files"')
     first, second = [line for line in said.splitlines() if "do not fit" in line]
@@ -119,11 +108,12 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_to_its_share(tmp_path: Path) -> None:
-    said = output(tmp_path, MORE_THAN_THERE_IS.replace("sys.argv[1]", "sys.argv[1] + '/files'"), mib=40)
+    said = output(tmp_path, MORE_THAN_THERE_IS, mib=40)
     assert "8 files" in said
     assert "32 MiB in memory" in said
     (warning,) = [line for line in said.splitlines() if "warning" in line]
     assert f"what ranks hand to each other goes through {tmp_path}/files" in warning
+    assert not list((tmp_path / "files").iterdir())
     assert "32 MiB are this process's, 32 MiB of /dev/shm are this run's (run.shared_memory_mib = 40)" in warning
 
 

@@ -1,7 +1,6 @@
 """Handles that come and go, values that break where they are read, and much under way at once."""
 
 import asyncio
-import os
 import sys
 from functools import wraps
 from random import Random
@@ -10,12 +9,11 @@ from types import FunctionType
 import numpy as np
 import psutil
 import pytest
-from numpy.typing import NDArray
 
-from meshrl import Actor, Gather, Mesh, RankFailed, Same, endpoint, overlong_penalty
+from meshrl import Actor, Mesh, RankFailed, Same, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import CollectiveActor
-from tests.processes.conftest import NO_CORE
+from tests.processes.conftest import NO_CORE, Numbered
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,11 +23,7 @@ class Other(Actor):
     async def hello(self) -> None: ...
 
 
-class Guest(Actor):
-    @endpoint
-    async def pid(self) -> Gather[NDArray[np.int64]]:
-        return np.array([os.getpid()])
-
+class Guest(Numbered):
     @endpoint
     async def greet(self, other: Other) -> None:
         await other.hello()

@@ -3,11 +3,11 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import numpy as np
-import psutil
 import pytest
+import ray
 
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Same, endpoint
 from meshrl.engines.ray import RayEngine
@@ -31,8 +31,8 @@ class Probe(Actor):
     async def take(self, what: object) -> None: ...
 
     @endpoint
-    async def make(self, tokens: int) -> Gather[Batch]:
-        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * 2, np.int32))
+    async def make(self, tokens: int, rows: int = 2) -> Gather[Batch]:
+        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
 
     @endpoint
     async def die(self) -> Same[int]:
@@ -40,18 +40,10 @@ class Probe(Actor):
         return 0
 
 
-async def until(there: Callable[[], bool]) -> None:
-    """Wait for what is seen from outside alone."""
-    while not there():  # noqa: ASYNC110 -- of processes and of Ray's tables
-        await asyncio.sleep(0.05)
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has, or nobody has asked yet how."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+def stored() -> int:
+    """Bytes in the object store."""
+    free, total = (each.get("object_store_memory", 0) for each in (ray.available_resources(), ray.cluster_resources()))
+    return int(total - free)
 
 
 @pytest.fixture

@@ -3,13 +3,15 @@
 import io
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from meshrl import ConfigError
 from meshrl.engines.ray import code
-from meshrl.engines.ray.code import packaged, settle_in
+from meshrl.engines.ray.code import Package, packaged, settle_in
 from meshrl.user_code import import_file
 
 
@@ -21,10 +23,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(folder: Path) -> list[str]:
-    package = packaged([folder], {})
+def package_of(*folders: Path, imported: Iterable[ModuleType] = ()) -> Package:
+    package = packaged([*folders], {each.__name__: each for each in imported})
     assert package
-    return sorted(zipfile.ZipFile(io.BytesIO(package.content)).namelist())
+    return package
+
+
+def names(*folders: Path, imported: Iterable[ModuleType] = ()) -> list[str]:
+    return sorted(zipfile.ZipFile(io.BytesIO(package_of(*folders, imported=imported).content)).namelist())
 
 
 def written(folder: Path, **files: str) -> None:
@@ -64,13 +70,9 @@ def test_a_folder_of_a_repository_obeys_what_is_above_it_unless_it_takes_that_ba
 
 
 def test_the_name_is_that_of_the_content(project: Path) -> None:
-    first, again = packaged([project], {}), packaged([project], {})
+    first, again = package_of(project), package_of(project)
     (project / "train.py").write_text("VALUE = 1", "utf-8")
-    other = packaged([project], {})
-    assert first
-    assert again
-    assert other
-    assert first.uri == again.uri != other.uri
+    assert first.uri == again.uri != package_of(project).uri
 
 
 def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +103,10 @@ def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_be
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "lib")])
     mine = __import__("meshrl_test_mine.words")
     one = import_file(tmp_path / "apart" / "one.py")
-    package = packaged([], {each.__name__: each for each in (mine, sys.modules["meshrl_test_mine.words"], one)})
-    assert package
-    assert package.folders == [str(tmp_path / "apart"), str(tmp_path / "lib")]
-    found = zipfile.ZipFile(io.BytesIO(package.content)).namelist()
-    assert found == ["0/one.py", "1/meshrl_test_mine/__init__.py", "1/meshrl_test_mine/words.py"]
+    imported = mine, sys.modules["meshrl_test_mine.words"], one
+    assert package_of(imported=imported).folders == [str(tmp_path / "apart"), str(tmp_path / "lib")]
+    found = ["0/one.py", "1/meshrl_test_mine/__init__.py", "1/meshrl_test_mine/words.py"]
+    assert names(imported=imported) == found
 
 
 def test_what_is_installed_and_meshrl_itself_are_not_carried() -> None:
@@ -120,22 +121,16 @@ def test_an_imported_module_is_carried_whatever_is_ignored_and_not_all_that_lies
     written(tmp_path / "mine", **{**dict.fromkeys(files, ""), ".gitignore": "one.py\n"})
     written(tmp_path / "home", **{"reward.py": "", "other.py": ""})
     monkeypatch.setattr(code, "_TOO_WIDE", {tmp_path / "home"})
-    for folders, imported, expected in (
-        ([], ["mine/one.py", "mine/site-packages/six.py"], "one.py"),
-        ([tmp_path / "home"], ["home/reward.py"], "reward.py"),
-    ):
-        package = packaged(
-            folders, {each.__name__: each for each in (import_file(tmp_path / file) for file in imported)}
-        )
-        assert package
-        assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == [f"0/{expected}"]
+    mine = [import_file(tmp_path / "mine" / file) for file in ("one.py", "site-packages/six.py")]
+    assert names(imported=mine) == ["0/one.py"]
+    reward = import_file(tmp_path / "home" / "reward.py")
+    assert names(tmp_path / "home", imported=[reward]) == ["0/reward.py"]
 
 
 def test_a_machine_that_has_all_of_a_folder_uses_it_and_no_copy(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = packaged([project], {})
-    assert package
+    package = package_of(project)
     here = tmp_path_factory.mktemp("here")
     zipfile.ZipFile(io.BytesIO(package.content)).extractall(here)
     monkeypatch.chdir(here)

@@ -11,7 +11,7 @@ from meshrl.engines.hosting import LogFolder, Place, Process
 from meshrl.engines.ray import logs
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.logs import RankLogs, read_on
-from tests.ray.conftest import until
+from tests.processes.conftest import until
 
 
 class FakeReader:

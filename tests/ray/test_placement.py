@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from meshrl import Actor, ConfigError, Mesh, Resources, Same, current_rank, each, endpoint
-from meshrl.engines.hosting import Gone, Place, environments
+from meshrl.engines.hosting import Place, environments
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.cluster import Cluster, room_for
 from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.nodes import Node
-from meshrl.engines.ray.reservation import RayReservation
 from meshrl.errors import NoRoom
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
@@ -78,14 +77,16 @@ async def test_what_the_cluster_can_never_give_is_an_error_at_once(engine: RayEn
 
 
 async def test_what_is_taken_is_waited_for(
-    engine: RayEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.05)
+    monkeypatch.setattr("meshrl.engines.hosting.patience.NEXT_WORD", 0.05)
     shelf = Resources(cpus=0, custom={"shelf": 2})
     first = await Mesh.reserve(engine, 1, shelf)
     second = asyncio.create_task(Mesh.reserve(engine, 1, shelf, "judges", str(tmp_path)))
     said = ""
     while "waiting for resources for ranks" not in said:  # where it goes is the command line's to say
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
         said += "".join(capsys.readouterr())
     assert f"waiting for resources for ranks mesh=judges logs={tmp_path}/judges-*.log missing=1 of=1" in said
     assert not second.done()
@@ -104,11 +105,8 @@ async def test_a_process_that_starts_is_told_from_missing_resources(
     assert "free=" not in last
 
 
-@pytest.mark.parametrize(
-    "starts", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["no process starts", "its processes die"]
-)
 async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch, starts: bool
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a run that is restarted waits for it."""
     found, asked = Cluster.nodes, list[object]()
@@ -121,14 +119,9 @@ async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
     async def same(*_: object, **__: object) -> bool:
         return True
 
-    async def dies(*_: object) -> Place:
-        raise Gone("its node has died")
-
     monkeypatch.setattr(Cluster, "nodes", nodes)
     monkeypatch.setattr(Cluster, "check", same)
     monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.01)
-    if starts:
-        monkeypatch.setattr(RayReservation, "_placed", dies)
     with pytest.raises(NoRoom, match="3 ranks with 1 shelf each, and the cluster has room for 2"):
         await Mesh.reserve(engine, 3, Resources(cpus=0, custom={"shelf": 1}))
 

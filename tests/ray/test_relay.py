@@ -1,8 +1,8 @@
 """Weights on their way to several machines, by way of each other. Each rank is as if on a machine of its own."""
 
 import asyncio
+import gc
 import os
-import signal
 import socket
 from types import SimpleNamespace
 from typing import cast
@@ -14,6 +14,7 @@ from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Same, Sum, Weights, at,
 from meshrl.engines.hosting import Door, Gone, Place, boot
 from meshrl.engines.ray import RayEngine, nodes, refs
 from meshrl.engines.ray.channel import RayChannel
+from meshrl.engines.ray.flow import Flow
 from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.relay import LARGE, unless_silent
 from meshrl.engines.ray.route import Handle, Stop, near
@@ -58,8 +59,10 @@ class Model(Actor):
         return float(weights.tensors["large"][-1]), way
 
     @endpoint
-    async def pid(self) -> Same[int]:
-        return os.getpid()
+    async def hands_on(self) -> Same[bool]:
+        """Whether this machine still has what came to it for the next one."""
+        gc.collect()
+        return any(isinstance(each, Flow) for each in gc.get_objects())
 
     @endpoint
     async def die(self) -> Sum[int]:
@@ -78,10 +81,8 @@ async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died
     assert (await weights[5].load()).tensors["large"][-1] == 5
 
     late = await made.weights(5)
-    for number in range(3):
+    for number in range(2):
         assert await at(taken, dp=number).take(late) == (5, COLLECTIVES)
-        await asyncio.sleep(2 * number)
-
     last = await made.weights(7)
     assert await at(taken, dp=0).take(last) == (7, COLLECTIVES)
     with pytest.raises(RankDied):
@@ -90,32 +91,16 @@ async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died
     await respawn(taken)
     assert await taken.take(await made.weights(8)) == (8, COLLECTIVES)
 
+    while await at(taken, dp=1).hands_on():  # noqa: ASYNC110 -- on the rank, for some seconds
+        await asyncio.sleep(0.05)
+    assert await at(taken, dp=2).take(late) == (5, COLLECTIVES)
+
 
 @pytest.mark.wide
 async def test_where_torch_is_not_installed_they_come_by_rays_store(mesh: Mesh, engine: RayEngine) -> None:
     made = at(await mesh.spawn(Model), dp=0)
     taken = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Model, has_torch=False)
     assert await taken.take(await made.weights(1)) == (1, STORE)
-
-
-@pytest.mark.wide
-async def test_a_machine_on_the_way_that_is_stopped_and_lives_holds_up_nobody(ray_cluster: None) -> None:
-    engine = RayEngine(patience=3)
-    try:
-        made, one, other = [await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Model) for _ in range(3)]
-        weights = await made.weights(6)
-        for each in (one, other):  # so that the two are connected: Ray itself gives up new connections
-            assert (await each.take(weights))[0] == 6
-        weights = await made.weights(7)
-        assert (await one.take(weights))[0] == 7
-        stopped = await one.pid()
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            assert await other.take(weights) == (7, STORE)
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-    finally:
-        await engine.close()
 
 
 class Asked:

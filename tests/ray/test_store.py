@@ -5,7 +5,6 @@ from contextlib import suppress
 import numpy as np
 import psutil
 import pytest
-import ray
 
 from meshrl import (
     EVERY,
@@ -25,16 +24,13 @@ from meshrl.data import RemoteColumn
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.refs import RayRef
 from meshrl.mesh.shared_memory import FOLDER
-from tests.ray.conftest import NO_CORE, until
+from tests.processes.conftest import until
+from tests.ray.conftest import NO_CORE, Probe, stored
 
 pytestmark = pytest.mark.usefixtures("from_afar")
 
 
-class Rows(Actor):
-    @endpoint
-    async def make(self, rows: int, tokens: int) -> Gather[Batch]:
-        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
-
+class Rows(Probe):
     @endpoint
     async def twice(self, batch: Shard[Batch], *, fail: bool = False) -> Gather[Batch]:
         tokens = Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets)
@@ -63,19 +59,11 @@ def held(batch: Batch) -> list[object]:
     return [piece.held for piece in column.missing]
 
 
-def store_bytes() -> int:
-    """What is taken of the object store."""
-    free, total = (
-        found.get("object_store_memory", 0) for found in (ray.available_resources(), ray.cluster_resources())
-    )
-    return int(total - free)
-
-
 async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(engine: RayEngine, mesh: Mesh) -> None:
     """What a rank has of Ray's store it hands on in its machine's memory, and what it makes goes back through Ray."""
     one, other = await mesh.spawn(Rows), await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
     relay = await mesh.spawn(Relay)
-    batch = await one.make(2, 50_000)
+    batch = await one.make(50_000)
     assert isinstance(next(iter(held(batch))), RayRef)
     doubled = await relay.hand_on(batch, other)
     assert isinstance(next(iter(held(doubled))), RayRef)
@@ -85,21 +73,21 @@ async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(en
     assert await one.total(weights, np.ones(1_000_000)) == 2_000_000
 
     before = psutil.Process().memory_info().rss
-    batch = await one.make(8, 1_000_000)
+    batch = await one.make(1_000_000, 8)
     doubled = await one.twice(batch)
     assert doubled.lengths.sum() == 16_000_000
     assert psutil.Process().memory_info().rss - before < 8_000_000, "the batches have 64 MB each"
 
     highest = list[int]()
     for step in range(60):
-        batch = (await one.make(4, 50_000)).select(np.random.default_rng(step).permutation(8))
+        batch = (await one.make(50_000, 4)).select(np.random.default_rng(step).permutation(8))
         with suppress(RankFailed):
             doubled = await other.twice(batch, fail=step % 3 == 0)
             if step % 10 == 0:
                 await doubled.load()
-        highest.append(store_bytes())
+        highest.append(stored())
     batch = doubled = Batch.of(row=[])
-    await until(lambda: store_bytes() < 1_000_000)
+    await until(lambda: stored() < 1_000_000)
     assert max(highest[30:]) < 50_000_000, "a step's columns have 3.2 MB"
 
 

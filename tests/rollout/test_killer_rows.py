@@ -11,10 +11,7 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
-from tests.rollout.test_replicas_explored import Beside, FragileEngine
-from tests.rollout.test_streams_explored import prompts
-
-POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
+from tests.rollout.streams import POLICY, Beside, FragileEngine, labels, prompts, spawned, trained
 
 
 class Mortal(FakeSampler):
@@ -38,15 +35,8 @@ def sums(count: int) -> rl.Batch:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -> None:
     async def script() -> None:
-        engine = FragileEngine(0)
-        mesh = await rl.Mesh.reserve(engine, 3, rl.Resources(cpus=0, min_ranks=1))
-        sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
-        await rl.publish(policy, sampler)
-        batches = [sums(8).select(range(4)), sums(8).select(range(4, 8))]
-        async with rl.rollouts(sampler, batches, rl.Sampling(n=2), ahead=ahead) as stream:
-            async for batch in stream:
-                await policy.update(await batch.load(), rl.CrossEntropy())
-                await rl.publish(policy, stream)
+        sampler = await spawned(delayed(Mortal, generate=1.0), FragileEngine(0), 3, min_ranks=1)
+        await trained(sampler, [sums(8).select(range(4)), sums(8).select(range(4, 8))], ahead=ahead)
 
     with capture_logs(), pytest.raises(rl.DataError) as failure:
         simulate(script, time_limit=10_000)
@@ -62,9 +52,8 @@ def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -
 
 def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
     async def script() -> None:
-        mesh = await rl.Mesh.reserve(FragileEngine(0), 2, rl.Resources(cpus=0, min_ranks=1))
-        sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
-        await rl.publish(policy, sampler)
+        sampler = await spawned(delayed(Mortal, generate=1.0), FragileEngine(0), 2, min_ranks=1)
+        await rl.publish(FakePolicy(POLICY), sampler)
         async with rl.rollouts(sampler, [sums(4)], rl.Sampling(n=2)) as stream:
             await anext(stream)
             await rl.rollout(sampler, sums(8), Beside(n=1))
@@ -78,18 +67,14 @@ def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
     """Between two of them the row was drawn."""
 
     async def script() -> set[int]:
-        engine, seen = FragileEngine(0), set[int]()
-        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=1))
-        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
-        await rl.publish(policy, sampler)
-        async with rl.rollouts(sampler, prompts(40, 2), rl.Sampling(n=2), ahead=2) as stream:
-            async for batch in stream:
-                seen |= set(batch.groups.tolist())
-                if not len(seen) % 6:
-                    engine.kill(len(seen) // 6 % 2)
-                await policy.update(await batch.load(), rl.CrossEntropy())
-                await rl.publish(policy, stream)
-        return seen
+        engine = FragileEngine(0)
+        sampler = await spawned(delayed(FakeSampler, generate=1.0), engine, 2, min_ranks=1)
+
+        def kill(step: int) -> None:
+            if step % 3 == 0:
+                engine.kill(step // 3 % 2)
+
+        return labels(await trained(sampler, prompts(40, 2), ahead=2, then=kill))
 
     with capture_logs() as logged:
         assert simulate(script) == set(range(80))
@@ -102,8 +87,7 @@ def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(min_ranks: int) -
 
     async def script() -> rl.Batch:
         engine = FragileEngine(0)
-        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=min_ranks))
-        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
+        sampler, policy = await spawned(delayed(FakeSampler, generate=1.0), engine, 2, min_ranks), FakePolicy(POLICY)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, prompts(9, 4), rl.Sampling(n=2), ahead=2, retries=9) as stream:
             for _ in range(3):
@@ -125,8 +109,7 @@ def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() ->
 
     async def script() -> rl.Batch:
         engine = FragileEngine(0, missing=1)
-        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=1))
-        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=50.0), SAMPLER), FakePolicy(POLICY)
+        sampler, policy = await spawned(delayed(FakeSampler, generate=50.0), engine, 2, 1), FakePolicy(POLICY)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, prompts(1, 4), rl.Sampling(n=1)) as stream:
             rows = sums(4).assign(completion=["?"] * 4)
@@ -142,8 +125,7 @@ def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() ->
 def test_a_call_without_a_stream_is_not_drawn_again_where_nobody_knows_the_weights() -> None:
     async def script() -> None:
         engine = FragileEngine(0)
-        mesh = await rl.Mesh.reserve(engine, 1, rl.Resources(cpus=0))
-        sampler = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER)
+        sampler = await spawned(delayed(FakeSampler, generate=1.0), engine, 1)
         engine.kill(0)
         await rl.rollout(sampler, sums(4), rl.Sampling(n=1))
 

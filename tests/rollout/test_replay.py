@@ -1,5 +1,6 @@
 """Following the schedule of another run: which loops over steps may, and what becomes of steps after its end."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,10 +10,9 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import DataError
-from meshrl.events import EventLog, sink
-from meshrl.rollout import Loop, Schedule, read_schedule, schedule
+from meshrl.rollout import Loop, Schedule, read_schedule
 from meshrl.rollout.replay import Decision, Ended, Entry, Load
-from meshrl.testing import FakePolicy, FakeSampler, simulate
+from meshrl.testing import FakeSampler
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})
 LAST: list[Entry] = [LOAD, Loop(4, 2), LOAD, Ended(0)]
@@ -68,7 +68,7 @@ async def streamed(folder: Path, steps: int, **settings: object) -> list[rl.Batc
         async with rl.rollouts(sampler, prompts, rl.Sampling(), ahead=1) as stream:
             async for _ in run.steps(steps):
                 batches.append(await anext(stream))
-                await policy.update(batches[-1], rl.CrossEntropy())
+                await run.record(await policy.update(batches[-1], rl.CrossEntropy()))
                 await rl.publish(policy, stream)
     return batches
 
@@ -98,30 +98,17 @@ async def test_a_batch_comes_though_the_call_that_is_drawn_before_it_stands_stil
     assert [batch.groups.tolist() for batch in again] == [batch.groups.tolist() for batch in first]
 
 
-def test_a_schedule_is_kept_where_no_column_travels_inline(tmp_path: Path) -> None:
+async def test_a_schedule_is_kept_where_no_column_travels_inline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`run.inline_bytes = 0`: what a load returns lies on the rank, too, and is fetched."""
+    load = FakeSampler.load
 
-    class Probed(FakeSampler):
-        async def load(self, weights: rl.Weights) -> rl.Batch:
-            return (await super().load(weights)).assign(difference=np.array([0.5]))
+    async def telling(self: FakeSampler, weights: rl.Weights) -> rl.Batch:
+        return (await load(self, weights)).assign(difference=np.array([0.5]))
 
-    async def script() -> dict[str, float]:
-        engine, told = rl.LocalEngine(inline_bytes=0), EventLog(tmp_path / "events.jsonl")
-        sampler = await (await rl.Mesh.reserve(engine, 1, rl.Resources(cpus=0))).spawn(
-            Probed, rl.SamplerConfig(model="none")
-        )
-        kept = Schedule(tmp_path / "schedule.jsonl")
-        sink.set(told)
-        schedule.set(kept)
-        try:
-            await rl.publish(FakePolicy(rl.PolicyConfig(model="none")), sampler)
-        finally:
-            sink.set(None)
-            schedule.set(None)
-            kept.close()
-            told.close()
-            await engine.close()
-        return dict(told.gauges)
-
-    assert simulate(script)["sampler_difference"] == 0.5
-    assert len(read_schedule(tmp_path)) == 1
+    monkeypatch.setattr(FakeSampler, "load", telling)
+    await streamed(tmp_path, 2, name="first", deterministic=True, inline_bytes=0)
+    assert sum(isinstance(entry, Load) for entry in read_schedule(tmp_path / "first")) == 2
+    steps = [json.loads(line) for line in (tmp_path / "first/metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [step.get("sampler_difference") for step in steps] == [None, 0.5]

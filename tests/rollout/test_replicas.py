@@ -12,31 +12,28 @@ from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.rollout import Schedule, read_schedule, schedule
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
-from tests.rollout.test_replicas_explored import FragileEngine
-from tests.rollout.test_streams_explored import prompts
-
-POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
+from tests.rollout.streams import POLICY, SAMPLER, FragileEngine, labels, prompts, spawned, trained
 
 
-async def trained(
-    sampler: FakeSampler,
+async def outlives(
+    role: type[FakeSampler],
     engine: FragileEngine,
-    steps: int = 6,
+    min_ranks: int = 0,
+    policy: FakePolicy | None = None,
     *,
     kill: bool = True,
-    policy: FakePolicy | None = None,
 ) -> list[rl.Batch]:
-    """Batches of a stream; after the second a replica dies."""
-    policy, batches = policy or FakePolicy(POLICY), list[rl.Batch]()
-    await rl.publish(policy, sampler)
-    async with rl.rollouts(sampler, prompts(steps, 4), rl.Sampling(n=2), ahead=1, retries=1) as stream:
-        async for batch in stream:
-            batches.append(batch)
-            await policy.update(batch, rl.CrossEntropy())
-            await rl.publish(policy, stream)
-            if kill and len(batches) == 2:
-                engine.kill(1)
-    return batches
+    """The batches of a stream; after the second one of its two replicas dies."""
+    sampler = await spawned(delayed(role, generate=1.0), engine, 2, min_ranks)
+
+    def then(step: int) -> None:
+        if kill and step == 2:
+            engine.kill(1)
+
+    return await trained(sampler, prompts(6, 4), policy, ahead=1, retries=1, then=then)
+
+
+EVERY = set(range(24))
 
 
 @pytest.mark.parametrize("min_ranks", [0, 1, 2])
@@ -51,16 +48,11 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
             if next(lives) > 1:
                 raise ValueError("no room on this GPU")
 
-    async def script() -> list[rl.Batch]:
-        engine = FragileEngine(0)
-        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=min_ranks))
-        return await trained(await mesh.spawn(delayed(Once, generate=1.0), SAMPLER), engine)
-
     if min_ranks == 1:
-        assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+        assert labels(simulate(lambda: outlives(Once, FragileEngine(0), min_ranks))) == EVERY
     else:
         with pytest.raises(rl.RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
-            simulate(script)
+            simulate(lambda: outlives(Once, FragileEngine(0), min_ranks))
 
 
 @pytest.mark.parametrize(
@@ -76,17 +68,12 @@ def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused(refusal
                 raise refusals.pop()
             await super().restart(members)
 
-    async def script() -> list[rl.Batch]:
-        engine = Refusing(0)
-        mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, min_ranks=2))
-        return await trained(await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), engine)
-
     if waits:
-        assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+        assert labels(simulate(lambda: outlives(FakeSampler, Refusing(0), 2))) == EVERY
         assert not refusals
     else:
         with pytest.raises(ConfigError, match="head is gone"):
-            simulate(script)
+            simulate(lambda: outlives(FakeSampler, Refusing(0), 2))
 
 
 class Passing(rl.Weights):
@@ -120,14 +107,7 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
                 taken.append(weights.version)
             return await super().load(weights)
 
-    async def script() -> list[rl.Batch]:
-        engine = FragileEngine(0)
-        sampler = await (await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0))).spawn(
-            delayed(Late, generate=1.0), SAMPLER
-        )
-        return await trained(sampler, engine, policy=Sending(POLICY))
-
-    assert sorted(set(rl.Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+    assert labels(simulate(lambda: outlives(Late, FragileEngine(0), policy=Sending(POLICY)))) == EVERY
     assert len(refused) == 1
     assert taken[0] > refused[0]
 
@@ -135,16 +115,12 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
 def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:
     def run(name: str, replayed: str | None = None, *, kill: bool = True) -> list[rl.Batch]:
         async def script() -> list[rl.Batch]:
-            engine = FragileEngine(0)
-            mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0))
-            sampler = await mesh.spawn(FakeSampler, SAMPLER)
             (tmp_path / name).mkdir()
-            kept = Schedule(
-                tmp_path / name / "schedule.jsonl", None if replayed is None else read_schedule(tmp_path / replayed)
-            )
+            followed = None if replayed is None else read_schedule(tmp_path / replayed)
+            kept = Schedule(tmp_path / name / "schedule.jsonl", followed)
             schedule.set(kept)
             try:
-                return await trained(sampler, engine, kill=kill)
+                return await outlives(FakeSampler, FragileEngine(0), kill=kill)
             finally:
                 kept.close()
 
@@ -179,20 +155,12 @@ def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
             raise failed
         return batch
 
-    async def script() -> list[int]:
-        policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, generate=1.0)(SAMPLER)
-        await rl.publish(policy, sampler)
-        labels: list[int] = []
-        async with rl.rollouts(
-            sampler, prompts(6, 4), rl.Sampling(n=2), ahead=1, score=score, retries=retries
-        ) as stream:
-            async for batch in stream:
-                labels += batch.groups.tolist()
-                await rl.publish(policy, stream)
-        return labels
+    async def script() -> list[rl.Batch]:
+        sampler = delayed(FakeSampler, generate=1.0)(SAMPLER)
+        return await trained(sampler, prompts(6, 4), ahead=1, score=score, retries=retries)
 
     if retries:
-        assert sorted(simulate(script)) == sorted([*range(24)] * 2)
+        assert sorted(rl.Batch.concat(simulate(script)).groups.tolist()) == sorted([*range(24)] * 2)
     else:
         with pytest.raises(rl.RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
             simulate(script)

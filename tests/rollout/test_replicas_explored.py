@@ -2,17 +2,13 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from itertools import count
 from random import Random
-from typing import TypeVar, cast
 
 import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.engines.local import LocalMember
-from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
 from meshrl.testing import (
     FakePolicy,
     FakeReward,
@@ -24,84 +20,8 @@ from meshrl.testing import (
     delayed,
     explore,
 )
-from tests.rollout.test_streams_explored import POLICY, REWARD, SAMPLER, TellingSampler, prompts
-
-T = TypeVar("T")
-
-
-class FragileEngine(rl.LocalEngine):
-    """Samplers on it die when they are told to, as processes do: all of their calls end, and they take no more."""
-
-    def __init__(self, seed: int, *, missing: int = 0, inline_bytes: int = 65536) -> None:
-        """`missing`: how many are not there at first. What is made again takes its time, drawn by the seed."""
-        super().__init__(inline_bytes=inline_bytes)
-        self.samplers: Sequence[LocalMember] = ()
-        self.kill_at = -1
-        """The number of the operation before which one dies; below 0 none."""
-        self.operations = 0
-        self._missing = missing
-        self._random = Random(f"fragile {seed}")
-        self._deaths: dict[int, asyncio.Future[None]] = {}
-
-    def kill(self, number: int) -> None:
-        """A sampler's process ends."""
-        if not self._deaths[number].done():
-            self._deaths[number].set_result(None)
-
-    async def start(
-        self,
-        slots: Sequence[Slot],
-        ranks: Sequence[Rank],
-        create: type,
-        arguments: tuple[object, ...],
-        keywords: Mapping[str, object],
-    ) -> Sequence[LocalMember]:
-        members = await super().start(slots, ranks, create, arguments, keywords)
-        if issubclass(create, FakeSampler):
-            self.samplers = members
-            self._deaths = {number: asyncio.get_running_loop().create_future() for number in range(len(members))}
-            for member in members[len(members) - self._missing :]:
-                member.is_made = False
-                self.kill(member.rank.index)
-        return members
-
-    async def restart(self, members: Sequence[Member]) -> None:
-        await asyncio.sleep(self._random.expovariate(0.3))
-        await super().restart(members)
-        for member in members:
-            self._deaths[member.rank.index] = asyncio.get_running_loop().create_future()
-
-    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
-        return await self._unless_dead(endpoint, requests, super().call(endpoint, requests, seen))
-
-    async def stream(
-        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
-    ) -> AsyncGenerator[object]:
-        values = super().stream(endpoint, requests, consumed, seen)
-        try:
-            while (value := await self._unless_dead(endpoint, requests, anext(values, None))) is not None:
-                yield value
-        finally:
-            await values.aclose()
-
-    async def _unless_dead(self, endpoint: str, requests: Sequence[Request], work: Awaitable[T]) -> T:
-        ours = [cast("LocalMember", each.member) for each in requests if each.member in self.samplers]
-        if ours:
-            if self.operations == self.kill_at:
-                self.kill(ours[0].rank.index)
-            self.operations += 1
-        deaths = {self._deaths[member.rank.index]: member for member in ours}
-        task = asyncio.ensure_future(work)
-        try:
-            ends: list[asyncio.Future[T] | asyncio.Future[None]] = [task, *deaths]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for death, member in deaths.items():
-                if death.done():
-                    raise rl.RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+from tests.rollout.streams import POLICY, REWARD, Beside, FragileEngine, prompts, spawned
+from tests.rollout.test_streams_explored import TellingSampler
 
 
 class World:
@@ -127,8 +47,7 @@ class World:
         random, seed, short = self.random, self.seed, Lognormal(0.1, 1)
         witness = Witness(delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=short)(POLICY))
         role = delayed(self.sampler, seed=seed, generate=Lognormal(0.3, 1), load=short)
-        mesh = await rl.Mesh.reserve(self.engine, self.replicas, rl.Resources(cpus=0, min_ranks=self.min_ranks))
-        sampler = await mesh.spawn(role, SAMPLER)
+        sampler = await spawned(role, self.engine, self.replicas, self.min_ranks)
         judges = await rl.Mesh.reserve(self.engine, 1, rl.Resources(cpus=0))
         reward = await judges.spawn(delayed(FakeReward, seed=seed, score=short), REWARD)
         await rl.publish(witness, sampler)
@@ -154,12 +73,6 @@ class World:
                     assert len(await rl.rollout(sampler, next(prompts(1, 3)), Beside(n=2))) == 6
         assert not stream.dropped.get("stale")
         witness.check(ahead=self.ahead, n=self.n, dropped=0)
-
-
-class Beside(rl.Sampling):
-    """Of a call that is none of training's."""
-
-    beside = True
 
 
 async def one_death(seed: int) -> None:
@@ -188,9 +101,10 @@ async def deaths(seed: int, sampler: type[FakeSampler] = TellingSampler) -> None
 @pytest.mark.parametrize(
     ("scenario", "first", "seeds"),
     [
-        (one_death, 0, 150),
-        (deaths, 0, 60),
-        *(pytest.param(each, 150, 400, marks=pytest.mark.wide) for each in (one_death, deaths)),
+        (one_death, 0, 42),
+        (deaths, 0, 24),
+        pytest.param(one_death, 42, 358, marks=pytest.mark.wide),
+        pytest.param(deaths, 24, 400, marks=pytest.mark.wide),
     ],
 )
 def test_each_prompt_is_trained_once_whenever_a_replica_dies(scenario: Scenario, first: int, seeds: int) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from itertools import islice
-from random import Random
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ import meshrl as rl
 from meshrl.mesh import lightest, parts, plan_of, routed
 from meshrl.rollout.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
+from tests.rollout.streams import POLICY, SAMPLER, prompts, spawned, trained
 
-POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
 COUNTS = st.lists(st.integers(0, 50), max_size=30)
 LOADS = st.lists(st.integers(0, 200), min_size=1, max_size=6)
 
@@ -98,7 +96,7 @@ async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
         sampler = await mesh.spawn(FakeSampler, SAMPLER)
         await sampler.load(rl.Weights(1, {"skill": np.array([0.5])}))
         generate = routed(sampler.generate, np.array(owners))
-        asked_for = next(prompts(8)).part(np.arange(8))
+        asked_for = next(prompts(1, 8)).part(np.arange(8))
         drawn.append(rl.Batch.join([chunk async for chunk in generate(asked_for, rl.Sampling(n=3))]))
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0].objects("completion"))) == 2
@@ -111,11 +109,6 @@ class Telling(FakeSampler):
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
             yield chunk.assign(rank=np.full(len(chunk), rl.current_rank().index))
-
-
-def prompts(size: int) -> Iterator[rl.Batch]:
-    for first in range(0, 1000, size):
-        yield asked(list(range(first, first + size))).assign(answer=["ab"] * size)
 
 
 def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
@@ -133,12 +126,11 @@ def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
                 yield rows
 
     def limited() -> Iterator[rl.Batch]:
-        for batch, limits in zip(prompts(4), ([90, 10, 10, 10], [30, 30, 10, 10], [60, 40, 10, 5]), strict=False):
+        for batch, limits in zip(prompts(3, 4), ([90, 10, 10, 10], [30, 30, 10, 10], [60, 40, 10, 5]), strict=True):
             yield batch.assign(max_tokens=np.array(limits))
 
     async def script() -> None:
-        mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
-        sampler, policy = await mesh.spawn(Stuck, SAMPLER), FakePolicy(POLICY)
+        sampler, policy = await spawned(Stuck, rl.LocalEngine(), 2), FakePolicy(POLICY)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, limited(), rl.Sampling(n=1), ahead=1, late="drop") as stream:
             batch = await anext(stream)
@@ -154,59 +146,6 @@ def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
     assert calls == [(0, [0, 1]), (1, [2, 3]), (1, [4, 5, 6, 7]), (0, [10, 11]), (1, [8, 9])]
 
 
-SLOTS = 2
-
-
-def slotted(seed: int) -> type[FakeSampler]:
-    """A sampler whose rows take lognormal times of mean 1, the same for each row wherever it goes, in a few slots."""
-
-    class Slotted(FakeSampler):
-        def __init__(self, config: rl.SamplerConfig) -> None:
-            super().__init__(config)
-            self.slots = asyncio.Semaphore(SLOTS)
-
-        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
-            rows = prompts.repeat(sampling.n)
-            done: asyncio.Queue[int] = asyncio.Queue()
-
-            async def decode(row: int) -> None:
-                async with self.slots:
-                    random = Random(f"{seed} {rows.groups[row]} {row % sampling.n}")
-                    await asyncio.sleep(random.lognormvariate(-0.5, 1.0))
-                done.put_nowait(row)
-
-            async with asyncio.TaskGroup() as tasks:
-                for row in range(len(rows)):
-                    tasks.create_task(decode(row))
-                for _ in range(len(rows)):
-                    async for rollout in super().generate(rows.select([await done.get()]), rl.Sampling()):
-                        yield rollout
-
-    return Slotted
-
-
-def test_replicas_share_rows_of_lognormal_lengths() -> None:
-    """Three groups a batch: evenly divided, the first of two replicas draws two of them, each time."""
-    took = 0.0
-    for seed in range(4):
-
-        async def script() -> float:
-            policy = delayed(FakePolicy, update=0.1)(POLICY)
-            mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
-            sampler = await mesh.spawn(slotted(seed), SAMPLER)  # noqa: B023 -- called at once
-            await rl.publish(policy, sampler)
-            async with rl.rollouts(sampler, islice(prompts(3), 30), rl.Sampling(n=4), ahead=4) as stream:
-                async for batch in stream:
-                    await policy.update(batch, rl.CrossEntropy())
-                    await rl.publish(policy, stream)
-            return asyncio.get_running_loop().time()
-
-        took += simulate(script)
-    rows = 4 * 30 * 3 * 4
-    # Evenly divided the first has two thirds of the rows, and takes a third more than the best.
-    assert took < 1.25 * rows / (2 * SLOTS)
-
-
 def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
     class Confused(FakeSampler):
         async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
@@ -214,7 +153,7 @@ def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
                 yield rows.assign(groups=rows.groups + 7)
 
     async def script() -> None:
-        async with rl.rollouts(Confused(SAMPLER), prompts(3), rl.Sampling()) as stream:
+        async with rl.rollouts(Confused(SAMPLER), prompts(1, 3), rl.Sampling()) as stream:
             await anext(stream)
 
     with pytest.raises(rl.DataError, match=r"yielded a row of group (7|8|9), and its call has 0, 1, 2"):
@@ -223,19 +162,8 @@ def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
 
 def test_the_completions_of_a_prompt_stay_on_one_rank_also_where_they_were_aborted() -> None:
     async def script() -> list[rl.Batch]:
-        sampler = delayed(Telling, generate=Lognormal(1.0, 1.0))
-        mesh = await rl.Mesh.reserve(rl.LocalEngine(), 2, rl.Resources(cpus=0))
-        made, policy = await mesh.spawn(sampler, SAMPLER), FakePolicy(POLICY)
-        batches: list[rl.Batch] = []
-        await rl.publish(policy, made)
-        async with rl.rollouts(made, prompts(4), rl.Sampling(n=4), ahead=2, swap="abort") as stream:
-            async for batch in stream:
-                batches.append(batch)
-                await policy.update(batch, rl.CrossEntropy())
-                await rl.publish(policy, stream)
-                if len(batches) == 10:
-                    break
-        return batches
+        sampler = await spawned(delayed(Telling, generate=Lognormal(1.0, 1.0)), rl.LocalEngine(), 2)
+        return await trained(sampler, prompts(10, 4), n=4, ahead=2, swap="abort")
 
     whole = rl.Batch.concat(simulate(script))
     ranks = whole.row("rank").reshape(-1, 4)

@@ -3,18 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from itertools import chain
 from random import Random
+from typing import Literal
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, CrossEntropy, DataError, PolicyConfig, SamplerConfig, Sampling, Weights, publish, rollouts
-from meshrl.rollout import Rollouts
+from meshrl import Batch, CrossEntropy, DataError, SamplerConfig, Sampling, Weights, publish, rollouts
 from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
-
-POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+from tests.rollout.streams import POLICY, SAMPLER, labels, train
 
 
 def prompts(count: int, size: int) -> list[Batch]:
@@ -40,44 +38,23 @@ class FirstIsSlow(Latency):
         return self.seconds if 0 in batch.groups else 0.1
 
 
-async def train(stream: Rollouts, policy: FakePolicy) -> list[Batch]:
-    """All batches of a stream, a second each."""
-    batches: list[Batch] = []
-    async for batch in stream:
-        batches.append(batch)
-        await policy.update(batch, CrossEntropy())
-        await publish(policy, stream)
-    return batches
-
-
-def late_first_group(late: str, seconds: float) -> tuple[list[list[int]], list[list[int]], dict[str, int], int]:
-    """By batch its groups and their staleness; then what was dropped, and how many batches waited."""
-
-    async def script() -> tuple[list[Batch], dict[str, int], int]:
+def test_a_group_that_would_be_too_old_for_the_next_batch_is_waited_for_or_dropped() -> None:
+    async def script(late: Literal["wait", "drop"]) -> tuple[list[Batch], dict[str, int], int]:
         policy = delayed(FakePolicy, update=1.0)(POLICY)
-        sampler = delayed(FakeSampler, generate=FirstIsSlow(seconds))(SAMPLER)
+        sampler = delayed(FakeSampler, generate=FirstIsSlow(10.0))(SAMPLER)
         await publish(policy, sampler)
-        async with rollouts(sampler, prompts(8, 2), Sampling(), ahead=1, late=late) as stream:  # type: ignore[arg-type]
+        async with rollouts(sampler, prompts(8, 2), Sampling(), ahead=1, late=late) as stream:
             return await train(stream, policy), dict(stream.dropped), stream.waited
 
-    batches, dropped, waited = simulate(script)
-    groups = [batch.groups.tolist() for batch in batches]
-    return groups, [batch.row("staleness").tolist() for batch in batches], dropped, waited
-
-
-def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
-    groups, staleness, dropped, waited = late_first_group("wait", 10.0)
-    assert groups[:2] == [[1, 3], [0, 2]]
-    assert staleness[:2] == [[0, 0], [1, 1]]
-    assert sorted(chain.from_iterable(groups)) == list(range(8))
+    batches, dropped, waited = simulate(lambda: script("wait"))
+    assert [batch.groups.tolist() for batch in batches[:2]] == [[1, 3], [0, 2]]
+    assert [batch.row("staleness").tolist() for batch in batches[:2]] == [[0, 0], [1, 1]]
+    assert labels(batches) == set(range(8))
     assert (dropped, waited) == ({}, 1)
-
-
-def test_a_batch_that_may_drop_waits_for_nobody() -> None:
-    groups, staleness, dropped, waited = late_first_group("drop", 10.0)
-    assert groups[:2] == [[1, 3], [2, 5]]
-    assert staleness[:2] == [[0, 0], [1, 0]]
-    assert sorted(chain.from_iterable(groups)) == list(range(1, 8))
+    batches, dropped, waited = simulate(lambda: script("drop"))
+    assert [batch.groups.tolist() for batch in batches[:2]] == [[1, 3], [2, 5]]
+    assert [batch.row("staleness").tolist() for batch in batches[:2]] == [[0, 0], [1, 0]]
+    assert labels(batches) == set(range(1, 8))
     assert (dropped, waited) == ({"stale": 1}, 0)
 
 

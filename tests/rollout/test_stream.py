@@ -1,7 +1,7 @@
 """A stream of rollouts, as an algorithm sees it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from meshrl.rollout.producer import SwapMode
 from meshrl.rollout.replay import Decision, Load, Opened
 from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
+from tests.rollout.streams import POLICY, REWARD, SAMPLER, spawned, trained
 
 SAMPLING = rl.Sampling(n=3)
-POLICY = rl.PolicyConfig(model="none")
-SAMPLER = rl.SamplerConfig(model="none")
 
 
 def prompts(size: int) -> Iterator[rl.Batch]:
@@ -38,7 +37,7 @@ async def train(policy: rl.Policy, batch: rl.Batch) -> None:
 async def streamed(steps: int, size: int = 4, sampler: rl.Sampler | None = None, **chosen: object) -> list[rl.Batch]:
     """The batches of so many steps."""
     policy, sampler = FakePolicy(POLICY), sampler or FakeSampler(SAMPLER)
-    reward = FakeReward(rl.RewardConfig())
+    reward = FakeReward(REWARD)
     batches: list[rl.Batch] = []
     await rl.publish(policy, sampler)
     stream = rl.rollouts(sampler, prompts(size), SAMPLING, score=reward.score, **chosen)  # type: ignore[arg-type]
@@ -62,17 +61,11 @@ def groups(batches: list[rl.Batch]) -> list[int]:
 @pytest.mark.bits
 @pytest.mark.parametrize("ranks", [1, 3])
 async def test_with_ahead_0_a_batch_is_that_of_the_plain_loop(ranks: int) -> None:
-    async def spawned() -> tuple[rl.LocalEngine, rl.Sampler]:
-        engine = rl.LocalEngine(inline_bytes=64)
-        mesh = await rl.Mesh.reserve(engine, ranks, rl.Resources(cpus=1))
-        return engine, await mesh.spawn(FakeSampler, SAMPLER)
-
-    engine, sampler = await spawned()
+    engine = rl.LocalEngine(inline_bytes=64)
+    sampler = await spawned(FakeSampler, engine, ranks)
     stream = [await batch.load() for batch in await streamed(4, sampler=sampler)]
-    await engine.close()
-
-    engine, sampler = await spawned()
-    policy, reward, drawn = FakePolicy(POLICY), FakeReward(rl.RewardConfig()), prompts(4)
+    sampler = await spawned(FakeSampler, engine, ranks)
+    policy, reward, drawn = FakePolicy(POLICY), FakeReward(REWARD), prompts(4)
     await rl.publish(policy, sampler)
     for batch in stream:
         plain = await (await reward.score(await rl.rollout(sampler, next(drawn), SAMPLING))).load()
@@ -83,16 +76,10 @@ async def test_with_ahead_0_a_batch_is_that_of_the_plain_loop(ranks: int) -> Non
 
 
 async def test_every_prompt_is_delivered_once_with_its_whole_group_and_the_last_batch_may_be_smaller() -> None:
-    policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
-    reward = FakeReward(rl.RewardConfig())
     few = [*islice(prompts(4), 3), next(prompts(100)).select([98, 99])]
-    async with rl.rollouts(sampler, iter(few), SAMPLING, ahead=2, score=reward.score) as stream:
-        batches = []
-        async for batch in stream:
-            assert batch.groups.tolist() == np.repeat(batch.groups[::3], 3).tolist()
-            batches.append(batch)
-            await train(policy, batch)
-            await rl.publish(policy, stream)
+    batches = await trained(FakeSampler(SAMPLER), few, n=3, ahead=2)
+    for batch in batches:
+        assert batch.groups.tolist() == np.repeat(batch.groups[::3], 3).tolist()
     assert sorted(groups(batches)) == [*range(12), 98, 99]
     assert [len(batch) for batch in batches] == [12, 12, 12, 6]
 
@@ -112,14 +99,7 @@ async def test_prompts_that_do_not_come_are_reported_as_a_call_that_takes_long()
 
 
 @pytest.mark.parametrize(
-    ("ahead", "late", "swap"),
-    [
-        (1, "wait", "abort"),
-        (1, "drop", "in_flight"),
-        (4, "wait", "in_flight"),
-        (4, "drop", "abort"),
-        (4, "drop", "drain"),
-    ],
+    ("ahead", "late", "swap"), [(1, "wait", "abort"), (1, "drop", "in_flight"), (4, "drop", "drain")]
 )
 def test_no_row_is_staler_than_the_bound(ahead: int, late: str, swap: str) -> None:
     slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0))(SAMPLER)
@@ -134,25 +114,17 @@ def test_no_row_is_staler_than_the_bound(ahead: int, late: str, swap: str) -> No
 
 
 def test_rollouts_go_on_while_the_policy_trains() -> None:
-    def took(ahead: int) -> float:
-        async def script() -> float:
-            loop = asyncio.get_running_loop()
-            policy = delayed(FakePolicy, update=3.0)(POLICY)
-            sampler = delayed(FakeSampler, generate=0.25)(SAMPLER)
-            reward = FakeReward(rl.RewardConfig())
-            await rl.publish(policy, sampler)
-            async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=ahead, score=reward.score) as stream:
-                ends: list[float] = []
-                for _ in range(12):
-                    await train(policy, await anext(stream))
-                    await rl.publish(policy, stream)
-                    ends.append(loop.time())
-                return ends[-1] - ends[1]
+    async def took(ahead: int) -> float:
+        loop, ends = asyncio.get_running_loop(), list[float]()
+        policy = delayed(FakePolicy, update=3.0)(POLICY)
+        sampler = delayed(FakeSampler, generate=0.25)(SAMPLER)
+        await trained(
+            sampler, islice(prompts(4), 12), policy, n=3, ahead=ahead, then=lambda _: ends.append(loop.time())
+        )
+        return ends[-1] - ends[1]
 
-        return simulate(script)
-
-    assert took(0) == pytest.approx(10 * (12 * 0.25 + 3))
-    assert took(1) == pytest.approx(10 * 3, rel=0.1)
+    assert simulate(lambda: took(0)) == pytest.approx(10 * (12 * 0.25 + 3))
+    assert simulate(lambda: took(1)) == pytest.approx(10 * 3, rel=0.1)
 
 
 def test_groups_that_keep_does_not_want_are_replaced() -> None:
@@ -215,22 +187,10 @@ def test_a_sampler_whose_engine_died_is_respawned(during: str) -> None:
             return await super().load(weights)
 
     async def script() -> list[rl.Batch]:
-        mesh = await rl.Mesh.reserve(rl.LocalEngine(), 1, rl.Resources(cpus=0))
-        return await streamed(8, ahead=1, sampler=await mesh.spawn(Mortal, SAMPLER), retries=1)
+        return await streamed(8, ahead=1, sampler=await spawned(Mortal, rl.LocalEngine(), 1), retries=1)
 
     assert set(groups(simulate(script))) >= set(range(6 * 4))
     assert next(lives) == 2
-
-
-def test_what_a_reward_raises_reaches_the_script() -> None:
-    async def script() -> None:
-        reward = crashing(FakeReward, score=[1])(rl.RewardConfig())
-        sampler = FakeSampler(SAMPLER)
-        async with rl.rollouts(sampler, prompts(2), SAMPLING, ahead=1, score=reward.score) as stream:
-            await anext(stream)
-
-    with pytest.raises(Exception, match=r"FakeReward\.score was told to crash"):
-        simulate(script)
 
 
 def test_publishing_to_the_sampler_instead_of_the_stream_is_refused() -> None:
@@ -270,18 +230,10 @@ def test_mistakes_are_told() -> None:
     async def shorter(batch: rl.Batch) -> rl.Batch:
         return batch.select(np.arange(len(batch) - 1)).assign(rewards=np.zeros(len(batch) - 1))
 
-    async def scored_short() -> None:
-        async with rl.rollouts(FakeSampler(SAMPLER), prompts(4), SAMPLING, score=shorter) as stream:
-            await anext(stream)
-
-    async def twice() -> None:
-        again = iter([next(prompts(2)), next(prompts(2))])
-        async with rl.rollouts(FakeSampler(SAMPLER), again, SAMPLING, ahead=1) as stream:
+    async def drawn(asked: Iterable[rl.Batch], **chosen: object) -> None:
+        async with rl.rollouts(FakeSampler(SAMPLER), asked, SAMPLING, **chosen) as stream:  # type: ignore[arg-type]
             await anext(stream)
             await anext(stream)
-
-    async def without_groups() -> None:
-        rl.rollouts(FakeSampler(SAMPLER), (batch.drop("groups") for batch in prompts(2)), SAMPLING)
 
     table: dict[str, Callable[[], Coroutine[object, object, object]]] = {
         "ahead = -1": lambda: streamed(1, ahead=-1),
@@ -289,9 +241,9 @@ def test_mistakes_are_told() -> None:
         "swap = 'no': use one of 'in_flight', 'drain', 'abort'": lambda: streamed(1, swap="no"),
         "a batch of no prompts": lambda: streamed(1, size=0),
         "returned 11 rollouts for 4 prompts x 3": lambda: streamed(1, sampler=Forgetful(SAMPLER)),
-        "`score` was given 3 rows and returned 2": scored_short,
-        "group 0 was drawn again while it was in progress": twice,
-        "needs prompts with `groups`": without_groups,
+        "`score` was given 3 rows and returned 2": lambda: drawn(prompts(4), score=shorter),
+        "group 0 was drawn again while it was in progress": lambda: drawn([next(prompts(2))] * 2, ahead=1),
+        "needs prompts with `groups`": lambda: drawn([next(prompts(2)).drop("groups")]),
         r"`keep` dropped 40[0-9] groups since the last batch, which needs 4": lambda: streamed(
             1, keep=lambda batch: np.zeros(len(batch))
         ),
@@ -321,12 +273,10 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
         slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
 
         async def script() -> list[rl.Batch]:
-            mesh = await rl.Mesh.reserve(rl.LocalEngine(), ranks, rl.Resources(cpus=0))
-            sampler = await mesh.spawn(slow, SAMPLER)
+            sampler = await spawned(slow, rl.LocalEngine(), ranks)
             (tmp_path / name).mkdir()
-            kept = Schedule(
-                tmp_path / name / "schedule.jsonl", read_schedule(tmp_path / replayed) if replayed else None
-            )
+            followed = read_schedule(tmp_path / replayed) if replayed else None
+            kept = Schedule(tmp_path / name / "schedule.jsonl", followed)
             schedule.set(kept)
             try:
                 return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % keep, sampler=sampler)
@@ -344,11 +294,8 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
         assert [each for each in after if type(each) is kind][: len(noted)] == noted
     divided = [each.owners for each in before if isinstance(each, Decision)]
     assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
-    with pytest.raises(
-        rl.DataError, match=f"another stream of rollouts: replicas = {ranks} there and {ranks + 1} here"
-    ):
+    told = f"another stream of rollouts: replicas = {ranks} there and {ranks + 1} here"
+    with pytest.raises(rl.DataError, match=told):
         run("elsewhere", 3, replayed="first", ranks=ranks + 1)
-    with pytest.raises(
-        rl.DataError, match=r"`keep` drops group \d+, which the run whose schedule is replayed trained on"
-    ):
+    with pytest.raises(rl.DataError, match=r"`keep` drops group \d+, which the run whose schedule"):
         run("filtered", 3, replayed="first", keep=3)

@@ -3,7 +3,7 @@
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -11,9 +11,11 @@ from importlib import metadata
 from itertools import chain, product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from meshrl import Batch, Loss, MeshConfig, Metrics, PolicyConfig, RunConfig, Task
 from meshrl.config import validate
@@ -28,6 +30,7 @@ from meshrl.testing import (
     Latency,
     Lognormal,
     delayed,
+    simulate,
 )
 
 STEPS, PROMPTS = 3, 2
@@ -148,6 +151,12 @@ class Setting:
         """Begin; or go on, where no `restarts` do that."""
         await run_job(self.job(folder, restarts))
 
+    def simulate(self, folder: Path, restarts: int = 0) -> Sequence[Mapping[str, Any]]:
+        """`run` in virtual time; returns what it logged."""
+        with capture_logs() as logged:
+            simulate(lambda: self.run(folder, restarts))
+        return logged
+
     def job(self, folder: Path, restarts: int = 0) -> Job[RunConfig]:
         fake = {"backend": "fake", "model": "none"}
         table = {
@@ -182,7 +191,7 @@ SETTINGS = [Setting(*each) for each in product(("grpo", "ppo"), (0, 1, 3), (Fals
 FEW = [Setting("grpo", 0, True), Setting("ppo", 0, False), Setting("grpo", 3, False), Setting("ppo", 1, True)]
 """Each two values beside each other."""
 SOME_OR_ALL = [
-    pytest.param(FEW, 10, id="some"),
+    pytest.param(FEW, 6, id="some"),
     *(
         pytest.param(
             [each for each in SETTINGS if each.ahead == ahead], None, marks=pytest.mark.wide, id=f"all-{ahead}"
@@ -211,6 +220,10 @@ def disturbed(setting: Setting, how: str) -> Generator[None]:
         raise
 
 
+def summary(folder: Path) -> dict[str, object]:
+    return msgspec.json.decode((folder / "run/summary.json").read_bytes(), type=dict[str, object])
+
+
 def check_kept(folder: Path, setting: Setting) -> None:
     """A run that has ended did what it promises: by its files, and by what its policy says that it was trained on."""
     found = audit_run(folder / "run")
@@ -236,14 +249,12 @@ def outcome(folder: Path, setting: Setting) -> dict[str, object]:
         rows = [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
         return [{key: row[key] for key in row if key not in ("seconds", "step_s")} for row in rows]
 
-    summary = json.loads((run / "summary.json").read_bytes())
-    states = {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("checkpoints/*/*/*"))}
     return {
         **{name: lines(name) for name in ("metrics.jsonl", "samples.jsonl")},
         # What an evaluation finds for which nothing waits hangs on when it draws.
         "evaluations": [row["step"] if setting.meanwhile else row for row in lines("evaluations.jsonl")],
-        "summary": {key: summary[key] for key in summary if key not in ("wall_s", "restarts")},
+        "summary": {key: told for key, told in summary(folder).items() if key not in ("wall_s", "restarts")},
         "model": {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())},
-        "states": states,
+        "states": {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("checkpoints/*/*/*"))},
         "files": sorted(path.name for path in run.iterdir() if not path.name.startswith("events-")),
     }

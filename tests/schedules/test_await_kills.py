@@ -41,8 +41,7 @@ def watched(setting: Setting, runs: Path) -> KillPoints:
 def go_on(folder: Path, setting: Setting, whole: dict[str, object], after: str) -> None:
     """Begin again what has ended somehow; it ends well, and as one that nothing happened to if nothing is ahead."""
     with disturbed(setting, after):
-        with capture_logs():
-            simulate(lambda: setting.run(folder))
+        setting.simulate(folder)
         check_kept(folder, setting)
         if not setting.ahead:
             assert outcome(folder, setting) == whole

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshrl.engines.hosting.messages import reserved_port
+from tests.inference.networks import greedy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -61,28 +62,20 @@ class Served(NamedTuple):
         assert self.server.stdout
         return self.server.stdout.readline().strip()
 
+    def post(self, path: str, body: object, method: str = "POST") -> tuple[int, bytes]:
+        """The status and the content of the answer to somebody who has no key."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        with closing(connection):
+            connection.request(method, f"/{path}", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
     def ask(self, prompt: list[int], **asked: object) -> list[int]:
         """The tokens of a completion."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
-        try:
-            connection.request(
-                "POST", "/v1/completions", json.dumps({**body, **asked}), {"Content-Type": "application/json"}
-            )
-            answer = json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-        tokens: list[int] = answer["choices"][0]["token_ids"]
+        _, content = self.post("v1/completions", {**body, **asked})
+        tokens: list[int] = json.loads(content)["choices"][0]["token_ids"]
         return tokens
-
-    def status(self, path: str, method: str = "POST") -> int:
-        """What somebody is told who has no key."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        try:
-            connection.request(method, f"/{path}", "{}", {"Content-Type": "application/json"})
-            return connection.getresponse().status
-        finally:
-            connection.close()
 
 
 @pytest.fixture
@@ -112,26 +105,15 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
         server.stdout.close()
 
 
-def greedy(network: PreTrainedModel) -> list[list[int]]:
-    """What transformers generates."""
-    completions: list[list[int]] = []
-    for prompt in PROMPTS:
-        out = network.generate(
-            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-        )  # type: ignore[operator]
-        completions.append(out[0, len(prompt) :].tolist())
-    return completions
-
-
 def test_a_run_is_served_and_followed(served: Served) -> None:
     finished = served.run.parents[1] / "finished"
     network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(finished)
-    after = greedy(network)
+    after = greedy(network, PROMPTS)
     checkpoint = served.run / "checkpoints" / "step-000004"
     state = load_file(checkpoint / "0-policy" / "state.safetensors")
     tensors = {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
     network.load_state_dict(tensors, strict=False)  # the head is the embeddings
-    before = greedy(network)
+    before = greedy(network, PROMPTS)
     assert before != after, "nothing would tell the two apart"
 
     assert served.says() == f"{checkpoint.resolve()} is loaded"
@@ -140,8 +122,8 @@ def test_a_run_is_served_and_followed(served: Served) -> None:
     assert json.loads(shell.stdout)["model"] == "tiny"
     assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == before
 
-    assert [served.status(path) for path in ("pause", "collective_rpc", "reset_prefix_cache")] == [401, 401, 401]
-    assert served.status("health", "GET") == 200
+    assert [served.post(path, {})[0] for path in ("pause", "collective_rpc", "reset_prefix_cache")] == [401, 401, 401]
+    assert served.post("health", {}, "GET")[0] == 200
 
     over, lengths = threading.Event(), list[int]()
 

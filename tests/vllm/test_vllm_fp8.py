@@ -15,8 +15,8 @@ from meshrl.mesh import Rank, rank_context
 from meshrl_hf import fp8
 from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler
+from tests.inference.networks import SHAPE, config_of, distances, drawn, offer, saved, two
 from tests.senders import sending
-from tests.vllm.networks import SHAPE, config_of, drawn, saved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -55,19 +55,6 @@ def rounding(network: PreTrainedModel, tp: int = 1) -> PreTrainedModel:
     return network
 
 
-def distances(network: PreTrainedModel, batch: Batch) -> np.ndarray:
-    """How far a sampler's log-probs of the tokens that it drew are from a network's, float[tokens]."""
-    found: list[np.ndarray] = []
-    for row in range(len(batch)):
-        tokens = torch.from_numpy(np.asarray(batch.tokens[row]).astype(np.int64))
-        with torch.no_grad():
-            logprobs = network(tokens[None]).logits[0, :-1].float().log_softmax(-1)
-        known = logprobs.gather(-1, tokens[1:, None])[:, 0].numpy()
-        asked = np.asarray(batch.loss_mask[row])[1:]
-        found.append(np.abs(known - np.asarray(batch.sampler_logprobs[row])[1:])[asked])
-    return np.concatenate(found)
-
-
 def is_exact(network: PreTrainedModel, batch: Batch) -> bool:
     """Whether a sampler computes what a network does.
 
@@ -96,9 +83,8 @@ def same(one: Batch, other: Batch) -> bool:
 async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_broadcast(
     config: PretrainedConfig, tmp_path: Path, python: str | None
 ) -> None:
-    networks = [saved(config, seed, tmp_path / str(seed)) for seed in range(2)]
+    networks, weights = await two(config, tmp_path)
     names = fp8.matrices(networks[0])
-    weights = [await TorchPolicy(PolicyConfig(model=str(tmp_path / str(seed)))).weights() for seed in range(2)]
     sampler = made(tmp_path / "0", python)
     first = await drawn(sampler)
     assert not is_exact(networks[0], first)
@@ -111,8 +97,7 @@ async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_bro
     for matrices in (names, frozenset[str]()):
         with sending(2, 1 << 14, matrices) as senders:
             for seed, known in ((0, first), (1, second)):
-                tensors = {name: torch.from_numpy(array.copy()) for name, array in weights[seed].tensors.items()}
-                await sampler.load(senders.offer(tensors, 2, weights[seed].probe))
+                await sampler.load(offer(senders, weights[seed], 2))
                 assert same(await drawn(sampler), known)
     sampler.close()
 
@@ -125,8 +110,7 @@ async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_
     known = await drawn(sampler)
     assert is_exact(rounding(network, tp=2), known)
     with sending(2, 1 << 14, fp8.matrices(network)) as senders:
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.tensors.items()}
-        await sampler.load(senders.offer(tensors, 1, weights.probe))
+        await sampler.load(offer(senders, weights, 1))
         assert same(await drawn(sampler), known)
     sampler.close()
 

@@ -5,15 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import (
-    Mesh,
-    NewModel,
-    PolicyConfig,
-    ReferenceConfig,
-    Resources,
-    Sampling,
-    rollout,
-)
+from meshrl import Mesh, NewModel, PolicyConfig, ReferenceConfig, Resources, Sampling, rollout
 from meshrl.engines.processes import ProcessEngine
 from meshrl.testing.conformance.material import LOSS, by_hand
 from meshrl.testing.conformance.material import Model as Material
@@ -21,7 +13,7 @@ from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 from meshrl_vllm.sampler import VllmSampler
-from tests.vllm.networks import PROMPTS, config_of
+from tests.inference.networks import PROMPTS, config_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

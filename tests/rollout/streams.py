@@ -1,0 +1,141 @@
+"""What tests of streams share: prompts, a loop that trains, and an engine on which samplers die."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+import meshrl as rl
+from meshrl.engines.local import LocalMember
+from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
+from meshrl.rollout import Rollouts
+from meshrl.testing import FakePolicy, FakeSampler
+
+T = TypeVar("T")
+POLICY, SAMPLER, REWARD = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none"), rl.RewardConfig()
+
+
+def prompts(batches: int, size: int) -> Iterator[rl.Batch]:
+    for first in range(0, batches * size, size):
+        yield rl.Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
+
+
+async def spawned(
+    role: Callable[[rl.SamplerConfig], FakeSampler], engine: rl.LocalEngine, replicas: int, min_ranks: int = 0
+) -> FakeSampler:
+    mesh = await rl.Mesh.reserve(engine, replicas, rl.Resources(cpus=0, min_ranks=min_ranks))
+    return await mesh.spawn(role, SAMPLER)
+
+
+async def train(stream: Rollouts, policy: FakePolicy, then: Callable[[int], object] = lambda _: None) -> list[rl.Batch]:
+    """All batches of a stream; after each step `then` is given how many there were."""
+    batches: list[rl.Batch] = []
+    async for batch in stream:
+        batches.append(await batch.load())
+        await policy.update(batches[-1], rl.CrossEntropy())
+        await rl.publish(policy, stream)
+        then(len(batches))
+    return batches
+
+
+async def trained(
+    sampler: rl.Sampler,
+    drawn: Iterable[rl.Batch],
+    policy: FakePolicy | None = None,
+    *,
+    n: int = 2,
+    then: Callable[[int], object] = lambda _: None,
+    **chosen: Any,
+) -> list[rl.Batch]:
+    """All batches of these prompts."""
+    policy = policy or FakePolicy(POLICY)
+    await rl.publish(policy, sampler)
+    async with rl.rollouts(sampler, drawn, rl.Sampling(n=n), **chosen) as stream:
+        return await train(stream, policy, then)
+
+
+def labels(batches: Sequence[rl.Batch]) -> set[int]:
+    return {label for batch in batches for label in batch.groups.tolist()}
+
+
+class Beside(rl.Sampling):
+    """Of a call that is none of training's."""
+
+    beside = True
+
+
+class FragileEngine(rl.LocalEngine):
+    """Samplers on it die when they are told to, as processes do: all of their calls end, and they take no more."""
+
+    def __init__(self, seed: int, *, missing: int = 0, inline_bytes: int = 65536) -> None:
+        """`missing`: how many are not there at first. What is made again takes its time, drawn by the seed."""
+        super().__init__(inline_bytes=inline_bytes)
+        self.samplers: Sequence[LocalMember] = ()
+        self.kill_at = -1
+        """The number of the operation before which one dies; below 0 none."""
+        self.operations = 0
+        self._missing = missing
+        self._random = Random(f"fragile {seed}")
+        self._deaths: dict[int, asyncio.Future[None]] = {}
+
+    def kill(self, number: int) -> None:
+        """A sampler's process ends."""
+        if not self._deaths[number].done():
+            self._deaths[number].set_result(None)
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[LocalMember]:
+        members = await super().start(slots, ranks, create, arguments, keywords)
+        if issubclass(create, FakeSampler):
+            self.samplers = members
+            self._deaths = {number: asyncio.get_running_loop().create_future() for number in range(len(members))}
+            for member in members[len(members) - self._missing :]:
+                member.is_made = False
+                self.kill(member.rank.index)
+        return members
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        await asyncio.sleep(self._random.expovariate(0.3))
+        await super().restart(members)
+        for member in members:
+            self._deaths[member.rank.index] = asyncio.get_running_loop().create_future()
+
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
+        return await self._unless_dead(endpoint, requests, super().call(endpoint, requests, seen))
+
+    async def stream(
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
+    ) -> AsyncGenerator[object]:
+        values = super().stream(endpoint, requests, consumed, seen)
+        try:
+            while (value := await self._unless_dead(endpoint, requests, anext(values, None))) is not None:
+                yield value
+        finally:
+            await values.aclose()
+
+    async def _unless_dead(self, endpoint: str, requests: Sequence[Request], work: Awaitable[T]) -> T:
+        ours = [cast("LocalMember", each.member) for each in requests if each.member in self.samplers]
+        if ours:
+            if self.operations == self.kill_at:
+                self.kill(ours[0].rank.index)
+            self.operations += 1
+        deaths = {self._deaths[member.rank.index]: member for member in ours}
+        task = asyncio.ensure_future(work)
+        try:
+            ends: list[asyncio.Future[T] | asyncio.Future[None]] = [task, *deaths]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for death, member in deaths.items():
+                if death.done():
+                    raise rl.RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
