@@ -56,7 +56,7 @@ from meshrl.losses import Loss
 from meshrl.mesh import Engine
 from meshrl.report.analysis import overlap
 from meshrl.report.reading import read_events
-from meshrl.rollout.producer import SwapMode
+from meshrl.overlap.producer import SwapMode
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 PROMPTS: Final = 64

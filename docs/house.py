@@ -16,7 +16,7 @@ ROOMS = (
     ("engines", "weights", "losses", "objectives"),
     ("roles",),
     ("tasks",),
-    ("rewards", "rollout"),
+    ("rewards", "overlap"),
     ("agents", "environments"),
     ("run",),
     ("evaluation", "launch", "simulation", "watch"),

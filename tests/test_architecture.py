@@ -31,15 +31,15 @@ ROOMS = {
     "tasks": "hub data roles",
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
-    "rollout": "mesh data weights tasks roles",
-    "agents": "mesh data weights tasks roles rewards rollout",
+    "overlap": "mesh data weights tasks roles",
+    "agents": "mesh data weights tasks roles rewards overlap",
     "environments": "mesh data weights tasks roles rewards",
-    "run": "hub trackers mesh data engines losses tasks roles rewards rollout agents environments",
-    "evaluation": "mesh data engines tasks roles rewards rollout run",
+    "run": "hub trackers mesh data engines losses tasks roles rewards overlap agents environments",
+    "evaluation": "mesh data engines tasks roles rewards overlap run",
     "simulation": "mesh data engines weights losses objectives roles run report",
     "planning": "tasks rewards roles run simulation",
     "testing": (
-        "mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation simulation"
+        "mesh data engines weights losses objectives tasks roles rewards overlap agents run evaluation simulation"
     ),
     "launch": "roles run",
     "watch": "report run",

@@ -22,7 +22,7 @@ from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch, Ragged
 from meshrl.roles import ResumingSampler, Sampler, Sampling
-from meshrl.rollout import Schedule, schedule
+from meshrl.overlap import Schedule, schedule
 from meshrl.weights import Weights
 
 _EPISODE: Final = "episode"

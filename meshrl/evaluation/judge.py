@@ -23,7 +23,7 @@ from meshrl.errors import DataError
 from meshrl.evaluation.estimates import pass_at_k, powers_of_2
 from meshrl.rewards import RewardConfig, exact_match
 from meshrl.roles import Policy, Sampler, Sampling
-from meshrl.rollout import Score, publish, rollout
+from meshrl.overlap import Score, publish, rollout
 from meshrl.run import EvaluationConfig, Measurement, Run, write_whole
 
 

@@ -12,7 +12,7 @@ import meshrl as rl
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.evaluation import BesideSampling
 from meshrl.roles import Completion, completed
-from meshrl.rollout.producer import SwapMode
+from meshrl.overlap.producer import SwapMode
 from meshrl.testing import FakeSampler, ScriptedSampler
 
 GAMES = """

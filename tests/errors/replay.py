@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import meshrl as rl
-from meshrl.rollout.stream import Keep
+from meshrl.overlap.stream import Keep
 
 TASK = rl.Task(
     train=rl.Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]),

@@ -72,7 +72,7 @@ class Bench:
     def _of_line(self, mutant: Mutant) -> list[str]:
         """Return the quickest tests that run a mutant's lines. If only imports do, those that run any of its file."""
         known = self._plain = self._recorded()
-        lines = known["lines"].get(mutant.file, {})
+        lines = known["lines"].get(self._tree.place(mutant.file), {})
         changed = range(mutant.line, mutant.line + len(mutant.old))
         found = {*chain(*(lines.get(str(line), []) for line in changed))} or {*chain(*lines.values())}
         quick = ((seconds, test) for test, seconds in known["passed"].items() if seconds < _QUICK)
@@ -84,7 +84,8 @@ class Bench:
         """Return how the tests that start no process end without a mutant, and what each runs. They are run once."""
         with _one_at_a_time:
             if not self._known.exists():
-                rooms = [f"{self._tree.folder / path}{'' if path.endswith('.py') else '/*'}" for path in ROOMS.values()]
+                places = [self._tree.folder / self._tree.place(path) for path in ROOMS.values()]
+                rooms = [str(place if place.suffix else place / "*") for place in places]
                 _write(self._known, self._run([], self._suites["in process"], rooms))
             return self._plain or cast("Outcome", json.loads(self._known.read_text()))
 

@@ -12,7 +12,9 @@ from tests.mutants.mutant import ROOT, Mutant
 
 Suite = Literal["before", "after"]
 BEFORE: Final = "d2169cfc"
-"""The last revision with the earlier tests. Its product is the present one."""
+"""The last revision with the earlier tests. Its product is nearly the present one."""
+_MOVED: Final = "meshrl/overlap", "meshrl/rollout"
+"""A room, and what the earlier product calls it."""
 
 
 class Tree:
@@ -20,6 +22,7 @@ class Tree:
 
     def __init__(self, suite: Suite, cache: Path, number: int) -> None:
         """Make it in a folder of `cache`. `number`: of this one among copies of the same."""
+        self._suite = suite
         packed = _output(["git", "archive", BEFORE]) if suite == "before" else _present()
         self.version: Final = f"{suite}-{sha256(packed).hexdigest()[:12]}"
         self.folder: Final = cache / f"{self.version}-{number}"
@@ -31,7 +34,7 @@ class Tree:
     @contextmanager
     def holding(self, mutant: Mutant) -> Generator[None]:
         """Hold a mutant for a while. Python compiles its file again."""
-        path = self.folder / mutant.file
+        path = self.folder / self.place(mutant.file)
         plain, compiled = path.read_text(), Path(cache_from_source(str(path)))
         try:
             path.write_text(mutant.applied(plain))
@@ -40,6 +43,10 @@ class Tree:
         finally:
             path.write_text(plain)
             compiled.unlink(missing_ok=True)
+
+    def place(self, path: str) -> str:
+        """Return where this tree has a file or folder of the present product."""
+        return path.replace(*_MOVED) if self._suite == "before" else path
 
     def _make_environment(self, old: Path, new: Path) -> None:
         """Make an environment of links to the packages of another one."""

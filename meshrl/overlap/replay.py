@@ -20,7 +20,7 @@ from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
 from meshrl.roles import Sampler
-from meshrl.rollout.kept_rows import KeptRows, RowKeeper
+from meshrl.overlap.kept_rows import KeptRows, RowKeeper
 from meshrl.weights import Weights
 
 Kind: TypeAlias = Literal["draw", "publish", "deliver"]

@@ -10,14 +10,14 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.mesh import Rows, parts, streams
 from meshrl.roles import ResumingSampler, Sampler, Sampling
-from meshrl.rollout.condition import Condition
-from meshrl.rollout.grouping import GroupBuffer
-from meshrl.rollout.prompt_queue import PromptQueue
-from meshrl.rollout.replay import Decision, DecisionLog, load_into
-from meshrl.rollout.replicas import Life, Replicas
-from meshrl.rollout.routing import NOWHERE, Router, Share
-from meshrl.rollout.staleness import StalenessLedger
-from meshrl.rollout.suspects import Suspects
+from meshrl.overlap.condition import Condition
+from meshrl.overlap.grouping import GroupBuffer
+from meshrl.overlap.prompt_queue import PromptQueue
+from meshrl.overlap.replay import Decision, DecisionLog, load_into
+from meshrl.overlap.replicas import Life, Replicas
+from meshrl.overlap.routing import NOWHERE, Router, Share
+from meshrl.overlap.staleness import StalenessLedger
+from meshrl.overlap.suspects import Suspects
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]

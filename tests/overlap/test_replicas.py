@@ -9,7 +9,7 @@ import pytest
 import meshrl as rl
 from meshrl.errors import ConfigError, OtherVersions
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
-from meshrl.rollout import Schedule, read_schedule, schedule
+from meshrl.overlap import Schedule, read_schedule, schedule
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
 from tests.rollout.streams import POLICY, SAMPLER, FragileEngine, labels, prompts, spawned, trained

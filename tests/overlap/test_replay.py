@@ -10,8 +10,8 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import DataError
-from meshrl.rollout import Loop, Schedule, read_schedule
-from meshrl.rollout.replay import Decision, Ended, Entry, Load
+from meshrl.overlap import Loop, Schedule, read_schedule
+from meshrl.overlap.replay import Decision, Ended, Entry, Load
 from meshrl.testing import FakeSampler
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})

@@ -10,7 +10,7 @@ import numpy as np
 import meshrl as rl
 from meshrl.engines.local import LocalMember
 from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
-from meshrl.rollout import Rollouts
+from meshrl.overlap import Rollouts
 from meshrl.testing import FakePolicy, FakeSampler
 
 T = TypeVar("T")

@@ -4,10 +4,10 @@
 older than `ahead` publications is ever trained on. A recorded schedule can be repeated bit by bit.
 """
 
-from meshrl.rollout.kept_rows import KeptRows, read_kept_rows
-from meshrl.rollout.replay import DIFFERENCE, Loop, Schedule, read_schedule, schedule
-from meshrl.rollout.stream import Rollouts, Score, rollouts
-from meshrl.rollout.synchronous import greedy_baseline, has_signal, publish, rollout
+from meshrl.overlap.kept_rows import KeptRows, read_kept_rows
+from meshrl.overlap.replay import DIFFERENCE, Loop, Schedule, read_schedule, schedule
+from meshrl.overlap.stream import Rollouts, Score, rollouts
+from meshrl.overlap.synchronous import greedy_baseline, has_signal, publish, rollout
 
 __all__ = [
     "DIFFERENCE",

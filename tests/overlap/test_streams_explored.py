@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import meshrl as rl
 from meshrl.mesh import OnSpan, Request
-from meshrl.rollout import Rollouts
+from meshrl.overlap import Rollouts
 from meshrl.testing import (
     Crash,
     FakePolicy,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import meshrl as rl
 from meshrl.mesh import lightest, parts, plan_of, routed
-from meshrl.rollout.routing import Router, Share
+from meshrl.overlap.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 from tests.rollout.streams import POLICY, SAMPLER, prompts, spawned, trained
 

@@ -10,9 +10,9 @@ import pytest
 
 import meshrl as rl
 from meshrl.mesh import running_calls, slow_calls
-from meshrl.rollout import Schedule, read_schedule, schedule
-from meshrl.rollout.producer import SwapMode
-from meshrl.rollout.replay import Decision, Load, Opened
+from meshrl.overlap import Schedule, read_schedule, schedule
+from meshrl.overlap.producer import SwapMode
+from meshrl.overlap.replay import Decision, Load, Opened
 from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 from tests.rollout.streams import POLICY, REWARD, SAMPLER, spawned, trained
