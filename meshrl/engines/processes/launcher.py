@@ -13,7 +13,7 @@ from typing import Final
 from weakref import WeakSet, finalize
 
 from meshrl.engines.hosting import RankLog
-from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
+from meshrl.engines.processes.orders import Begin, Close, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, remove_folder, socket_folder
 from meshrl.errors import ConfigError
 from meshrl.mesh import Share
@@ -84,6 +84,8 @@ class Launcher:
         if self._template is None or self._control is None or self._folder is None:
             return
         asyncio.get_running_loop().remove_reader(self._control)
+        with suppress(OSError):
+            send(self._control, Close())
         self._control.close()
         try:
             if self._was_used:  # else there are no ranks, and it may still import for a while
@@ -128,6 +130,7 @@ class Launcher:
             )
         self._control = ours
         self._end = finalize(self, _end, self._template, ours, self._folder)
+        self._end.atexit = False  # the template sees this process exit, and then removes what it has held
         return ours, self._folder
 
     def _hear(self) -> None:

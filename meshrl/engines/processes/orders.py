@@ -37,6 +37,10 @@ class Kill(msgspec.Struct, tag="kill", frozen=True):
     key: str
 
 
+class Close(msgspec.Struct, tag="close", frozen=True):
+    """End all ranks and the template. The engine's process goes on."""
+
+
 class Ended(msgspec.Struct, tag="ended", frozen=True):
     """Report that a rank's process has ended."""
 
@@ -44,7 +48,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     how: str
 
 
-Order: TypeAlias = Begin | Kill | Ended
+Order: TypeAlias = Begin | Kill | Close | Ended
 
 
 def send(control: socket.socket, order: Order, files: Sequence[int] = ()) -> None:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from importlib import import_module
@@ -21,16 +22,19 @@ from io import TextIOWrapper
 from typing import Final
 
 from meshrl.engines.hosting import Host, RankLog, work_as
-from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
+from meshrl.engines.processes.orders import Begin, Close, Ended, Kill, receive, send
 from meshrl.engines.processes.outputs import Output
 from meshrl.engines.transport import PoolRef, Server
 from meshrl.mesh import pool, sweep
 
 _PR_SET_PDEATHSIG: Final = 1
+_PATIENCE: Final = 10.0
+"""Seconds to wait for a controller to exit that has closed its end without a word."""
 
 
 def main() -> None:
     """Obey the engine's orders until it is gone."""
+    controller = os.getppid()
     control = socket.socket(fileno=int(sys.argv[1]))
     folder, modules, paths = sys.argv[2:]
     os.environ["PYTHONPATH"] = paths
@@ -40,7 +44,13 @@ def main() -> None:
         with suppress(Exception):  # the rank that needs it reports the error
             import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it: it ends the ranks in order
-    Template(control).run()
+    template = Template(control)
+    template.run()
+    if not template.was_closed:  # the controller is exiting, and holds its segments until it is gone
+        until = time.monotonic() + _PATIENCE
+        while os.getppid() == controller and time.monotonic() < until:
+            time.sleep(0.01)
+    sweep()  # the segments of killed processes
     shutil.rmtree(folder, ignore_errors=True)  # the folder of sockets, if the engine was killed
 
 
@@ -48,6 +58,8 @@ class Template:
     """Forks ranks, and reaps them."""
 
     def __init__(self, control: socket.socket) -> None:
+        self.was_closed = False
+        """True if the engine was closed, and its process goes on."""
         self._control = control
         self._ranks: dict[int, str] = {}
         """The key of each process."""
@@ -92,7 +104,8 @@ class Template:
         elif isinstance(order, Kill):
             for pid in [pid for pid, key in self._ranks.items() if key == order.key]:
                 _kill(pid)
-        return True
+        self.was_closed = isinstance(order, Close)
+        return not self.was_closed
 
     def _fork(self, order: Begin, listening: int, output: Output | None) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -155,7 +168,6 @@ class Template:
                 pass
         for output in self._outputs.values():
             output.finish(self._ready)
-        sweep()  # the segments of killed processes
 
 
 def _kill(pid: int) -> None:
