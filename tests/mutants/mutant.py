@@ -7,8 +7,11 @@ import msgspec
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parents[1]
-ROOMS: Final = {room: f"meshrl/{room}" for room in ("mesh", "data", "losses", "objectives", "weights")}
-ROOMS |= {"rollout": "meshrl/overlap", "checkpoints": "meshrl/run/checkpoints.py"}
+ROOMS: Final = {
+    **{room: f"meshrl/{room}" for room in ("mesh", "data", "losses", "objectives", "weights")},
+    "rollout": "meshrl/overlap",
+    "checkpoints": "meshrl/run/checkpoints.py",
+}
 """The folder or the file of each room that mutants are drawn from."""
 
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
-from tests.rollout.streams import POLICY, Beside, FragileEngine, labels, prompts, spawned, trained
+from tests.overlap.streams import POLICY, Beside, FragileEngine, labels, prompts, spawned, trained
 
 
 class Mortal(FakeSampler):

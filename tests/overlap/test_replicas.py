@@ -12,7 +12,7 @@ from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.overlap import Schedule, read_schedule, schedule
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
-from tests.rollout.streams import POLICY, SAMPLER, FragileEngine, labels, prompts, spawned, trained
+from tests.overlap.streams import POLICY, SAMPLER, FragileEngine, labels, prompts, spawned, trained
 
 
 async def outlives(

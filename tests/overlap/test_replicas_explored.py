@@ -20,8 +20,8 @@ from meshrl.testing import (
     delayed,
     explore,
 )
-from tests.rollout.streams import POLICY, REWARD, Beside, FragileEngine, prompts, spawned
-from tests.rollout.test_streams_explored import TellingSampler
+from tests.overlap.streams import POLICY, REWARD, Beside, FragileEngine, prompts, spawned
+from tests.overlap.test_streams_explored import TellingSampler
 
 
 class World:

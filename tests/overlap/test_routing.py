@@ -12,7 +12,7 @@ import meshrl as rl
 from meshrl.mesh import lightest, parts, plan_of, routed
 from meshrl.overlap.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
-from tests.rollout.streams import POLICY, SAMPLER, prompts, spawned, trained
+from tests.overlap.streams import POLICY, SAMPLER, prompts, spawned, trained
 
 COUNTS = st.lists(st.integers(0, 50), max_size=30)
 LOADS = st.lists(st.integers(0, 200), min_size=1, max_size=6)

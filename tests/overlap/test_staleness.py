@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from meshrl import Batch, CrossEntropy, DataError, SamplerConfig, Sampling, Weights, publish, rollouts
 from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
-from tests.rollout.streams import POLICY, SAMPLER, labels, train
+from tests.overlap.streams import POLICY, SAMPLER, labels, train
 
 
 def prompts(count: int, size: int) -> list[Batch]:

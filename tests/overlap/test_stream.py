@@ -15,7 +15,7 @@ from meshrl.overlap.producer import SwapMode
 from meshrl.overlap.replay import Decision, Load, Opened
 from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
-from tests.rollout.streams import POLICY, REWARD, SAMPLER, spawned, trained
+from tests.overlap.streams import POLICY, REWARD, SAMPLER, spawned, trained
 
 SAMPLING = rl.Sampling(n=3)
 

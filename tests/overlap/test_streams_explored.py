@@ -24,7 +24,7 @@ from meshrl.testing import (
     delayed,
     explore,
 )
-from tests.rollout.streams import POLICY, REWARD, SAMPLER, prompts
+from tests.overlap.streams import POLICY, REWARD, SAMPLER, prompts
 
 R = TypeVar("R", bound=rl.Actor)
 C = TypeVar("C", bound=rl.RoleConfig)
