@@ -1,4 +1,4 @@
-"""The public names of meshrl and the room of each. `__init__.py` imports a room when one of its names is first used."""
+# The public names of meshrl, and the room of each. `__init__.py` imports a room when one of its names is first used.
 
 from .agents import Agent as Agent
 from .agents import AgentConfig as AgentConfig
@@ -97,6 +97,12 @@ from .objectives import step_score_metrics as step_score_metrics
 from .objectives import turn_advantages as turn_advantages
 from .objectives import whiten as whiten
 from .objectives import with_labels as with_labels
+from .overlap import Rollouts as Rollouts
+from .overlap import greedy_baseline as greedy_baseline
+from .overlap import has_signal as has_signal
+from .overlap import publish as publish
+from .overlap import rollout as rollout
+from .overlap import rollouts as rollouts
 from .rewards import RewardConfig as RewardConfig
 from .rewards import from_trl as from_trl
 from .rewards import overlong_penalty as overlong_penalty
@@ -128,12 +134,6 @@ from .roles import TeacherConfig as TeacherConfig
 from .roles import check_teacher as check_teacher
 from .roles import options_of as options_of
 from .roles import with_options as with_options
-from .overlap import Rollouts as Rollouts
-from .overlap import greedy_baseline as greedy_baseline
-from .overlap import has_signal as has_signal
-from .overlap import publish as publish
-from .overlap import rollout as rollout
-from .overlap import rollouts as rollouts
 from .run import AlgorithmConfig as AlgorithmConfig
 from .run import EvaluationConfig as EvaluationConfig
 from .run import MeshConfig as MeshConfig

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.evaluation.estimates import pass_at_k, powers_of_2
+from meshrl.overlap import Score, publish, rollout
 from meshrl.rewards import RewardConfig, exact_match
 from meshrl.roles import Policy, Sampler, Sampling
-from meshrl.overlap import Score, publish, rollout
 from meshrl.run import EvaluationConfig, Measurement, Run, write_whole
 
 

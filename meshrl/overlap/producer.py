@@ -9,7 +9,6 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.mesh import Rows, parts, streams
-from meshrl.roles import ResumingSampler, Sampler, Sampling
 from meshrl.overlap.condition import Condition
 from meshrl.overlap.grouping import GroupBuffer
 from meshrl.overlap.prompt_queue import PromptQueue
@@ -18,6 +17,7 @@ from meshrl.overlap.replicas import Life, Replicas
 from meshrl.overlap.routing import NOWHERE, Router, Share
 from meshrl.overlap.staleness import StalenessLedger
 from meshrl.overlap.suspects import Suspects
+from meshrl.roles import ResumingSampler, Sampler, Sampling
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]

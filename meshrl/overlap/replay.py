@@ -19,8 +19,8 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
-from meshrl.roles import Sampler
 from meshrl.overlap.kept_rows import KeptRows, RowKeeper
+from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
 Kind: TypeAlias = Literal["draw", "publish", "deliver"]

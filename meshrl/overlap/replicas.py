@@ -22,10 +22,10 @@ from meshrl.errors import (
 )
 from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, leave_out, min_ranks, replicas, respawn, take_in
-from meshrl.roles import Sampler
 from meshrl.overlap.condition import Condition
 from meshrl.overlap.replay import load_alone, newest
 from meshrl.overlap.suspects import check_call
+from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
 T = TypeVar("T")

@@ -27,13 +27,13 @@ from meshrl.data import Batch, lengths
 from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
-from meshrl.roles import Sampler, Sampling
 from meshrl.overlap.condition import Condition
 from meshrl.overlap.grouping import GroupBuffer
 from meshrl.overlap.producer import GenerateRequest, Producer, StreamState, SwapMode
 from meshrl.overlap.prompt_queue import PromptQueue
 from meshrl.overlap.replay import DecisionLog, Opened, schedule
 from meshrl.overlap.staleness import Late, StalenessLedger
+from meshrl.roles import Sampler, Sampling
 from meshrl.tasks import data_cursor
 from meshrl.weights import Weights
 

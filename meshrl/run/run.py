@@ -14,8 +14,8 @@ from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.evaluation import BesideSampling
-from meshrl.roles import Completion, completed
 from meshrl.overlap.producer import SwapMode
+from meshrl.roles import Completion, completed
 from meshrl.testing import FakeSampler, ScriptedSampler
 
 GAMES = """
