@@ -8,7 +8,7 @@ Each check is a guarantee, which its docstring states. `Harness.run` raises `Pro
 sides, if it is broken or if the check does not end in time.
 """
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshrl.errors import BackendError
 
