@@ -5,8 +5,8 @@ interpreters among them, engines (templates of ranks, clusters, inference engine
 """
 
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
@@ -23,11 +23,6 @@ class Case(NamedTuple):
     seconds: float
     counts: Mapping[str, int]
 
-    @property
-    def folder(self) -> str:
-        """The part of the suite, or the file that lies beside the folders."""
-        return self.file.split("/")[1]
-
 
 def read_cases(path: Path) -> list[Case]:
     """Read the tests of a junit file. Ones that were skipped are there too."""
@@ -40,38 +35,29 @@ def read_cases(path: Path) -> list[Case]:
     return cases
 
 
-def table(title: str, groups: Mapping[str, Iterable[Case]]) -> str:
+def line(name: str, cases: Sequence[Case]) -> str:
+    """Return a line of a table: how many tests, their seconds, and what they start."""
+    counts = [sum(case.counts.get(each, 0) for case in cases) for each in COUNTED]
+    seconds = sum(case.seconds for case in cases)
+    return f"{name:<52}{len(cases):>7}{seconds:>9.1f}" + "".join(f"{count:>15}" for count in counts)
+
+
+def table(title: str, cases: Sequence[Case], group_of: Callable[[Case], str]) -> str:
     """Return a table of groups of tests, the slowest first, and their sum."""
-    rows: list[tuple[str, int, float, Counter[str]]] = []
-    for name, group in groups.items():
-        cases = list(group)
-        counts: Counter[str] = Counter()
-        for case in cases:
-            counts.update(case.counts)
-        rows.append((name, len(cases), sum(case.seconds for case in cases), counts))
-    rows.sort(key=lambda row: -row[2])
-    whole: Counter[str] = Counter()
-    for row in rows:
-        whole.update(row[3])
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), whole))
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[group_of(case)].append(case)
+    slowest = sorted(groups.items(), key=lambda group: -sum(case.seconds for case in group[1]))
     head = f"{title:<52}{'tests':>7}{'seconds':>9}" + "".join(f"{name:>15}" for name in COUNTED.values())
-    lines = [
-        f"{name:<52}{count:>7}{seconds:>9.1f}" + "".join(f"{counts[each]:>15}" for each in COUNTED)
-        for name, count, seconds, counts in rows
-    ]
-    return "\n".join([head, *lines])
+    return "\n".join([head, *(line(*group) for group in slowest), line("all", cases)])
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables. A file that lies beside the folders is one of them."""
     cases = read_cases(Path(sys.argv[1]))
-    folders: dict[str, list[Case]] = defaultdict(list)
-    files: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        folders[case.folder].append(case)
-        files[case.file].append(case)
+    print(table("folder", cases, lambda case: case.file.split("/")[1]))
+    print(f"\n{table('file', cases, lambda case: case.file)}")
     slowest = sorted(cases, key=lambda case: -case.seconds)[:SLOWEST]
-    print(table("folder", folders), table("file", files), sep="\n\n")
     print(f"\nthe {len(slowest)} slowest tests")
     print(*(f"{case.seconds:>8.1f}  {case.file}::{case.name}" for case in slowest), sep="\n")
 

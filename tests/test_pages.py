@@ -51,9 +51,6 @@ WRONG: dict[tuple[str, ...], str] = {
 """Commands that a page shows for their error."""
 
 
-# --- code --------------------------------------------------------------------------------------------
-
-
 def blocks(page: Path) -> list[CodeType]:
     """Each Python block, compiled so that it may await at top level and errors show the page's own lines."""
     text = TEXTS[page]
@@ -97,9 +94,6 @@ async def test_the_algorithm_of_the_readme_trains_on_fakes() -> None:
     policy, sampler = FakePolicy(rl.PolicyConfig(model="none")), FakeSampler(rl.SamplerConfig(model="none"))
     await page["grpo"](policy, sampler, FakeReward(rl.RewardConfig()), iter(prompts), ahead=1)
     assert policy.version == 3
-
-
-# --- commands and keys -------------------------------------------------------------------------------
 
 
 def commands(page: Path) -> Iterator[tuple[str, ...]]:
@@ -180,9 +174,6 @@ def mistakes(table: Table, file: Path) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-# --- links and numbers -------------------------------------------------------------------------------
 
 
 def test_links_to_files_lead_somewhere() -> None:

@@ -71,8 +71,23 @@ async def test_pages_fit_their_windows_ask_this_site_alone_and_are_found(browser
     with serving(folder) as address:
         tab = await browser.new_page(viewport={"width": 1900, "height": 900})
         await see(address, written + made[::8], tab)  # those that are made from code and decisions are alike
-        await search(address, tab)
-        await open_the_drawer_of_a_phone(address, tab)
+
+        await tab.goto(address)
+        await tab.get_by_role("textbox", name="Search").fill("staleness bound")
+        found = tab.locator(".md-search-result__item").first
+        await playwright.expect(found).to_contain_text("Overlap rollout and training")
+        await found.get_by_role("link").first.click()
+        await tab.wait_for_url("**/overlap.html*")
+
+        listed = set(re.findall(r"^- \[(.*?)\]", (ROOT / "docs/README.md").read_text("utf-8"), re.MULTILINE))
+        await tab.set_viewport_size({"width": 420, "height": 900})
+        await tab.goto(address)
+        drawer = tab.locator(".md-sidebar--primary")
+        await playwright.expect(drawer).not_to_be_in_viewport()
+        await tab.locator("label.md-header__button[for=__drawer]").click()
+        await playwright.expect(drawer).to_be_in_viewport()
+        shown = {text.strip() for text in await drawer.locator("a.md-nav__link").all_text_contents()}
+        assert listed - shown == {"README"}  # the page is there as the first run
 
 
 async def see(address: str, pages: list[str], tab: "Page") -> None:
@@ -84,25 +99,3 @@ async def see(address: str, pages: list[str], tab: "Page") -> None:
     assert errors == []
     assert len(requests) > len(pages)
     assert [url for url in requests if not url.startswith((address, f"blob:{address}", "data:"))] == []
-
-
-async def search(address: str, tab: "Page") -> None:
-    await tab.goto(address)
-    await tab.get_by_role("textbox", name="Search").fill("staleness bound")
-    found = tab.locator(".md-search-result__item").first
-    await playwright.expect(found).to_contain_text("Overlap rollout and training")
-    await found.get_by_role("link").first.click()
-    await tab.wait_for_url("**/overlap.html*")
-
-
-async def open_the_drawer_of_a_phone(address: str, tab: "Page") -> None:
-    """It has the navigation, with each line of the list."""
-    listed = set(re.findall(r"^- \[(.*?)\]", (ROOT / "docs/README.md").read_text("utf-8"), re.MULTILINE))
-    await tab.set_viewport_size({"width": 420, "height": 900})
-    await tab.goto(address)
-    drawer = tab.locator(".md-sidebar--primary")
-    await playwright.expect(drawer).not_to_be_in_viewport()
-    await tab.locator("label.md-header__button[for=__drawer]").click()
-    await playwright.expect(drawer).to_be_in_viewport()
-    shown = {text.strip() for text in await drawer.locator("a.md-nav__link").all_text_contents()}
-    assert listed - shown == {"README"}  # the page is there as the first run

@@ -11,15 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from meshrl_hf.chat import HuggingFaceChat
 from meshrl_hf.text import Words
 
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
-{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 LLAMA = """{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>
 
-Functions: {{ tools | tojson }}<|eot_id|>{% endif %}{% for message in messages %}<|start_header_id|>\
+Functions: {{ tools | tojson }}<|eot_id|>{% endif %}{% for message in messages %}\
+{% if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('nobody called') }}\
+{% endif %}<|start_header_id|>\
 {{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
 
 {% if message.tool_calls %}{% if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}\
@@ -53,7 +49,7 @@ You are helpful.<|im_end|>
 {% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-SHAPES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwen": (QWEN, "<|im_end|>")}
+SHAPES = {"llama": (LLAMA, "<|eot_id|>"), "qwen": (QWEN, "<|im_end|>")}
 SPECIAL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -76,11 +72,9 @@ def chat_of(shape: str) -> ShownChat:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL),
-        show_progress=False,
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=list(SPECIAL), show_progress=False
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, and the assistant said hello to the user"] * 8, trainer)
     whole = PreTrainedTokenizerFast(
@@ -93,7 +87,7 @@ def chat_of(shape: str) -> ShownChat:
 
 @pytest.fixture(scope="session")
 def chat() -> ShownChat:
-    """Of the shape that puts a token before the first message, too."""
+    """Of the shape that puts a token before the first message, and wants a call before a tool's answer."""
     return chat_of("llama")
 
 

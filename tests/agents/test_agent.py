@@ -57,13 +57,16 @@ def test_the_reward_goes_to_the_episodes_rows(agent: Callable[..., Agent]) -> No
 
 
 def test_a_result_with_rewards_of_turns(agent: Callable[..., Agent]) -> None:
-    episode = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [0.25, -0.5]}'), "3", "2")
-    assert (episode.reward, episode.turn_rewards.tolist()) == (1.0, [0.25, -0.5])
-    episode = played(agent(ASK * 2 + 'return {"reward": 0.5, "tries": 2}'), "3", "2")
-    assert (episode.reward, episode.turn_rewards.tolist()) == (0.5, [0.0, 0.5])
-    wrong = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [1]}'), "3", "2")
-    assert "the model answered 2 times" in str(wrong.error)
-    assert (wrong.reward, wrong.turn_rewards.tolist()) == (0.0, [0.0, 0.0])
+    results: dict[str, tuple[float, list[float]]] = {
+        '{"reward": 1, "turns": [0.25, -0.5]}': (1.0, [0.25, -0.5]),
+        '{"reward": 0.5, "tries": 2}': (0.5, [0.0, 0.5]),
+        '{"reward": 1, "turns": [1]}': (0.0, [0.0, 0.0]),
+    }
+    episodes = {result: played(agent(f"{ASK * 2}return {result}"), "3", "2") for result in results}
+    assert {result: (each.reward, each.turn_rewards.tolist()) for result, each in episodes.items()} == results
+    errors = [each.error for each in episodes.values()]
+    assert errors[:2] == [None, None]
+    assert "the model answered 2 times" in str(errors[2])
 
 
 def test_a_function_judges_what_was_said_by_a_row_of_its_own(agent: Callable[..., Agent], tmp_path: Path) -> None:
@@ -101,22 +104,20 @@ def test_what_goes_wrong_is_told_on_the_rows(agent: Callable[..., Agent]) -> Non
 def test_a_sampler_that_fails_is_no_fault_of_the_agent(agent: Callable[..., Agent]) -> None:
     with pytest.raises(IndexError):
         played(agent(ASK * 2 + "return 1"), "only one answer")
+    tries = f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    "
     with pytest.raises(IndexError):
-        played(agent(f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    raise ValueError"))
-    bears_it = f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    return 0.5"
-    assert played(agent(bears_it)).reward == 0.5
+        played(agent(f"{tries}raise ValueError"))
+    assert played(agent(f"{tries}return 0.5")).reward == 0.5
 
-    failed: list[bool] = []
+    faults = [RuntimeError("device-side assert")]
 
     def fails_once(prompt: str) -> str:
-        if not failed:
-            failed.append(True)
-            raise RuntimeError("device-side assert")
+        if faults:
+            raise faults.pop()
         return "hi"
 
     episode = played(agent(ASK + "raise ValueError('my own')"), says=fails_once)  # the client asks again
-    assert episode.error is not None
-    assert "my own" in episode.error
+    assert "my own" in str(episode.error)
     assert episode.rows.objects("completion") == ("hi",)
 
 
@@ -222,10 +223,7 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
     for config, why in (
         (AgentConfig(source=f"{mine}:solve"), "not a function"),
         (AgentConfig(source=f"{mine}:other"), "a client and a row"),
-        (
-            AgentConfig(command=("true",), reward=f"{mine}:other"),
-            "the transcripts, a row and what the program returned",
-        ),
+        (AgentConfig(command=("true",), reward=f"{mine}:other"), "the transcripts, a row and what the program"),
     ):
         with pytest.raises(ConfigError, match=why):
             Agent(config)

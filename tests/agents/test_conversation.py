@@ -1,8 +1,7 @@
 """The ids that are trained on are the ids that were sampled, after the ids that they were sampled after."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -56,20 +55,14 @@ def test_a_prompt_reads_as_the_template_has_the_whole(each_chat: ShownChat) -> N
     assert cut.rows().row("truncated").tolist() == [True]
 
 
-def test_a_row_names_its_source_and_has_texts_for_people(chat: ShownChat) -> None:
-    conversation = Conversation(chat)
-    turn(conversation, chat, [*turn(conversation, chat, [USER], "on"), USER], "mat")
+def test_a_row_has_its_source_texts_for_people_and_the_one_temperature_of_its_turns(chat: ShownChat) -> None:
+    conversation, said = Conversation(chat), Message("assistant", "on")
+    conversation.answer(conversation.ask([USER]), replace(wrote(chat, "on"), temperature=0.5), said)
     rows = conversation.rows()
     assert rows.source("sampler_logprobs") == Source("sampler")
     assert str(rows.objects("prompt")[0]).strip().endswith("the cat?assistant")
     assert str(rows.objects("completion")[0]).startswith("on")
-
-
-def test_a_row_has_the_temperature_that_all_its_turns_were_drawn_at(chat: ShownChat) -> None:
-    conversation, said = Conversation(chat), Message("assistant", "on")
-    cold = replace(wrote(chat, "on"), temperature=0.5)
-    conversation.answer(conversation.ask([USER]), cold, said)
-    assert conversation.rows().row("temperature").tolist() == [0.5]
+    assert rows.row("temperature").tolist() == [0.5]
     with pytest.raises(DataError, match=r"drawn at temperature 0\.5 and this one at 1"):
         conversation.answer(conversation.ask([USER, said, USER]), wrote(chat, "mat"), said)
 
@@ -114,19 +107,10 @@ def test_thoughts_stay_where_they_were_sampled(qwen: ShownChat) -> None:
     assert "hm" not in qwen.render([*messages, USER], ())
 
 
-class Strict(ShownChat):
-    """Its template wants a call before a tool's answer, which what stands for an answer has not."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        if [message.role for message in messages if message.tool_calls or message.role == "tool"] == ["tool"]:
-            raise DataError("a tool answers what nobody called")
-        return super().render(messages, tools)
-
-
-def test_a_template_that_refuses_what_stands_for_an_answer_branches(qwen: ShownChat) -> None:
-    conversation = Conversation(Strict(qwen.words))
+def test_a_template_that_refuses_what_stands_for_an_answer_branches(chat: ShownChat) -> None:
+    conversation = Conversation(chat)
     said = Message("assistant", "", tool_calls=(ToolCall(id="c", function=Function("add", "{}")),))
-    conversation.answer(conversation.ask([USER]), wrote(qwen, "call"), said)
+    conversation.answer(conversation.ask([USER]), wrote(chat, "call"), said)
     assert conversation.ask([USER, said, Message("tool", "3")]).before is None
 
 
@@ -196,36 +180,35 @@ def test_what_is_no_turn_is_refused(chat: ShownChat) -> None:
     assert len(conversation.rows()) == 0
 
 
-PIECES = (" ", "  ", "\n", "\n\n ", "the cat", "<|im_end|>", "<|eot_id|>", "<|im_start|>user\n", "</think>", "🦊", "é")
-LETTERS = (0x80, 0x800, 0xD800, 0x110000)
+PIECES = (
+    " ",
+    "  ",
+    "\n",
+    "\n\n ",
+    "the cat",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|im_start|>user\n",
+    "</think>",
+    "🦊",
+    "日",
+    "é",
+)
 
 
 def text_of(random: Random, least: int = 0) -> str:
-    """Pieces, and letters of one to four bytes."""
-    return "".join(
-        random.choice(PIECES) if random.random() < 0.5 else letters(random) for _ in range(random.randint(least, 4))
-    )
+    return "".join(random.choices(PIECES, k=random.randint(least, 4)))
 
 
-def letters(random: Random) -> str:
-    found = [random.randrange(random.choice(LETTERS)) for _ in range(random.randint(1, 4))]
-    return "".join(chr(letter) for letter in found if not 0xD800 <= letter < 0xE000) or "é"
-
-
-@dataclass
 class Client:
-    """Somebody who talks to the model, and what a sampler would have been asked and have drawn."""
+    """Somebody who talks to the model, and to whom a sampler says anything."""
 
-    chat: ShownChat
-    random: Random
-    conversation: Conversation = field(init=False)
-    asked: list[tuple[list[int], Drawn]] = field(default_factory=list)
-    histories: list[list[Message]] = field(default_factory=list)
-    """Each ends with an answer, as it was told."""
-    numbers: "count[int]" = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        self.conversation = Conversation(self.chat)
+    def __init__(self, chat: ShownChat, seed: int) -> None:
+        self.chat, self.random, self.conversation = chat, Random(seed), Conversation(chat)
+        self.histories: list[list[Message]] = []
+        """Each ends with an answer, as it was told."""
+        self.sampled: dict[float, tuple[int, int, list[int]]] = {}
+        """By its log-prob, which no other has: each token, its version, and all before it."""
 
     def turn(self) -> None:
         random = self.random
@@ -238,7 +221,7 @@ class Client:
         prompt = self.conversation.ask(messages)
         assert (prompt.before is not None) >= kept
         for _ in range(random.randint(1, 2)):
-            tokens = self.sampled(prompt)
+            tokens = self.sample(prompt)
             said = Message("assistant", self.chat.decode(tokens.tokens.tolist()))
             self.conversation.answer(prompt, tokens, said)
             # As a client has it that reads JSON and writes it.
@@ -246,32 +229,26 @@ class Client:
 
     def edited(self, history: list[Message]) -> list[Message]:
         at = self.random.randrange(len(history))
-        change = self.random.choice(["strip", "drop", "shorten", "say"])
-        if change == "drop":
-            return history[:at] + history[at + 1 :]
-        if change == "shorten":
-            return history[:at]
-        text = history[at].content.strip() if change == "strip" else text_of(self.random)
-        return [*history[:at], Message(history[at].role, text), *history[at + 1 :]]
+        before, after = history[:at], history[at + 1 :]
+        text = self.random.choice([history[at].content.strip(), text_of(self.random)])
+        return self.random.choice([before, before + after, [*before, Message(history[at].role, text), *after]])
 
-    def sampled(self, prompt: Prompt) -> Drawn:
+    def sample(self, prompt: Prompt) -> Drawn:
         """Any ids: a text in pieces that no tokenizer makes, halves of letters, special tokens."""
         random = self.random
-        if random.random() < 0.5:
-            ids = [random.randrange(400) for _ in range(random.randint(1, 6))]
-        else:
-            by_letters = [token for each in text_of(random, least=1) for token in self.chat.encode(each)]
-            ids = by_letters[: random.randint(1, len(by_letters))]
+        by_letters = [token for each in text_of(random, least=1) for token in self.chat.encode(each)]
+        anything = random.choices(range(400), k=random.randint(1, 6))
+        ids = random.choice([anything, by_letters[: random.randint(1, len(by_letters))]])
         if random.random() < 0.5:
             ids += self.chat.ends
-        marks = [next(self.numbers) for _ in ids]
-        found = Drawn(np.array(ids, np.int32), -np.array(marks, np.float32), np.array(marks, np.int32) // 4, 1.0)
-        self.asked.append((prompt.tokens.tolist(), found))
-        return found
+        marks = np.arange(len(self.sampled), len(self.sampled) + len(ids), dtype=np.int32)
+        for at, (token, mark) in enumerate(zip(ids, marks.tolist(), strict=True)):
+            self.sampled[-float(mark)] = token, mark // 4, [*prompt.tokens.tolist(), *ids[:at]]
+        return Drawn(np.array(ids, np.int32), -marks.astype(np.float32), marks // 4, 1.0)
 
 
 def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
-    """By its log-prob, which no other has: each token that is learnt, its version, and all before it in its row."""
+    """As `Client.sampled`, of what is learnt."""
     found: dict[float, tuple[int, int, list[int]]] = {}
     for tokens, mask, logprobs, versions in zip(
         rows.tokens, rows.loss_mask, rows.sampler_logprobs, rows.versions, strict=True
@@ -288,17 +265,10 @@ def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
 def test_what_is_trained_on_is_what_was_sampled(each_chat: ShownChat, count: int) -> None:
     """Each sampled token is learnt once, after the tokens that it was drawn after, with its version."""
     for seed in range(count):
-        client = Client(each_chat, Random(seed))
+        client = Client(each_chat, seed)
         for _ in range(client.random.randint(1, 5)):
             client.turn()
         rows = client.conversation.rows()
-        expected = {
-            float(logprob): (int(token), int(version), [*prompt, *drawn.tokens[:at].tolist()])
-            for prompt, drawn in client.asked
-            for at, (token, logprob, version) in enumerate(
-                zip(drawn.tokens, drawn.logprobs, drawn.versions, strict=True)
-            )
-        }
-        assert learnt(rows) == expected
+        assert learnt(rows) == client.sampled
         oldest = [min(version for version in versions.tolist() if version >= 0) for versions in rows.versions]
         assert rows.row("oldest_version").tolist() == oldest

@@ -4,13 +4,9 @@ import asyncio
 from typing import Any
 
 import httpx2
-import numpy as np
 import openai
 import pytest
 
-from meshrl import SamplerConfig, Weights
-from meshrl.agents import Gateway
-from meshrl.testing import FakeSampler, ScriptedChat, simulate
 from tests.agents.talks import SAMPLING, USER, Talk, opened, talking
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -45,20 +41,15 @@ async def test_turns_go_on_in_one_row_as_the_client_dumps_them(talk: Talk) -> No
 @talking(["one", CALL])
 async def test_a_stream_adds_up_to_the_answer(talk: Talk) -> None:
     stream = await talk.ask(n=2, tools=TOOLS, stream=True, stream_options={"include_usage": True})
-    texts: list[str] = ["", ""]
-    calls: list[Any] = []
-    reasons: dict[int, Any] = {}
-    usage: Any = None
-    async for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            calls += choice.delta.tool_calls or []
-            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    texts = ["".join(each.delta.content or "" for each in choices if each.index == index) for index in (0, 1)]
     assert texts == ["one", ""]
-    assert [(call.function.name, call.function.arguments) for call in calls if call.function] == [("add", '{"a": 1}')]
+    functions = [call.function for each in choices for call in each.delta.tool_calls or [] if call.function]
+    assert [(function.name, function.arguments) for function in functions] == [("add", '{"a": 1}')]
+    reasons = {each.index: each.finish_reason for each in choices if each.finish_reason}
     assert reasons == {0: "stop", 1: "tool_calls"}
-    assert usage.completion_tokens == len("one\0") + len(CALL) + 1
+    assert chunks[-1].usage.completion_tokens == len("one\0") + len(CALL) + 1
     assert len(talk.rows()) == 2
 
 
@@ -97,19 +88,6 @@ async def test_completions_without_messages(talk: Talk) -> None:
     assert [(choice.text, choice.logprobs) async for chunk in stream for choice in chunk.choices] == [(" 4", None)]
     assert [model.id async for model in talk.client.models.list()] == ["policy"]
     assert len(talk.rows()) == 1
-
-
-def test_a_fake_sampler_answers_whatever_it_is_asked() -> None:
-    async def main() -> None:
-        sampler = FakeSampler(SamplerConfig(model="none"))
-        await sampler.load(Weights(0, {"skill": np.array([1.0])}))
-        async with opened(Gateway(sampler, ScriptedChat())) as talk:
-            look = {"type": "function", "function": {"name": "look", "parameters": None}}
-            (call,) = (await talk.ask(tools=[look])).choices[0].message.tool_calls
-            assert call.function.arguments == "{}"
-            assert (await talk.ask(stop=["ll"])).choices[0].message.content == "he"
-
-    simulate(main)
 
 
 def fails(prompt: str) -> str:

@@ -108,11 +108,10 @@ def said_in_a_script(
         with Recording(folder / "rows.jsonl", ScriptedChat()) as rows:
             task = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append, sessions=2))
             await asyncio.sleep(0)
-            (url, key), (other_url, other_key) = (
-                [line.partition("=")[2] for line in each.splitlines()] for each in told
-            )
-            async with client_of(gateway, url, key) as client, client_of(gateway, other_url, other_key) as other:
-                await program(client, other)
+            urls_and_keys = [[line.partition("=")[2] for line in each.splitlines()] for each in told]
+            one, other = (client_of(gateway, url, key) for url, key in urls_and_keys)
+            async with one, other:
+                await program(one, other)
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
@@ -163,13 +162,11 @@ def test_texts_and_tools_of_two_sessions_are_recorded(tmp_path: Path) -> None:
 
 def test_a_conversation_whose_answer_is_waited_for_does_not_rest(tmp_path: Path) -> None:
     async def program(client: openai.AsyncOpenAI, _: openai.AsyncOpenAI) -> None:
-        first = await ask(client, "a")
-        second = await ask(client, "a", first, "b")
-        await ask(client, "a", first, "b", second, "c")
+        await ask(client, "a", await ask(client, "a"), "b")
         assert not (tmp_path / "rows.jsonl").exists()
 
     (row,) = said_in_a_script(tmp_path, program, delayed(ScriptedSampler, generate=300.0))
-    assert len(row["messages"]) == 6
+    assert len(row["messages"]) == 4
 
 
 def _full(_: int) -> None:
@@ -199,30 +196,23 @@ def test_a_disk_that_is_full_costs_no_row(
 
 
 def test_a_line_without_an_end_is_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
     for before, after in ((b"{}\n{}\n{1", b"{}\n{}\n"), (b"{1" * (1 << 20), b""), (b"{}\n", b"{}\n")):
-        (tmp_path / "rows.jsonl").write_bytes(before)
-        with Recording(tmp_path / "rows.jsonl", ScriptedChat()):
-            assert (tmp_path / "rows.jsonl").read_bytes() == after
+        file.write_bytes(before)
+        with Recording(file, ScriptedChat()):
+            assert file.read_bytes() == after
 
 
 def test_one_process_records_in_a_folder(tmp_path: Path) -> None:
-    other = Recording(tmp_path / "rows.jsonl", ScriptedChat())
-    with (
-        Recording(tmp_path / "rows.jsonl", ScriptedChat()),
-        pytest.raises(ConfigError, match="another process records there"),
-        other,
-    ):
+    one, other = (Recording(tmp_path / "rows.jsonl", ScriptedChat()) for _ in range(2))
+    with one, pytest.raises(ConfigError, match="another process records there"), other:
         pass
     with other:
         pass
 
 
-def test_what_cannot_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (("grpo/quikstart",), "did you mean grpo/quickstart?"),
         (("no/such-model",), "no/such-model"),
         (("sft/quickstart", "sampler.slots=none"), "command line: sampler.slots = 'none'"),
         (("folder",), "folder: no such file or shipped configuration"),

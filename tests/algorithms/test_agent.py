@@ -13,7 +13,7 @@ from meshrl import Batch, Metrics, PolicyConfig, Task
 from meshrl.run.batch_stats import statistics
 from meshrl.testing import FakePolicy, FakeRun, ScriptedSampler, delayed, simulate
 from meshrl.weights import Weights
-from tests.algorithms.pages import FAKE, meshrl, play
+from tests.algorithms.pages import FAKE, meshrl, numbers, play
 
 GIVEN = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "prompts": 4}
 SOLVE = """
@@ -37,11 +37,6 @@ class Learning(ScriptedSampler):
         return await super().load(weights)
 
 
-def rows(first: int, count: int) -> Batch:
-    numbers = range(first, first + count)
-    return Batch.of(prompt=[str(n) for n in numbers], answer=[str(n + 1) for n in numbers], row=[{}] * count)
-
-
 def program(folder: Path, text: str = SOLVE) -> dict[str, object]:
     (folder / "one_answer.py").write_text(text, "utf-8")
     return {"source": f"{folder / 'one_answer.py'}:solve"}
@@ -54,7 +49,7 @@ def test_it_learns_and_is_judged_in_virtual_time(tmp_path: Path) -> None:
         chosen = {"agent": program(tmp_path), "credit": credit, "ahead": ahead, "steps": 12}
         with patch.object(FakePolicy, "save"):
             table = {**GIVEN, **chosen, "sampling": {"n": 4}, "evaluation": {"every": 6}}
-            await play("agent", run, table, Task(train=rows(10, 40), held_out=rows(60, 6)))
+            await play("agent", run, table, Task(train=numbers(10, 40), held_out=numbers(60, 6)))
         return run, policy
 
     for ahead, credit in ((0, "episode"), (2, "turns")):
@@ -80,7 +75,7 @@ class Recorded(FakeRun):
 def test_a_step_in_which_all_programs_fail_ends_no_run(
     asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = Task(train=rows(10, 40), held_out=rows(60, 2))
+    task = Task(train=numbers(10, 40), held_out=numbers(60, 2))
     _, second = islice(task.batches(4, seed=0), 2)
     down = f"    if row['prompt'] in {second.objects('prompt')}:\n        raise OSError('a tool is down')\n"
     before = "    return" if asked else "    told"

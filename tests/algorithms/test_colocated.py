@@ -8,7 +8,8 @@ row is decoded or weights are loaded, and asleep before the last row is told.
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from random import Random
 from typing import Any
@@ -46,9 +47,8 @@ class Ledger:
 class Learner(FakePolicy):
     """A policy whose moments are on the GPUs while it steps alone."""
 
-    def __init__(self, ledger: Ledger, random: Random) -> None:
-        super().__init__(PolicyConfig(model="none"))
-        self.ledger, self.random = ledger, random
+    ledger: Ledger
+    random: Random
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         for _ in range(2):
@@ -65,53 +65,51 @@ class Learner(FakePolicy):
 class Sleeper(FakeSampler):
     """A sampler that sleeps where it has nothing to do, `late` only after its last rows are told."""
 
-    def __init__(self, ledger: Ledger, random: Random, *, late: bool) -> None:
-        super().__init__(SamplerConfig(model="none"))
-        self.ledger, self.random, self.late = ledger, random, late
-        self.busy = 0
+    ledger: Ledger
+    random: Random
+    late: bool
+    busy = 0
 
-    def wake(self) -> None:
+    @contextmanager
+    def awake(self) -> Generator[None]:
         self.busy += 1
         if self.busy == 1:
             self.ledger.take(weights=WEIGHTS, cache=CACHE)
-
-    def rest(self) -> None:
-        self.busy -= 1
-        if not self.busy:
-            self.ledger.give("weights", "cache")
+        try:
+            yield
+        finally:
+            self.busy -= 1
+            if not self.busy:
+                self.ledger.give("weights", "cache")
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        self.wake()
-        awake, last = True, None
-        try:
+        last: Batch | None = None
+        with ExitStack() as awake:
+            awake.enter_context(self.awake())
             async for rows in super().generate(prompts, sampling):
                 await asyncio.sleep(self.random.expovariate(2))
                 if last is not None:
                     yield last
                 last = rows
             if not self.late:
-                awake = False
-                self.rest()
+                awake.close()
             if last is not None:
                 yield last
                 await asyncio.sleep(0.5 * self.late)
-        finally:
-            if awake:
-                self.rest()
 
     async def load(self, weights: Weights) -> Batch:
-        self.wake()
-        try:
+        with self.awake():
             await asyncio.sleep(self.random.expovariate(5))
             return await super().load(weights)
-        finally:
-            self.rest()
 
 
 async def train(seed: int, *, ahead: int = 0, late: bool = False, epochs: int = 1) -> None:
     random, ledger = Random(seed), Ledger()
     sizes = {"sampling": {"n": 2}, "prompts": 2, "ahead": ahead, "steps": 4, "epochs": epochs, "minibatches": epochs}
-    policy, sampler = Learner(ledger, random), Sleeper(ledger, random, late=late)
+    policy, sampler = Learner(PolicyConfig(model="none")), Sleeper(SamplerConfig(model="none"))
+    policy.ledger = sampler.ledger = ledger
+    policy.random = sampler.random = random
+    sampler.late = late
     run = FakeRun(policy, sampler, FakeReward(RewardConfig()), seed=seed)
     await play("grpo", run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
     assert len(run.recorded) == 4

@@ -8,25 +8,22 @@ import pytest
 
 from meshrl.errors import DataError
 from meshrl.run import plan_fork
-from tests.algorithms.pages import lines, meshrl
+from tests.algorithms.pages import lines, meshrl, write_task
 
 STEPS = 8
-CONFIG = """
-algorithm = "grpo"
-steps = STEPS
-prompts = 2
-task = { source = "sums.jsonl", held_out = 2 }
-policy = { model = NEW, optimizer = { lr = 1e-2 } }
-sampler = { model = NEW }
-sampling = { n = 2, max_tokens = 4 }
-reward = { function = "digits.py:reward" }
-run = { name = "earlier", engine = "local", checkpoint_every = 3, checkpoints_kept = 9 }
-"""
 NEW = '{ characters = "0123456789+= ", layers = 1, heads = 2, hidden_size = 16, max_tokens = 16 }'
-REWARD = """
-def reward(prompt, completion, row):
-    return sum(letter.isdigit() for letter in completion) / 4
+CONFIG = f"""
+algorithm = "grpo"
+steps = {STEPS}
+prompts = 2
+task = {{ source = "rows.jsonl", held_out = 2 }}
+policy = {{ model = {NEW}, optimizer = {{ lr = 1e-2 }} }}
+sampler = {{ model = {NEW} }}
+sampling = {{ n = 2, max_tokens = 4 }}
+reward = {{ function = "digits.py:reward" }}
+run = {{ name = "earlier", engine = "local", checkpoint_every = 3, checkpoints_kept = 9 }}
 """
+REWARD = "def reward(prompt, completion, row):\n    return sum(map(str.isdigit, completion)) / 4\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +32,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("earlier")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
-        Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
+        write_task(Path(), [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(40)])
         Path("digits.py").write_text(REWARD, "utf-8")
-        Path("mine.toml").write_text(CONFIG.replace("STEPS", str(STEPS)).replace("NEW", NEW), "utf-8")
+        Path("mine.toml").write_text(CONFIG, "utf-8")
         assert meshrl("run", "mine.toml") == 0
     return folder
 
@@ -118,12 +114,12 @@ def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -
     assert meshrl("audit", "at-5") == 0
 
 
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def content() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
 def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    before = content(Path())
+    before = content()
     for arguments, told in (
         (["--step", "9"], "runs/earlier has steps = 8"),
         (["--step", "5", "--name", "earlier"], "earlier exists already"),
@@ -135,27 +131,26 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     ):
         assert meshrl("fork", "earlier", *arguments) != 0
         assert told in capsys.readouterr().err
-    assert content(Path()) == before
+    assert content() == before
 
 
-def test_a_step_that_the_run_has_not_made_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    config = Path("runs/earlier/config.toml")
-    config.write_text(config.read_text("utf-8").replace(f"steps = {STEPS}", "steps = 100"), "utf-8")
-    assert meshrl("fork", "earlier", "--step", "60") != 0
-    assert f"has made {STEPS} of its 100 steps, so fork at a step from 1 to {STEPS}" in capsys.readouterr().err
-    Path("runs/earlier/groups.jsonl").write_bytes(b"")
-    assert meshrl("fork", "earlier", "--step", "1") != 0
-    assert "has made 0 of its 100 steps, so wait for its first step" in capsys.readouterr().err
+def test_a_step_that_the_run_has_not_made_and_a_folder_in_the_way_are_refused_with_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuses(step: int) -> str:
+        assert meshrl("fork", "earlier", "--step", str(step)) != 0
+        return capsys.readouterr().err
 
-
-def test_a_folder_in_the_way_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/earlier-at-5").resolve()
     folder.mkdir()
-    assert meshrl("fork", "earlier", "--step", "5") != 0
-    assert "interrupted there before step 5, remove it and fork again" in capsys.readouterr().err
+    assert "interrupted there before step 5, remove it and fork again" in refuses(5)
     (folder / "fork.json").write_bytes(b"{}")
-    assert meshrl("fork", "earlier", "--step", "5") != 0
-    assert f"to continue this fork: meshrl run {folder / 'config.toml'}" in capsys.readouterr().err
+    assert f"to continue this fork: meshrl run {folder / 'config.toml'}" in refuses(5)
+    config = Path("runs/earlier/config.toml")
+    config.write_text(config.read_text("utf-8").replace(f"steps = {STEPS}", "steps = 100"), "utf-8")
+    assert f"has made {STEPS} of its 100 steps, so fork at a step from 1 to {STEPS}" in refuses(60)
+    Path("runs/earlier/groups.jsonl").write_bytes(b"")
+    assert "has made 0 of its 100 steps, so wait for its first step" in refuses(1)
 
 
 def test_what_is_removed_or_comes_while_a_fork_is_copied_is_told() -> None:

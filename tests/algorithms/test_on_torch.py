@@ -18,18 +18,17 @@ MODEL = {"characters": CHARACTERS, "hidden_size": 16, "ffn_size": 32, "layers": 
 POLICY = {"model": MODEL, "optimizer": {"lr": 0.02}}
 
 
-def files(folder: Path, **texts: str) -> dict[str, str]:
-    """What names a function of a file that is written here."""
-    for name, text in texts.items():
-        (folder / f"{name}.py").write_text(text, "utf-8")
-    return {name: f"{folder / name}.py:{name}" for name in texts}
+def write(folder: Path, name: str, text: str) -> str:
+    """What names a function or class of a file that is written here."""
+    (folder / f"{name}.py").write_text(text, "utf-8")
+    return f"{folder / name}.py:{name}"
 
 
 def letter_b(folder: Path, characters: str = "abcd") -> dict[str, Any]:
     """A task of two letters, whose reward is the share of b."""
     rows = [{"question": f"{one}{other}>", "answer": "bbbb"} for one, other in product(characters, repeat=2)]
     text = 'def letters(prompt, completion, row):\n    return completion.count("b") / 4\n'
-    reward = {"function": files(folder, letters=text)["letters"]}
+    reward = {"function": write(folder, "letters", text)}
     return {"task": write_task(folder, rows, held_out=0), "policy": POLICY, "reward": reward}
 
 
@@ -72,8 +71,7 @@ async def test_a_policy_gradient_teaches_a_model(tmp_path: Path, name: str) -> N
 async def test_a_model_judges_completions(tmp_path: Path, random_model: Callable[..., str]) -> None:
     shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     shape |= {"num_attention_heads": 2, "max_position_embeddings": 48, "num_labels": 1}
-    config = LlamaConfig(**shape)
-    judge = random_model(config, tmp_path / "judge", AutoModelForSequenceClassification)
+    judge = random_model(LlamaConfig(**shape), tmp_path / "judge", AutoModelForSequenceClassification)
     table = {**letter_b(tmp_path), **GROUP, "reward": {"model": judge}, "steps": 1}
     _, _, (step,) = await run_page("grpo", tmp_path, table)
     assert step["reward_errors"] == 0
@@ -110,12 +108,8 @@ async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
 
 WORDS = [f"{number:06b}".replace("0", "a").replace("1", "b") for number in range(64)]
 OF_AB: dict[str, Any] = {"model": {**MODEL, "characters": "ab>"}, "optimizer": {"lr": 1e-2}}
-OF_ROWS: dict[str, Any] = {
-    "policy": OF_AB,
-    "sampler": {"model": OF_AB["model"]},
-    "sampling": {"max_tokens": 4},
-    "rows": 24,
-}
+OF_ROWS: dict[str, Any] = {"policy": OF_AB, "sampler": {"model": OF_AB["model"]}, "sampling": {"max_tokens": 4}}
+OF_ROWS["rows"] = 24
 Learned = Callable[[Mapping[str, Any], Any], bool]
 PREFERENCES: dict[str, tuple[dict[str, Any], Learned]] = {
     "dpo": (
@@ -150,7 +144,7 @@ def preferring(name: str, folder: Path) -> dict[str, Any]:
     table = {**PREFERENCES[name][0], "task": write_task(folder, rows, held_out=8, held_out_fraction=0.3)}
     if name == "online_dpo":
         counts = "def count(prompt, completion, row):\n    return completion.count('b')\n"
-        table["reward"] = {"function": files(folder, count=counts)["count"]}
+        table["reward"] = {"function": write(folder, "count", counts)}
     return table
 
 
@@ -211,10 +205,10 @@ async def test_a_page_makes_a_step_of_a_model(name: str, tmp_path: Path) -> None
     if name in TAUGHT:
         table = {**letter_b(tmp_path), **TAUGHT[name]}
     elif name == "multiturn":
-        game = {"environment": {"source": files(tmp_path, game=GAME)["game"], "turns": 2}, "prompts": 8}
         task = {**letter_b(tmp_path)["task"], "held_out": 2, "held_out_fraction": 0.5}
-        table = {"task": task, "policy": POLICY, **game}
-        table["sampling"] = {"n": 8, "max_tokens": 1}
+        game = {"source": write(tmp_path, "game", GAME), "turns": 2}
+        sizes = {"prompts": 8, "sampling": {"n": 8, "max_tokens": 1}}
+        table = {"task": task, "policy": POLICY, "environment": game, **sizes}
     else:
         table = (preferring if name in PREFERENCES else judging)(name, tmp_path)
     _, _, (step,) = await run_page(name, tmp_path, {**table, "steps": 1})

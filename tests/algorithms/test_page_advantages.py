@@ -29,17 +29,20 @@ def reward(completion: str) -> float:
     return sum(map(ord, completion)) % 9 / 9
 
 
-class Told(FakePolicy):
-    """A policy of known log-probs that notes when it is asked."""
+def column(batch: rl.Batch, of: str, source: Source) -> rl.Ragged:
+    return rl.Ragged.of([logprobs(row, of) for row in batch.tokens], np.float32, source=source)
 
-    def __init__(self, skill: float, asked: list[str]) -> None:
+
+class Told(FakePolicy):
+    """A policy of known log-probs that notes when it or its reference is asked."""
+
+    def __init__(self, skill: float) -> None:
         super().__init__(rl.PolicyConfig(model="none"), skill=skill)
-        self.asked = asked
+        self.asked: list[str] = []
 
     async def logprobs(self, batch: rl.Batch) -> rl.Batch:
         self.asked.append("policy.logprobs")
-        column = rl.Ragged.of([logprobs(row, "policy") for row in batch.tokens], np.float32)
-        return batch.assign(logprobs=rl.Ragged(column.values, column.offsets, source=Source.trainer(self.version)))
+        return batch.assign(logprobs=column(batch, "policy", Source.trainer(self.version)))
 
     async def update(self, batch: rl.Batch, loss: rl.Loss) -> rl.Metrics:
         self.asked.append("policy.update")
@@ -47,16 +50,11 @@ class Told(FakePolicy):
 
 
 class ToldReference(FakeReference):
-    """A reference of known log-probs that notes when it is asked."""
-
-    def __init__(self, asked: list[str]) -> None:
-        super().__init__(rl.ReferenceConfig(model="none"))
-        self.asked = asked
+    asked: list[str]
 
     async def logprobs(self, batch: rl.Batch) -> rl.Batch:
         self.asked.append("reference.logprobs")
-        column = rl.Ragged.of([logprobs(row, "reference") for row in batch.tokens], np.float32)
-        return batch.assign(reference_logprobs=rl.Ragged(column.values, column.offsets, source=Source("reference")))
+        return batch.assign(reference_logprobs=column(batch, "reference", Source("reference")))
 
 
 class Graded(FakeReward):
@@ -85,8 +83,10 @@ class Row:
 
 async def given_by(name: str, policy: Told, table: Mapping[str, object]) -> list[rl.Batch]:
     """What the page gives to `policy.update`; with a reference where it is to have one."""
-    reference = [ToldReference(policy.asked)] if "kl" in table or "loss" in table else []
-    run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), Graded(rl.RewardConfig()), *reference)
+    reference = ToldReference(rl.ReferenceConfig(model="none"))
+    reference.asked = policy.asked
+    given = [reference] if "kl" in table or "loss" in table else []
+    run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), Graded(rl.RewardConfig()), *given)
     await play(name, run, {**FAKES, **table}, rl.Task(train=numbers(0, 12), held_out=numbers(0, 2)))
     return list(policy.updates)
 
@@ -95,17 +95,16 @@ def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
     """The rows of all updates; an advantage of a row is that of each of its tokens."""
     rows = []
     for batch in updates:
-        named = ("prompt", "answer", "completion")
-        prompts, answers, texts = (cast("tuple[str, ...]", batch.objects(name)) for name in named)
+        texts = zip(*(batch.objects(name) for name in ("prompt", "answer", "completion")), strict=True)
         given = batch["advantages"]
-        for at, tokens in enumerate(batch.tokens):
+        for at, (tokens, named) in enumerate(zip(batch.tokens, texts, strict=True)):
             mask = np.asarray(batch.loss_mask[at], np.bool_)
             whole = given[at] if isinstance(given, rl.Ragged) else np.where(mask, batch.row("advantages")[at], 0)
             advantages = np.asarray(whole, np.float64)
             assert not advantages[~mask].any()
             apart = logprobs(tokens, "policy").astype(float) - logprobs(tokens, "reference").astype(float)
-            group = int(batch.groups[at])
-            rows.append(Row(group, prompts[at], answers[at], texts[at], apart[mask], advantages[mask]))
+            prompt, answer, completion = map(str, named)
+            rows.append(Row(int(batch.groups[at]), prompt, answer, completion, apart[mask], advantages[mask]))
     return rows
 
 
@@ -221,7 +220,7 @@ async def test_a_pages_advantages_are_the_papers(name: str) -> None:
     for kl in (0.0, KL) if name in ("rloo", "remax", "reinforce_pp") else (0.0,):
         for skill in (0.4, 0.6):
             # Of one epoch, in as many parts as the page ships with.
-            rows = rows_of(await given_by(name, Told(skill, []), {**table, "kl": kl} if kl else table))
+            rows = rows_of(await given_by(name, Told(skill), {**table, "kl": kl} if kl else table))
             assert len(rows) == 24
             assert len({row.reward for row in rows}) > 4
             expected = PAPERS[name](rows, kl, skill)
@@ -238,6 +237,6 @@ async def test_only_a_kl_asks_for_log_probs_and_before_the_update(name: str) -> 
         ({"kl": 0.1}, ["policy.logprobs", "reference.logprobs", "policy.update"]),
     ]
     for chosen, expected in cases:
-        policy = Told(0.4, [])
+        policy = Told(0.4)
         await given_by(name, policy, {**table, **chosen})
         assert policy.asked == expected * 3, chosen

@@ -1,6 +1,5 @@
 """Folders of honest runs, and folders that somebody changed: what an audit of the files finds."""
 
-import asyncio
 import json
 import secrets
 import shutil
@@ -8,16 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
 from meshrl.cli import main
 from meshrl.errors import DataError
 from meshrl.run import audit_run
-from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
+from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed
+from tests.run.test_resume_explored import Story
 
 SIZE, STEPS = 4, 8
 TASK = rl.Task(
@@ -25,11 +23,6 @@ TASK = rl.Task(
     held_out=rl.Batch.of(prompt=[]),
 )
 Lines: TypeAlias = list[dict[str, Any]]
-
-
-def some(batch: rl.Batch) -> NDArray[np.bool_]:
-    """Drops every seventh group."""
-    return np.not_equal(batch.groups % 7, 6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,45 +47,13 @@ def honest(played: Mapping[int | None, Path], tmp_path: Path) -> Callable[[int |
     return lambda ahead: Path(shutil.copytree(played[ahead], tmp_path / secrets.token_hex(4)))
 
 
-def play(
-    folder: Path, *, ahead: int | None, until: float = 1000, resume: bool = False, configured: int = 2, loops: int = 1
-) -> Path:
-    """A run in virtual time, until a second of it; its folder. `ahead`: None for a loop without a stream."""
-
-    async def script(run: rl.Run) -> None:
-        policy = await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none"))
-        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
-        await rl.publish(policy, sampler)
-        prompts = TASK.batches(SIZE, run.seed)
-        if ahead is None:
-            async for _ in run.steps(STEPS):
-                rows = next(prompts)
-                metrics = await policy.update(
-                    await policy.encode(rows.assign(completion=rows["answer"])), rl.CrossEntropy()
-                )
-                await run.record(metrics)
-            return
-        for _ in range(loops):
-            async with rl.rollouts(sampler, prompts, rl.Sampling(n=2), ahead=ahead, keep=some) as stream:
-                async for _ in run.steps(STEPS):
-                    batch = await anext(stream)
-                    await run.record(await policy.update(batch, rl.CrossEntropy()), batch)
-                    await rl.publish(policy, stream)
-
-    async def whole() -> None:
-        config = rl.RunConfig(
-            name="mine", folder=str(folder), meshes={"main": rl.MeshConfig(cpus=0)}, resume=resume, checkpoint_every=2
-        )
-        resolved = {"run": config.model_dump(), "ahead": configured}
-        async with asyncio.timeout(until), rl.Run(config, resolved) as run:
-            await script(run)
-
+def play(folder: Path, *, ahead: int | None, until: float = 1000, configured: int = 2, loops: int = 1) -> Path:
+    """Begin a run or go on with it, until a virtual second; its folder. `ahead`: None for a loop without a stream."""
+    source = "no stream" if ahead is None else "dealt"
+    story = Story(ahead or 0, source, keeps=7, later=True, steps=STEPS, loops=loops, size=SIZE, task=TASK)
     with capture_logs():
-        try:
-            simulate(whole, seed=3)
-        except TimeoutError:
-            assert until < 1000
-    return folder / "mine"
+        story.go_on(str(folder), until, seed=3, resolved={"ahead": configured})
+    return folder / "run"
 
 
 def forged(folder: Path, change: Callable[[Lines], object], file: str = "groups.jsonl") -> None:
@@ -117,18 +78,15 @@ def breaches(folder: Path) -> str:
 
 def test_a_loop_without_a_stream_keeps_its_promises(played: Mapping[int | None, Path]) -> None:
     found = audit_run(played[None])
-    assert found.holds
-    assert (found.steps, found.drawn, found.trained, found.under_way) == (STEPS, 32, 32, 0)
-    assert (found.staleness, found.bound, found.resumed) == (None, None, 0)
-    assert found.status == "finished"
+    assert (found.holds, found.status, found.steps, found.resumed) == (True, "finished", STEPS, 0)
+    assert (found.drawn, found.trained, found.under_way, found.staleness, found.bound) == (32, 32, 0, None, None)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_stream_keeps_its_promises(played: Mapping[int | None, Path], ahead: int) -> None:
     found = audit_run(played[ahead])
     assert found.holds, found.verdicts
-    assert (found.steps, found.trained, found.bound) == (STEPS, SIZE * STEPS, ahead)
-    assert found.staleness == ahead
+    assert (found.steps, found.trained, found.bound, found.staleness) == (STEPS, SIZE * STEPS, ahead, ahead)
     assert found.dropped["filtered"] >= 4
     assert found.drawn == found.trained + sum(found.dropped.values())
     left = found.dropped.get("closed", 0)
@@ -147,29 +105,25 @@ def test_a_run_that_went_on_keeps_its_promises_and_its_steps_one_by_one(tmp_path
     """Of one loop or two, killed in either."""
     for number, (ahead, loops, until) in enumerate(((None, 1, 7.0), (2, 1, 7.0), (1, 2, 14.0), (1, 2, 23.0))):
         folder = tmp_path / f"{number}"
-        play(folder, ahead=ahead, until=until, resume=True, loops=loops)
-        found = audit_run(play(folder, ahead=ahead, resume=True, loops=loops))
+        play(folder, ahead=ahead, until=until, loops=loops)
+        found = audit_run(play(folder, ahead=ahead, loops=loops))
         assert found.holds, found.verdicts
         assert (found.steps, found.resumed, found.trained) == (loops * STEPS, 1, loops * SIZE * STEPS), number
 
 
 def test_a_prompt_that_a_resumed_run_does_not_draw_again_is_found(tmp_path: Path) -> None:
-    play(tmp_path, ahead=2, until=4.5, resume=True)
-    folder = play(tmp_path, ahead=2, resume=True)
+    play(tmp_path, ahead=2, until=4.5)
+    folder = play(tmp_path, ahead=2)
 
     def forget(lines: Lines) -> None:
         """What was in progress when the run began again is not there from then on."""
         begun = max(at for at, line in enumerate(lines) for each in line["happened"] if each["what"] == "begin")
         lost = lines[begun - 1]["under_way"][0][0]
         for part in (part for line in lines[begun:] for part in (line, *line["happened"])):
-            for key in ("groups", "under_way"):
-                kept = [(first, end) for first, end in part.get(key, []) if not first <= lost < end]
-                split = [(first, end) for first, end in part.get(key, []) if first <= lost < end]
-                halves = [
-                    half for first, end in split for half in ((first, lost), (lost + 1, end)) if half[0] < half[1]
-                ]
-                if split:
-                    part[key] = sorted([*kept, *halves])
+            for key in part.keys() & {"groups", "under_way"}:
+                halves = ((first, min(end, lost)) for first, end in part[key])
+                others = ((max(first, lost + 1), end) for first, end in part[key])
+                part[key] = sorted((first, end) for first, end in (*halves, *others) if first < end)
 
     forged(folder, forget)
     assert "was in progress at the checkpoint of the resumed run, but is not drawn again" in breaches(folder)
@@ -199,7 +153,7 @@ def test_an_event_that_was_forged_is_found(honest: Callable[[int | None], Path])
 
 
 def test_lines_that_were_added_or_left_out_are_found(honest: Callable[[int | None], Path]) -> None:
-    dropped, stale, out, again = honest(0), honest(1), honest(None), honest(None)
+    dropped, stale, out, again, lost = honest(0), honest(1), honest(None), honest(None), honest(None)
     drop = {"what": "drop", "groups": [[0, 1]], "why": "stale"}
     forged(dropped, lambda lines: lines[-1]["happened"].append(drop))
     assert "group 0 is dropped as stale, but was delivered: step 0" in breaches(dropped)
@@ -209,12 +163,8 @@ def test_lines_that_were_added_or_left_out_are_found(honest: Callable[[int | Non
     assert "step 4 comes after step 2 in groups.jsonl" in breaches(out)
     forged(again, lambda lines: lines.insert(4, lines[3]), "metrics.jsonl")
     assert "step 3 comes after step 3 in metrics.jsonl" in breaches(again)
-
-
-def test_what_was_lost_or_trained_twice_is_named(honest: Callable[[int | None], Path]) -> None:
-    folder = honest(None)
-    forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[9, 10], [12, 14]]))
-    found = audit_run(folder)
+    forged(lost, lambda lines: of(lines, 3, "train").update(groups=[[9, 10], [12, 14]]))
+    found = audit_run(lost)
     assert (found.twice, found.missing) == ([9], [(14, 16)])
 
 
@@ -260,26 +210,16 @@ def test_a_run_that_was_killed_is_judged_as_far_as_it_went(honest: Callable[[int
 def test_the_command_tells_by_its_exit_status(
     honest: Callable[[int | None], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def audit() -> tuple[int, str]:
+    def audit(status: int, *words: str) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["audit", str(folder)])
-        told = capsys.readouterr()
-        return ended.value.code or 0, told.out + told.err  # type: ignore[return-value]
+        told = "".join(capsys.readouterr())
+        assert (ended.value.code or 0, [each for each in words if each not in told]) == (status, [])
 
     folder = honest(2)
-    status, told = audit()
-    assert status == 0
-    assert "8 steps; finished" in told
-    assert "holds   each prompt is delivered to one step or dropped: " in told
-    assert "32 delivered" in told
-    assert "holds   no delivered row is older than the bound: at most 2, ahead = 2" in told
+    stale = "holds   no delivered row is older than the bound: at most 2, ahead = 2"
+    audit(0, "8 steps; finished", "holds   each prompt is delivered to one step or dropped: ", "32 delivered", stale)
     forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
-    status, told = audit()
-    assert status == 1
-    assert "BROKEN  versions never fall" in told
-    assert "step 4: version 2 is published after version 4" in told
+    audit(1, "BROKEN  versions never fall", "step 4: version 2 is published after version 4")
     (folder / "groups.jsonl").unlink()
-    status, told = audit()
-    assert status == 2
-    assert told.startswith("error: ")
-    assert "has no groups.jsonl" in told
+    audit(2, "error: ", "has no groups.jsonl")

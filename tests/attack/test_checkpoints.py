@@ -120,29 +120,19 @@ async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> N
         edited(here / "mine/checkpoints/step-000002/run.json", edit)
         with pytest.raises(DataError, match=told):
             await train(here)
+    edited(tmp_path / "mine/checkpoints/step-000002/run.json", lambda _: None)
+    assert await train(tmp_path) == [2, 3, 4, 5], "of a version before"
     assert victim.read_text() == "precious"
 
 
-async def test_a_checkpoint_of_a_version_before_is_gone_on_with(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path)
-    edited(folder / "step-000002/run.json", lambda _: None)
-    assert await train(tmp_path) == [2, 3, 4, 5]
-
-
-async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path)
-    metrics = folder.parent / "metrics.jsonl"
+async def test_metrics_that_are_no_file_of_a_run_are_an_error_in_words(tmp_path: Path) -> None:
+    metrics, victim = (await crashed(tmp_path)).parent / "metrics.jsonl", tmp_path / "victim"
     whole = metrics.read_bytes()
     for line in (b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"step": "one"}\n'):
         metrics.write_bytes((line + whole)[: len(whole)])
         with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not as a run wrote it"):
             await train(tmp_path)
-
-
-async def test_a_link_in_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
-    folder = await crashed(tmp_path)
-    metrics, victim = folder.parent / "metrics.jsonl", tmp_path / "victim"
-    victim.write_bytes(metrics.read_bytes() + b"precious")
+    victim.write_bytes(whole + b"precious")
     metrics.unlink()
     metrics.symlink_to(victim)
     with pytest.raises(DataError, match=r"metrics\.jsonl is a link"):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, Same, endpoint
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import CallTimeout
@@ -23,13 +23,7 @@ from meshrl.mesh import Resources, limited
 from meshrl.rewards.function import FunctionReward
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
-from meshrl.testing import FakePolicy
-
-
-class Pid(Actor):
-    @endpoint
-    async def pid(self) -> int:
-        return os.getpid()
+from meshrl.testing import FakePolicy, Lognormal, delayed
 
 
 class Slow(Actor):
@@ -37,6 +31,10 @@ class Slow(Actor):
 
     def __init__(self) -> None:
         self.free = asyncio.Event()
+
+    @endpoint
+    async def pid(self) -> Same[int]:
+        return os.getpid()
 
     @endpoint
     async def wait(self) -> None:
@@ -99,16 +97,11 @@ async def test_a_call_beyond_the_timeout_is_an_error_that_names_its_rank() -> No
     await engine.close()
 
 
-class Hangs(FakePolicy):
-    async def save(self, folder: str) -> None:
-        await asyncio.Event().wait()
-
-
 async def test_a_role_has_the_timeout_of_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.testing.FakePolicy", Hangs)
+    monkeypatch.setattr("meshrl.testing.FakePolicy", delayed(FakePolicy, save=Lognormal(1000, 0)))
     async with Run(config(tmp_path)) as run:
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", timeout=0.05))
-        with pytest.raises(CallTimeout, match=r"Hangs.save has not answered"):
+        with pytest.raises(CallTimeout, match=r"\.save has not answered"):
             await policy.save(str(tmp_path))
 
 
@@ -185,7 +178,7 @@ def test_one_interrupt_ends_a_run_whose_reward_hangs(tmp_path: Path, engine: str
 async def test_a_process_that_is_stopped_is_an_error_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.engines.hosting.reservation.GRACE", 0.1)
     engine = ProcessEngine()
-    slow = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Pid)
+    slow = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Slow)
     pid = await slow.pid()
     os.kill(pid, signal.SIGSTOP)
     try:

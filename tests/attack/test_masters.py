@@ -17,32 +17,22 @@ from meshrl_torch.reward_model import TorchRewardModel
 
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
 SLOW = rl.OptimizerConfig(lr=1e-5)
+TABLE = {"model": MODEL, "dtype": "bfloat16", "optimizer": SLOW}
 
 
 def rows() -> rl.Batch:
-    random = np.random.default_rng(0)
+    random, places = np.random.default_rng(0), np.arange(8 * 12)
     tokens = rl.Ragged.of([random.integers(2, 11, 12) for _ in range(8)], np.int32)
-    mask = np.ones(8 * 12, np.bool_)
-    mask[::12] = False
-    returns = rl.Ragged(random.normal(size=8 * 12).astype(np.float32), tokens.offsets)
-    values = rl.Ragged(np.zeros(8 * 12, np.float32), tokens.offsets)
-    return rl.Batch.of(
-        tokens=tokens,
-        loss_mask=rl.Ragged(mask, tokens.offsets),
-        returns=returns,
-        values=values,
-        labels=rl.Ragged(mask.astype(np.float32), tokens.offsets),
-    )
-
-
-def policy(dtype: str) -> TorchPolicy:
-    return TorchPolicy(rl.PolicyConfig.model_validate({"model": MODEL, "dtype": dtype, "optimizer": SLOW}))
+    mask = places % 12 > 0
+    floats = {"returns": random.normal(size=places.size), "values": 0.0 * places, "labels": mask}
+    columns = {name: rl.Ragged(each.astype(np.float32), tokens.offsets) for name, each in floats.items()}
+    return rl.Batch.of(tokens=tokens, loss_mask=rl.Ragged(mask, tokens.offsets), **columns)
 
 
 async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32(tmp_path: Path) -> None:
     lowered: list[float] = []
     for dtype in ("float32", "bfloat16"):
-        trained = policy(dtype)
+        trained = TorchPolicy(rl.PolicyConfig.model_validate({**TABLE, "dtype": dtype}))
         losses = [(await trained.update(rows(), rl.CrossEntropy()))["loss"] for _ in range(11)]
         lowered.append(losses[0] - losses[-1])
         await trained.checkpoint(str(tmp_path / dtype))
@@ -53,30 +43,26 @@ async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32(tmp_path
     assert lowered[1] == pytest.approx(lowered[0], rel=0.1)
 
 
-def critic(dtype: str) -> TorchCritic:
-    return TorchCritic(rl.CriticConfig.model_validate({"model": MODEL, "dtype": dtype, "optimizer": SLOW}))
-
-
-def reward_model(dtype: str) -> TorchRewardModel:
-    return TorchRewardModel(rl.RewardTrainingConfig.model_validate({"model": MODEL, "dtype": dtype, "optimizer": SLOW}))
-
-
 @pytest.mark.parametrize(
     ("make", "loss"),
     [
-        (policy, rl.CrossEntropy()),
-        (critic, rl.ValueLoss()),
-        pytest.param(reward_model, rl.ProcessLoss(), marks=pytest.mark.wide),
+        (lambda: TorchPolicy(rl.PolicyConfig.model_validate(TABLE)), rl.CrossEntropy()),
+        (lambda: TorchCritic(rl.CriticConfig.model_validate(TABLE)), rl.ValueLoss()),
+        pytest.param(
+            lambda: TorchRewardModel(rl.RewardTrainingConfig.model_validate(TABLE)),
+            rl.ProcessLoss(),
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 async def test_what_is_resumed_in_bfloat16_goes_on_to_the_bit(
-    make: Callable[[str], rl.Policy | rl.Critic | rl.RewardModel], loss: rl.Loss, tmp_path: Path
+    make: Callable[[], rl.Policy | rl.Critic | rl.RewardModel], loss: rl.Loss, tmp_path: Path
 ) -> None:
-    one = make("bfloat16")
+    one = make()
     for _ in range(2):
         await one.update(rows(), loss)
     await one.checkpoint(str(tmp_path / "state"))
-    other = make("bfloat16")
+    other = make()
     await other.restore(str(tmp_path / "state"))
     for _ in range(2):
         assert (await one.update(rows(), loss)).means() == (await other.update(rows(), loss)).means()

@@ -3,14 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from meshrl import Actor, Batch, CrossEntropy, Mesh, PolicyConfig, Ragged, Resources, Same, each, endpoint
+from meshrl import Actor, Mesh, Resources, Same, each, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.events import EventLog, Gauge
 from meshrl.mesh import pool
-from meshrl.testing import FakePolicy
 
 
 def test_the_newest_events_are_kept_and_no_more(tmp_path: Path) -> None:
@@ -26,16 +24,6 @@ def test_the_newest_events_are_kept_and_no_more(tmp_path: Path) -> None:
     lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
     assert len(lines) > 20
     assert '"value":999.0' in lines[-1]
-
-
-async def test_a_fake_keeps_its_last_batches() -> None:
-    policy = FakePolicy(PolicyConfig(backend="fake", model="none"))
-    tokens = Ragged.of([[1, 2]], np.int32)
-    batch = Batch.of(tokens=tokens, loss_mask=Ragged(np.array([False, True]), tokens.offsets))
-    for _ in range(300):
-        await policy.update(batch, CrossEntropy())
-    assert len(policy.updates) == 256
-    assert policy.version == 300
 
 
 class Keeper(Actor):

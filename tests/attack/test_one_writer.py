@@ -39,10 +39,6 @@ asyncio.run(main())
 """
 
 
-OTHER = {"host": "elsewhere", "pid": 7, "token": "token"}
-"""Who took a folder over, in its lock."""
-
-
 @contextmanager
 def holder(folder: Path) -> Generator[subprocess.Popen[str]]:
     """A run in a process of its own, after its first step."""
@@ -65,23 +61,35 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
+    """Make this process another host's, on a file system that tells hosts of no locks."""
+    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "another")
+    monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
+    monkeypatch.setattr("meshrl.run.lock._LEASE", lease)
+
+
 def test_the_second_run_of_a_name_is_refused_and_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a file system with locks, and on one without, which has the lease."""
+    """On a file system with locks, on one without, which has the lease, and on another host, told of no locks."""
 
     def none(descriptor: int, _: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
+    def refused(resume: bool = True) -> str:
+        told = rf"mine is being written by process {process.pid} on "
+        with capture_logs() as logged, pytest.raises(ConfigError, match=told):
+            Run(config(tmp_path, resume=resume))
+        return logged[0]["event"] if logged else ""
+
     with holder(tmp_path) as process:
         before = files(tmp_path)
-        for resume in (True, False):
-            with pytest.raises(ConfigError, match=rf"mine is being written by process {process.pid} on "):
-                Run(config(tmp_path, resume=resume))
+        assert [refused(), refused(resume=False)] == ["", ""]
         with monkeypatch.context() as patch:
             patch.setattr("fcntl.flock", none)
-            with pytest.raises(ConfigError, match=f"written by process {process.pid} on "):
-                Run(config(tmp_path, resume=True))
+            refused()
+        be_elsewhere(monkeypatch)
+        assert "has not released it: watching for 30 s whether it still runs" in refused()
         assert files(tmp_path) == before
         process.communicate("\n\n")
         assert process.returncode == 0
@@ -89,14 +97,21 @@ def test_the_second_run_of_a_name_is_refused_and_touches_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-async def test_a_run_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_run_that_was_killed_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """On another host, once its lease has ended."""
+    if elsewhere:
+        be_elsewhere(monkeypatch, lease=0.5)
     with holder(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with capture_logs():
-        async with Run(config(tmp_path)) as run:
+    with capture_logs() as logged:
+        async with Run(config(tmp_path, resume=True)) as run:
             await run.record(Metrics.of(loss=(1.0, 1.0)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
+    assert elsewhere == (f"process {process.pid} on " in logged[0]["event"])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
@@ -106,44 +121,11 @@ def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is another host's, on a file system that tells hosts of no locks."""
-    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "another")
-    monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_a_run_of_another_host_is_refused_that_no_lock_tells_of(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
-        before = files(tmp_path)
-        with capture_logs() as logged, pytest.raises(ConfigError, match=rf"written by process {process.pid} on "):
-            Run(config(tmp_path, resume=True))
-        assert files(tmp_path) == before
-        assert "has not released it: watching for 30 s whether it still runs" in logged[0]["event"]
-        process.communicate("\n\n")
-        assert process.returncode == 0
-
-
-@pytest.mark.usefixtures("elsewhere")
-async def test_the_lease_of_a_host_that_died_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.run.lock._LEASE", 0.5)
-    with holder(tmp_path) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    with capture_logs() as logged:
-        async with Run(config(tmp_path, resume=True)) as run:
-            await run.record(Metrics.of(loss=(1.0, 1.0)))
-    assert f"process {process.pid} on " in logged[0]["event"]
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.usefixtures("elsewhere")
 async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped as by SIGSTOP or a host that hangs, and going on when another host has taken its folder."""
-    monkeypatch.setattr("meshrl.run.lock._LEASE", 0.5)
+    be_elsewhere(monkeypatch, lease=0.5)
     with holder(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with capture_logs():
@@ -158,11 +140,11 @@ async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
     assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
 
 
-@pytest.mark.usefixtures("elsewhere")
 def test_a_process_that_was_stopped_while_it_watched_looks_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own clock says that the lease is over, and it has not looked since."""
+    be_elsewhere(monkeypatch)
     first, seconds = FolderLock(tmp_path / "mine"), count(1)
     monkeypatch.setattr("meshrl.run.lock._machine", lambda: "a third")
     monkeypatch.setattr("meshrl.run.lock.time.sleep", lambda _: os.utime(tmp_path / ".mine.lock", (1, next(seconds))))
@@ -172,39 +154,30 @@ def test_a_process_that_was_stopped_while_it_watched_looks_once_more(
     first.release()
 
 
-async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Path) -> None:
-    other = b""
+@pytest.mark.parametrize("what", ["taken", "moved", "replaced"])
+async def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path, what: str) -> None:
+    """To another host, which is now in its lock, or because somebody moved it and perhaps put another in its place."""
+    lock, kept = tmp_path / ".mine.lock", tmp_path / ("mine" if what == "taken" else "elsewhere")
 
     async def train() -> None:
         async with Run(config(tmp_path)) as run:
             await run.record(Metrics.of(loss=(1.0, 1.0)))
-            nonlocal other
-            owner = msgspec.json.decode((tmp_path / ".mine.lock").read_bytes(), type=dict[str, object])
-            other = msgspec.json.encode({key: OTHER.get(key, value) for key, value in owner.items()})
-            (tmp_path / ".mine.lock").write_bytes(other)
-            await run.record(Metrics.of(loss=(2.0, 1.0)))
-
-    with pytest.raises(DataError, match=r"mine was taken over by process 7 on elsewhere: this run no longer writes"):
-        await train()
-    assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 1
-    assert not (tmp_path / "mine/summary.json").exists()
-    assert (tmp_path / ".mine.lock").read_bytes() == other
-
-
-@pytest.mark.parametrize("replaced", [True, False])
-async def test_a_run_whose_folder_was_moved_writes_nowhere_else(tmp_path: Path, replaced: bool) -> None:
-    async def train() -> None:
-        async with Run(config(tmp_path)) as run:
-            await run.record(Metrics.of(loss=(1.0, 1.0)))
-            (tmp_path / "mine").rename(tmp_path / "elsewhere")
-            if replaced:
+            if what == "taken":
+                owner = msgspec.json.decode(lock.read_bytes(), type=dict[str, object])
+                lock.write_bytes(msgspec.json.encode({**owner, "host": "elsewhere", "pid": 7, "token": "token"}))
+            else:
+                (tmp_path / "mine").rename(kept)
+            if what == "replaced":
                 (tmp_path / "mine").mkdir()
             await run.record(Metrics.of(loss=(2.0, 1.0)))
 
-    with pytest.raises(DataError, match=r"mine was moved, removed or replaced during the run"):
+    told = "taken over by process 7 on elsewhere: this run no longer writes"
+    with pytest.raises(DataError, match=rf"mine was {told if what == 'taken' else 'moved, removed or replaced'}"):
         await train()
-    assert (tmp_path / "elsewhere/metrics.jsonl").read_bytes().count(b"\n") == 1
-    assert not list((tmp_path / "mine").glob("*"))
+    assert (kept / "metrics.jsonl").read_bytes().count(b"\n") == 1
+    assert what == "taken" or not list((tmp_path / "mine").glob("*"))
+    assert what != "taken" or b"elsewhere" in lock.read_bytes()
+    assert not (tmp_path / "mine/summary.json").exists()
 
 
 async def test_of_many_that_open_a_folder_at_once_one_does(tmp_path: Path) -> None:

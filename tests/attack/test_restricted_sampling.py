@@ -1,15 +1,11 @@
 """`top_p` and `top_k` restrict what is drawn; the log-probs of rows are of the whole distribution, as a trainer's."""
 
-import string
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, SamplerConfig, Sampling, SequenceLoss, log, rollout
-from meshrl.cli.configurations import check
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, SamplerConfig, Sampling, SequenceLoss, rollout
 from meshrl.run import RunConfig, find_doubts, load_job, shipped_configs
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -49,9 +45,6 @@ class First:
         left = restricted(logits, k, p)
         return left.argmax(-1), left.log_softmax(-1)
 
-    def draw(self, logits: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.topk_topp_sampler.forward(logits, {}, None, p)
-
 
 class Second:
     """As the sampler of vLLM's second model runner, whose log-probs are made of the logits that it gives."""
@@ -62,20 +55,24 @@ class Second:
         left = restricted(logits, k, p)
         return left.argmax(-1), left
 
-    def draw(self, logits: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens, left = self._sample_random(logits, 0, 0, 0, None, p, False)
         return tokens, left.log_softmax(-1)
 
 
 def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    for sampler in (First(), Second()):
+    first, second = First(), Second()
+    for sampler in (first, second):
         tell_whole(sampler)
-        for p in (None, torch.full((3,), 0.9)):
-            tokens, logprobs = sampler.draw(logits.clone(), p)
+    for p in (None, torch.full((3,), 0.9)):
+        for tokens, logprobs in (
+            first.topk_topp_sampler.forward(logits.clone(), {}, None, p),
+            second.draw(logits.clone(), p),
+        ):
             assert torch.equal(tokens, logits.argmax(-1))
             assert logprobs is not None
-            assert torch.equal(logprobs, logits.log_softmax(-1)), (sampler, p)
+            assert torch.equal(logprobs, logits.log_softmax(-1)), p
 
 
 def doubts(config: str, *overrides: str) -> list[str]:
@@ -88,13 +85,3 @@ def test_a_restricted_draw_under_a_loss_with_ratios_is_warned_of_by_name() -> No
     assert len(doubts("grpo/quickstart", "sampling.top_p=0.9", "sampling.top_k=20")) == 2
     assert doubts("gspo/quickstart") == []
     assert doubts("expert_iteration/quickstart", "sampling.top_k=20") == []
-
-
-def test_check_tells_it_and_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", lambda event, **_: told.append(event))
-    monkeypatch.chdir(tmp_path)
-    characters = f"{string.ascii_letters}>"
-    check("grpo/quickstart", [f'policy.model={{ characters = "{characters}" }}', "sampling.top_p=0.5"])
-    (only,) = told
-    assert "sampling.top_p = 0.5 with ClippedLoss" in only

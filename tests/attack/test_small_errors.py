@@ -18,51 +18,49 @@ from meshrl.rewards import RewardConfig
 from meshrl.rewards.function import FunctionReward
 from meshrl.testing import FakeRun
 
-REWARDS = """
-import asyncio
 
 class Silent(Exception):
-    def __str__(self):
-        raise KeyError("not even this")
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
     __repr__ = __str__
 
-def silent(prompt, completion, row):
+
+def silent(prompt: str, completion: str, row: dict[str, object]) -> float:
     raise Silent("x")
 
-def half(prompt, completion, row):
-    raise ValueError("half of a pair: \\ud800")
 
-def gives_up(prompt, completion, row):
+def half(prompt: str, completion: str, row: dict[str, object]) -> float:
+    raise ValueError("half of a pair: \ud800")
+
+
+def gives_up(prompt: str, completion: str, row: dict[str, object]) -> float:
     raise asyncio.CancelledError("of its own")
 
-async def gives_up_later(prompt, completion, row):
+
+async def gives_up_later(prompt: str, completion: str, row: dict[str, object]) -> float:
     await asyncio.sleep(0)
     raise asyncio.CancelledError("of its own")
-"""
+
+
 SAYS = {
-    "silent": "Silent: (its text cannot be made: str() raised KeyError)",
+    "silent": "Silent: (its text cannot be made: str() raised RuntimeError)",
     "half": "ValueError: half of a pair: \\ud800",
     "gives_up": "CancelledError: of its own",
     "gives_up_later": "CancelledError: of its own",
 }
 
 
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 def test_an_error_without_a_text_is_described() -> None:
     assert described(ValueError("what")) == "ValueError: what"
-    assert described(Silent()) == "Silent: (its text cannot be made: str() raised RuntimeError)"
+    assert described(Silent()) == SAYS["silent"]
     assert described(ValueError("\ud800")) == "ValueError: \\ud800"
 
 
 async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(REWARDS)
     batch = Batch.of(prompt=["a", "b"], completion=["c", "d"])
     for name, seconds in ((name, seconds) for name in SAYS for seconds in (None, 600.0)):
-        config = RewardConfig(function=f"{tmp_path / 'rewards.py'}:{name}", row_timeout=seconds)
+        config = RewardConfig(function=f"{__file__}:{name}", row_timeout=seconds)
         with capture_logs() as logs:
             async with Run(RunConfig(folder=str(tmp_path), name=f"{name}-{seconds}", samples_every=1)) as run:
                 reward = await (await run.mesh(1)).spawn(FunctionReward, config)
@@ -73,7 +71,7 @@ async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path) -> None:
         assert scored.objects("reward_error") == (SAYS[name],) * 2
         told = [each for each in logs if each["log_level"] == "warning"]
         assert [each["error"] for each in told] == [SAYS[name]], name
-        assert "rewards.py, line " in told[0]["at"]
+        assert "test_small_errors.py, line " in told[0]["at"]
         sample = msgspec.json.decode((run.folder / "samples.jsonl").read_bytes().splitlines()[0])
         assert sample["reward_error"] == SAYS[name]
 
@@ -103,8 +101,7 @@ async def test_a_script_whose_error_has_no_text_leaves_a_summary(tmp_path: Path)
         async with Run(RunConfig(folder=str(tmp_path))):
             raise Silent
     summary = msgspec.json.decode((tmp_path / "run/summary.json").read_bytes())
-    assert summary["status"] == "failed"
-    assert summary["error"] == "Silent: (its text cannot be made: str() raised RuntimeError)"
+    assert (summary["status"], summary["error"]) == ("failed", SAYS["silent"])
 
 
 FULL = """

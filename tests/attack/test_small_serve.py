@@ -20,18 +20,21 @@ exit 3
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """An interpreter that leaves a trace, and ends."""
-    path = tmp_path / "program"
+def interpreter(path: Path) -> Path:
+    """One that leaves a trace, and ends."""
     path.write_text(STANDIN)
     path.chmod(0o700)
     return path
 
 
 @pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return interpreter(tmp_path / "program")
+
+
+@pytest.fixture
 def run(tmp_path: Path, program: Path) -> Path:
-    """The folder of a run that names it."""
+    """The folder of a run that names this interpreter."""
     folder = tmp_path / "mine"
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text("{}")
@@ -50,9 +53,7 @@ async def served(run: Path, **given: object) -> str:
 async def test_an_interpreter_that_a_folder_names_is_not_run(
     run: Path, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = program.with_name("own")
-    own.write_text(STANDIN)
-    own.chmod(0o700)
+    own = interpreter(program.with_name("own"))
     monkeypatch.setattr(sys, "executable", str(own))
     monkeypatch.setattr("meshrl_inference.options.find_spec", lambda _: True)  # it has vLLM
     said = await served(run)

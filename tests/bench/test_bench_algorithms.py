@@ -1,8 +1,6 @@
 """The benchmark of all pages: budgets, counts and tables; what it measures is not run here."""
 
-import pytest
-
-from bench.algorithms import Result, Row, budget, completions, config, figures, markdown, pages, ranked, seeds
+from bench.algorithms import Result, budget, completions, config, figures, markdown, pages, ranked, seeds
 from meshrl import RunConfig
 from meshrl.events import Call, Event, Step
 from meshrl.run import find_config, load_job
@@ -11,12 +9,6 @@ from meshrl.run.jobs import shipped_scripts
 
 def result(page: str, after: float, *, given: bool = False) -> Result:
     return Result(page, given, (0.25, after), (0.125, 0.5), drawn=512, trained=128, updates=4, wall=40, cpu=30)
-
-
-@pytest.fixture
-def rows() -> list[Row]:
-    results = [result("low", 0.25), result("high", 0.5), result("high", 0.75), result("sft", 0.5, given=True)]
-    return ranked(results)
 
 
 def overrides(name: str) -> list[str]:
@@ -66,7 +58,8 @@ def test_completions_are_counted_within_the_steps() -> None:
     assert completions([], 8) == (0, 0, 0)
 
 
-def test_the_best_page_is_first_and_each_has_a_line_and_its_figures(rows: list[Row]) -> None:
+def test_the_best_page_is_first_and_each_has_a_line_and_its_figures() -> None:
+    rows = ranked([result("low", 0.25), result("high", 0.5), result("high", 0.75), result("sft", 0.5, given=True)])
     assert [row.page for row in rows] == ["high", "sft", "low"]
     assert (rows[0].greedy, rows[0].lowest, rows[0].highest) == ((0.25, 0.625), 0.5, 0.75)
     lines = markdown(rows).splitlines()

@@ -19,23 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl import (
-    EVERY,
-    Actor,
-    Batch,
-    Gather,
-    Mesh,
-    Ragged,
-    RankDied,
-    Resources,
-    Same,
-    Shard,
-    Weights,
-    at,
-    current_rank,
-    endpoint,
-    respawn,
-)
+import meshrl as rl
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import ConfigError, MeshrlError, NoRoom
 from meshrl.testing.cluster import Cluster, Host
@@ -94,70 +78,70 @@ def say(words: str) -> None:
     print(words, flush=True)  # noqa: T201
 
 
-def on(host: str, cpus: int = 0) -> Resources:
+def on(host: str, cpus: int = 0) -> rl.Resources:
     """A place on the host of this name."""
-    return Resources(cpus=cpus, custom={host: 1})
+    return rl.Resources(cpus=cpus, custom={host: 1})
 
 
-class Traveller(Actor):
+class Traveller(rl.Actor):
     """Makes rows and weights, takes them, writes, dies, and tells where it is."""
 
     def __init__(self) -> None:
         self._counted = 0
 
-    @endpoint
-    async def where(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def where(self) -> rl.Gather[np.ndarray]:
         return np.array([socket.gethostname()])
 
-    @endpoint
-    async def clock(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def clock(self) -> rl.Gather[np.ndarray]:
         return np.array([time.monotonic()])
 
-    @endpoint
-    async def environment(self, *names: str) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def environment(self, *names: str) -> rl.Gather[np.ndarray]:
         return np.array([" ".join(os.environ[name] for name in names)])
 
-    @endpoint
-    async def make(self, rows: int, tokens: int) -> Gather[Batch]:
-        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
+    @rl.endpoint
+    async def make(self, rows: int, tokens: int) -> rl.Gather[rl.Batch]:
+        return rl.Batch.of(tokens=rl.Ragged.of([np.arange(tokens)] * rows, np.int32))
 
-    @endpoint
-    async def twice(self, batch: Shard[Batch]) -> Gather[Batch]:
-        return batch.assign(tokens=Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets))
+    @rl.endpoint
+    async def twice(self, batch: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
+        return batch.assign(tokens=rl.Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets))
 
-    @endpoint
-    async def weights(self, count: int) -> Gather[Weights, EVERY]:
-        number = current_rank().index
-        return Weights(1, {str(number): np.full(count, number + 1, np.float32)})
+    @rl.endpoint
+    async def weights(self, count: int) -> rl.Gather[rl.Weights, rl.EVERY]:
+        number = rl.current_rank().index
+        return rl.Weights(1, {str(number): np.full(count, number + 1, np.float32)})
 
-    @endpoint
-    async def way(self, weights: Weights) -> Same[str]:
+    @rl.endpoint
+    async def way(self, weights: rl.Weights) -> rl.Same[str]:
         """How they came."""
         assert not any(bucket.damaged() for bucket in weights.buckets)
         return ", ".join(weights.ways)
 
-    @endpoint
-    async def count(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def count(self) -> rl.Gather[np.ndarray]:
         """How many times this rank was asked."""
         self._counted += 1
         return np.array([self._counted])
 
-    @endpoint
-    async def pid(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def pid(self) -> rl.Gather[np.ndarray]:
         return np.array([os.getpid()])
 
-    @endpoint
+    @rl.endpoint
     async def say(self, text: str) -> None:
         print(text, flush=True)  # noqa: T201 -- what is tested
 
-    @endpoint
+    @rl.endpoint
     async def die(self) -> None:
         print("last words", flush=True)  # noqa: T201 -- what is tested
         ctypes.string_at(0)
 
 
 async def made(engine: RayEngine, host: str) -> Traveller:
-    return await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    return await (await rl.Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
 
 
 async def told(call: Awaitable[object]) -> str:
@@ -174,14 +158,14 @@ async def until_it_dies(one: Traveller) -> str:
         while True:
             await one.say("before")
             await asyncio.sleep(0.05)
-    except RankDied as died:
+    except rl.RankDied as died:
         return str(died)
 
 
 async def places(engine: RayEngine) -> object:
     """Where two spread ranks are, what torch.distributed is told there, and how far their clocks are from ours."""
-    spread = Resources(cpus=0, placement="spread")
-    mesh = await Mesh.reserve(engine, 2, spread)
+    spread = rl.Resources(cpus=0, placement="spread")
+    mesh = await rl.Mesh.reserve(engine, 2, spread)
     spawned = await mesh.spawn(Traveller)
     hosts, told = await spawned.where(), await spawned.environment("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     return hosts.tolist(), told.tolist(), (await spawned.clock() - time.monotonic()).tolist()
@@ -190,7 +174,7 @@ async def places(engine: RayEngine) -> object:
 async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> object:
     """Where so many ranks are that ask for this; what is told where there is no room for them."""
     try:
-        mesh = await Mesh.reserve(engine, count, Resources(cpus=0, custom=each))
+        mesh = await rl.Mesh.reserve(engine, count, rl.Resources(cpus=0, custom=each))
     except NoRoom as error:
         return str(error)
     return (await (await mesh.spawn(Traveller)).where()).tolist()
@@ -205,9 +189,9 @@ async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> o
 
 async def crowded(engine: RayEngine) -> object:
     """Ranks that take a core of each of two hosts, and one that asks for what is left: the threads it has."""
-    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"train": 1}))
-    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"rollout": 1}))
-    left = await (await Mesh.reserve(engine, 1, Resources())).spawn(Traveller)
+    await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1, custom={"train": 1}))
+    await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1, custom={"rollout": 1}))
+    left = await (await rl.Mesh.reserve(engine, 1, rl.Resources())).spawn(Traveller)
     return (await left.environment("OMP_NUM_THREADS")).tolist()
 
 
@@ -227,14 +211,14 @@ async def revived(engine: RayEngine, host: str) -> object:
     say("ready")
     await until_it_dies(one)
     say("RankDied")
-    await respawn(one)
+    await rl.respawn(one)
     return (await one.where()).tolist()
 
 
 async def ways(engine: RayEngine, maker: str, takers: list[str], mib: int, rounds: int) -> object:
     """How weights come to two ranks of each of some hosts, of which all but the first round are told as they begin."""
     source = await made(engine, maker)
-    taken = [await (await Mesh.reserve(engine, 2, on(host))).spawn(Traveller) for host in takers]
+    taken = [await (await rl.Mesh.reserve(engine, 2, on(host))).spawn(Traveller) for host in takers]
     answers: list[object] = []
     for number in range(rounds):
         weights = await source.weights(mib * MIB // 4)
@@ -246,13 +230,13 @@ async def ways(engine: RayEngine, maker: str, takers: list[str], mib: int, round
 
 async def joined(engine: RayEngine) -> object:
     """Begin with one rank of two; what is told of the other when its node joins, and where the first is then."""
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
+    mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     one = await mesh.spawn(Traveller)
     say("ready")
     try:
-        await respawn(at(one, dp=1))
+        await rl.respawn(rl.at(one, dp=1))
     except ConfigError as refused:
-        return str(refused), (await at(one, dp=0).where()).tolist()
+        return str(refused), (await rl.at(one, dp=0).where()).tolist()
     return "", []
 
 
@@ -289,43 +273,38 @@ async def left(engine: RayEngine, host: str) -> object:
 
     async def reserve() -> None:
         await asyncio.sleep(5)
-        await Mesh.reserve(engine, 1, on(host))
+        await rl.Mesh.reserve(engine, 1, on(host))
 
     return await asyncio.gather(told(work()), told(reserve()))
 
 
 async def written(engine: RayEngine, host: str) -> object:
     """A rank on this host writes and dies: what the error tells, and the file on this one."""
-    talks = await (await Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Traveller)
+    talks = await (await rl.Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Traveller)
     await talks.say("hello from there")
     try:
         await talks.die()
-    except RankDied as died:
+    except rl.RankDied as died:
         return str(died), (LOGS / "far-0.log").read_text()
     raise AssertionError("it lives")
 
 
-async def written_until_the_host_died(engine: RayEngine, host: str) -> object:
-    """A rank writes, and its host is killed when that is here: what the error tells."""
-    talks = await (await Mesh.reserve(engine, 1, on(host), "dead", str(LOGS))).spawn(Traveller)
-    await talks.say("hello from there")
-    while "hello from there" not in (LOGS / "dead-0.log").read_text():  # noqa: ASYNC110 -- the folder of another process
-        await asyncio.sleep(0.1)
-    say("ready")
-    return await until_it_dies(talks)
+async def written_around_a_cut(engine: RayEngine, host: str) -> object:
+    """A rank writes, its host is given up when that is here, and a new rank writes: what the error and the log tell."""
 
+    async def says(line: str) -> str:
+        await talks.say(line)
+        while line not in (text := (LOGS / "cut-0.log").read_text()):  # noqa: ASYNC110 -- another process writes it
+            await asyncio.sleep(0.1)
+        return text
 
-async def written_after_a_cut(engine: RayEngine, host: str) -> object:
-    """A rank writes until its host is given up, and again as it is made anew: its log."""
-    talks = await (await Mesh.reserve(engine, 1, on(host), "cut", str(LOGS))).spawn(Traveller)
+    talks = await (await rl.Mesh.reserve(engine, 1, on(host), "cut", str(LOGS))).spawn(Traveller)
+    await says("hello from there")
     say("ready")
-    await until_it_dies(talks)
+    told = await until_it_dies(talks)
     say("RankDied")
-    await respawn(talks)
-    await talks.say("hello after the cut")
-    while "hello after the cut" not in (text := (LOGS / "cut-0.log").read_text()):  # noqa: ASYNC110 -- as above
-        await asyncio.sleep(0.1)
-    return text
+    await rl.respawn(talks)
+    return told, await says("hello after the cut")
 
 
 async def main(module: str, name: str, address: str, arguments: str) -> None:

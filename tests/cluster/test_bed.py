@@ -40,22 +40,15 @@ except OSError as error:
     print(type(error).__name__)
 """
 
-_serving: list["subprocess.Popen[str]"] = []
-
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
-    """Three without Ray."""
+    """Three without Ray, of which each has a server."""
     with Cluster(3, ray=False) as cluster:
+        servers = [served(host) for host in cluster.hosts]
         yield cluster.hosts
-
-
-@pytest.fixture(autouse=True)
-def _nothing_serves_after_a_test() -> Iterator[None]:
-    yield
-    while _serving:
-        with _serving.pop() as server:
-            server.kill()
+    for server in servers:
+        server.communicate()
 
 
 @pytest.fixture
@@ -66,13 +59,15 @@ def three(hosts: list[Host]) -> Iterator[list[Host]]:
         host.heal()
 
 
+RUNNING = "cat /proc/[0-9]*/comm"
+
+
 def shell(host: Host, line: str) -> str:
     return host.run(["sh", "-c", line]).strip()
 
 
 def served(host: Host) -> "subprocess.Popen[str]":
     server = host.start([sys.executable, "-c", SERVER], stdout=PIPE)
-    _serving.append(server)
     assert server.stdout
     assert server.stdout.readline() == "ready\n"
     return server
@@ -99,12 +94,8 @@ def seconds(host: Host, to: Host, size: int = 1) -> float:
 
 def test_a_host_has_what_a_machine_has_for_itself(three: list[Host]) -> None:
     one, two, _ = three
-    for line in [
-        "hostname",
-        "hostname -i",
-        "cat /proc/sys/kernel/random/boot_id",
-        f"{sys.executable} -c 'import time; print(int(time.monotonic() / 10))'",
-    ]:
+    clock = f"{sys.executable} -c 'import time; print(int(time.monotonic() / 10))'"
+    for line in "hostname", "hostname -i", "cat /proc/sys/kernel/random/boot_id", clock:
         assert shell(one, line) != shell(two, line), line
     assert shell(one, "hostname") == one.name
     assert shell(one, "hostname -i") == one.address
@@ -113,11 +104,11 @@ def test_a_host_has_what_a_machine_has_for_itself(three: list[Host]) -> None:
         assert shell(two, f"ls {folder}") == "", folder
         assert not Path(folder, "mine").exists()
     sleeper = one.start(["sleep", "1000"])
-    assert "sleep" not in shell(two, "cat /proc/[0-9]*/comm")
-    assert "sleep" in shell(one, "cat /proc/[0-9]*/comm")
+    assert "sleep" not in shell(two, RUNNING)
+    assert "sleep" in shell(one, RUNNING)
     sleeper.kill()
     assert sleeper.wait() == -signal.SIGKILL
-    assert "sleep" not in shell(one, "cat /proc/[0-9]*/comm")
+    assert "sleep" not in shell(one, RUNNING)
 
 
 def test_a_command_says_how_it_ended(three: list[Host]) -> None:
@@ -126,15 +117,15 @@ def test_a_command_says_how_it_ended(three: list[Host]) -> None:
     assert (failed.value.returncode, failed.value.output) == (3, "said\n")
     with pytest.raises(subprocess.TimeoutExpired):
         three[0].run(["sleep", "1000"], timeout=0.5)
-    assert "sleep" not in shell(three[0], "cat /proc/[0-9]*/comm")
+    assert "sleep" not in shell(three[0], RUNNING)
 
 
 def test_hosts_share_the_current_folder_and_those_that_are_named_and_one_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
+    for folder in (here, there):
+        folder.mkdir()
     monkeypatch.chdir(here)
     with Cluster(1, ray=False, shared=[there]) as cluster:
         one, two = cluster.hosts[0], cluster.add()
@@ -144,14 +135,12 @@ def test_hosts_share_the_current_folder_and_those_that_are_named_and_one_is_adde
         assert shell(two, f"ls {tmp_path}").split() == ["here", "there"]
         server = served(two)
         assert arrives(one, two)
-        server.kill()
+    server.communicate()
     assert (here / "file").read_text() == "mine\n"
 
 
 def test_a_cut_host_or_two_hear_nothing_until_they_are_healed(three: list[Host]) -> None:
     one, two, other = three
-    for host in three:
-        served(host)
     two.cut()
     assert is_lost(one, two)
     assert is_lost(two, other)
@@ -173,7 +162,6 @@ def test_a_cut_host_or_two_hear_nothing_until_they_are_healed(three: list[Host])
 
 def test_a_slow_host_is_slow_each_way_until_it_is_healed(three: list[Host]) -> None:
     one, two, _ = three
-    served(two)
     two.slow(delay=0.1)
     assert seconds(one, two) >= 0.4  # there and back twice: to be connected, and to be answered
     two.slow(rate=8e6)
@@ -194,29 +182,26 @@ def test_a_slow_host_is_slow_each_way_until_it_is_healed(three: list[Host]) -> N
     assert seconds(one, two, 100_000) > 0  # what is sent again arrives
 
 
-@pytest.fixture
-def strangers() -> Iterator[list[Host]]:
-    """Two that have not met."""
-    with Cluster(2, ray=False) as cluster:
-        yield cluster.hosts
-
-
-def test_a_killed_host_is_silent_and_another_when_it_is_booted(strangers: list[Host]) -> None:
-    one, two = strangers
-    server = served(two)
-    two.slow(delay=0.01)
-    before = shell(two, "cat /proc/sys/kernel/random/boot_id; hostname")
-    two.kill()
-    assert server.wait() == -signal.SIGKILL
-    assert is_lost(one, two)
-    assert not two.is_on
-    two.boot()
-    after = shell(two, "cat /proc/sys/kernel/random/boot_id; hostname")
-    assert before.splitlines()[0] != after.splitlines()[0]
-    assert before.splitlines()[1] == after.splitlines()[1]
-    assert sent(one, two) == "ConnectionRefusedError"
-    served(two)
-    assert arrives(one, two)
+def test_a_killed_host_is_silent_and_another_when_it_is_booted() -> None:
+    who = "cat /proc/sys/kernel/random/boot_id; hostname"
+    with Cluster(2, ray=False) as cluster:  # which have not met
+        one, two = cluster.hosts
+        server = served(two)
+        two.slow(delay=0.01)
+        boot, name = shell(two, who).split()
+        two.kill()
+        server.communicate()
+        assert server.returncode == -signal.SIGKILL
+        assert is_lost(one, two)
+        assert not two.is_on
+        two.boot()
+        again, same = shell(two, who).split()
+        assert boot != again
+        assert name == same
+        assert sent(one, two) == "ConnectionRefusedError"
+        server = served(two)
+        assert arrives(one, two)
+    server.communicate()
 
 
 MAKER = """
@@ -270,11 +255,8 @@ def test_where_hosts_cannot_be_made_it_is_told_why(tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
             assert missing() == f"the kernel gives no namespaces here: unshare failed: no {kind} here"
-    with monkeypatch.context() as patched:
-        patched.setenv("PATH", "/nowhere")
-        assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "geteuid", lambda: 1000)
-        assert "only root may make" in (missing() or "")
-        with pytest.raises(ConfigError, match="only root may make"):
-            Cluster(1)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="only root may make"):
+        Cluster(1)

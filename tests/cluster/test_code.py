@@ -1,13 +1,11 @@
 """A user's script, modules and reward that lie on the controller's host alone are found by ranks on another."""
 
-import base64
-import io
-import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from meshrl.testing.cluster import Cluster
+from meshrl.testing.cluster import Cluster, Host
 
 PROJECT = {
     "train.py": """
@@ -73,25 +71,21 @@ function = "rewards/letters.py:letters"
 }
 """Files by their place."""
 PLACE = "/tmp/project"  # noqa: S108 -- each host's own
-UNPACK = f"mkdir -p {PLACE} && base64 -d | tar xz -C {PLACE}"
 
 
-def packed(files: dict[str, str]) -> str:
-    """As base64 of a tar."""
-    written = io.BytesIO()
-    with tarfile.open(fileobj=written, mode="w:gz") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text.encode())
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    return base64.b64encode(written.getvalue()).decode()
+def bring(host: Host, files: dict[str, str], shared: Path) -> None:
+    """Write a host's own project, by way of a folder that it shares."""
+    for name, text in files.items():
+        (shared / name).parent.mkdir(exist_ok=True)
+        (shared / name).write_text(text, "utf-8")
+    host.run(["cp", "-r", str(shared), PLACE])
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Hosts of which the first has a project in its own /tmp."""
-    with Cluster(2) as cluster:
-        cluster.hosts[0].run(["sh", "-c", f"echo {packed(PROJECT)} | ({UNPACK})"])
+    with Cluster(2, shared=[tmp_path_factory.getbasetemp()]) as cluster:
+        bring(cluster.hosts[0], PROJECT, tmp_path_factory.mktemp("project"))
         yield cluster
 
 
@@ -108,10 +102,10 @@ def test_what_is_on_the_first_host_alone_is_found_on_the_second(two: Cluster) ->
     assert "no such file" in two.hosts[1].run(["sh", "-c", f"ls {PLACE} 2>&1 || true"]).lower()
 
 
-def test_the_controllers_files_are_used_where_the_other_host_has_older_ones(two: Cluster) -> None:
+def test_the_controllers_files_are_used_where_the_other_host_has_older_ones(two: Cluster, tmp_path: Path) -> None:
     """Of the same path, and of another content than the run before."""
     older = {name: text.replace("'helper'", "'old'").replace("'word'", "'old'") for name, text in PROJECT.items()}
-    two.hosts[1].run(["sh", "-c", f"echo {packed(older)} | ({UNPACK})"])
+    bring(two.hosts[1], older, tmp_path)
     two.hosts[0].run(["sh", "-c", f"echo \"VALUE = 'newer'\" > {PLACE}/helper.py"])
     said = ran(two)
     assert "read: newer word late prompt on node2" in said, said

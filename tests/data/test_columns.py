@@ -7,31 +7,25 @@ import pytest
 
 from meshrl.data import Batch, Column, Ragged
 from meshrl.errors import DataError
+from tests.data.test_batch import rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BATCH = Batch.of(
-    prompt=[f"prompt {i}" for i in range(4)],
-    tokens=Ragged.of([[10], [20, 21], [30, 31, 32], [40, 41, 42, 43]], np.int32),
-    loss_mask=Ragged.of([[False] * n + [True] for n in range(4)], bool),
-    rewards=np.arange(4, dtype=np.float32),
-    groups=np.arange(4) // 2,
-)
+BATCH = rollouts()
 
 
 def test_columns_are_read_by_kind() -> None:
-    batch = BATCH
-    assert len(batch) == 4
-    assert batch.names == ("prompt", "tokens", "loss_mask", "rewards", "groups")
-    assert ("tokens" in batch, "token" in batch) == (True, False)
-    assert batch["tokens"] is batch.tokens
-    assert batch.rewards.dtype == np.float32
-    assert batch.groups.tolist() == [0, 0, 1, 1]
-    assert batch.loss_mask[1].tolist() == [False, True]
-    assert batch.nbytes == 10 * 4 + 5 * 8 + 10 + 5 * 8 + 4 * 4 + 4 * 8
+    assert len(BATCH) == 4
+    assert BATCH.names == ("prompt", "tokens", "loss_mask", "rewards", "groups")
+    assert ("tokens" in BATCH, "token" in BATCH) == (True, False)
+    assert BATCH["tokens"] is BATCH.tokens
+    assert BATCH.rewards.dtype == np.float32
+    assert BATCH.groups.tolist() == [0, 0, 1, 1]
+    assert BATCH.loss_mask[1].tolist() == [False, True]
+    assert BATCH.nbytes == 10 * 4 + 5 * 8 + 10 + 5 * 8 + 4 * 4 + 4 * 8
     columns = "prompt str, tokens ragged int32, loss_mask ragged bool, rewards float32, groups int64"
-    assert repr(batch) == f"Batch(4 rows, 10 tokens: {columns})"
+    assert repr(BATCH) == f"Batch(4 rows, 10 tokens: {columns})"
     assert repr(Batch.of(x=np.zeros((2, 3)), y=[1, "a"])) == "Batch(2 rows: x float64[3], y int/str)"
     assert repr(Batch({})) == "Batch(0 rows: no columns)"
 
@@ -79,26 +73,24 @@ def test_columns_that_cannot_be_are_refused() -> None:
 
 
 def test_assign_only_and_drop() -> None:
-    batch = BATCH
-    more = batch.assign(prompt=("a", "b", "c", "d"), advantages=np.ones(4))
-    assert more.names == (*batch.names, "advantages")
+    more = BATCH.assign(prompt=("a", "b", "c", "d"), advantages=np.ones(4))
+    assert more.names == (*BATCH.names, "advantages")
     assert more.objects("prompt") == ("a", "b", "c", "d")
-    assert more.tokens is batch.tokens
-    assert batch.only("tokens", "prompt").names == ("tokens", "prompt")
-    assert batch.drop("tokens", "loss_mask").names == ("prompt", "rewards", "groups")
-    assert len(batch.only()) == 4
+    assert more.tokens is BATCH.tokens
+    assert BATCH.only("tokens", "prompt").names == ("tokens", "prompt")
+    assert BATCH.drop("tokens", "loss_mask").names == ("prompt", "rewards", "groups")
+    assert len(BATCH.only()) == 4
     with pytest.raises(DataError, match="did you mean `rewards`"):
-        batch.drop("reward")
+        BATCH.drop("reward")
 
 
 def test_select_by_number_or_mask() -> None:
-    batch = BATCH
-    assert batch.select([3, 0, 0]).rewards.tolist() == [3, 0, 0]
-    assert batch.select([-1]).objects("prompt") == ("prompt 3",)
-    assert batch.select(batch.rewards > 1).tokens == Ragged.of([[30, 31, 32], [40, 41, 42, 43]], np.int32)
-    assert len(batch.select([])) == 0
-    assert batch.select([]).names == batch.names
-    assert batch.select(range(4)).tokens is batch.tokens, "all rows in order are not copied"
+    assert BATCH.select([3, 0, 0]).rewards.tolist() == [3, 0, 0]
+    assert BATCH.select([-1]).objects("prompt") == ("prompt 3",)
+    assert BATCH.select(BATCH.rewards > 1).tokens == Ragged.of([[30, 31, 32], [40, 41, 42, 43]], np.int32)
+    assert len(BATCH.select([])) == 0
+    assert BATCH.select([]).names == BATCH.names
+    assert BATCH.select(range(4)).tokens is BATCH.tokens, "all rows in order are not copied"
     wrong: list[tuple[Any, str]] = [
         ([0, 4], r"no row 4 in 4 rows \(0 to 3"),
         ([-5], "no row -5 in 4 rows"),
@@ -107,9 +99,9 @@ def test_select_by_number_or_mask() -> None:
     ]
     for rows, message in wrong:
         with pytest.raises(DataError, match=message):
-            batch.select(rows)
+            BATCH.select(rows)
     with pytest.raises(DataError, match="repeated -1 times"):
-        batch.repeat(-1)
+        BATCH.repeat(-1)
 
 
 def test_equality_is_of_names_kinds_dtypes_and_values() -> None:

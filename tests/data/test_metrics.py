@@ -4,24 +4,9 @@ import copy
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshrl.data import Metrics
 from meshrl.errors import DataError
-
-NUMBERS = st.lists(st.lists(st.floats(-1e6, 1e6), max_size=6), min_size=1, max_size=5)
-
-
-@given(NUMBERS)
-def test_the_mean_over_ranks_is_the_mean_of_all_numbers(ranks: list[list[float]]) -> None:
-    everything = [number for rank in ranks for number in rank]
-    parts = [Metrics.of(loss=(math.fsum(rank), len(rank))) for rank in ranks]
-    mean = Metrics.mean(parts)["loss"]
-    if everything:
-        assert mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-9, abs=1e-6)
-    else:
-        assert math.isnan(mean)
 
 
 def test_means_by_hand() -> None:

@@ -10,154 +10,123 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import (
-    Actor,
-    Batch,
-    Gather,
-    LocalEngine,
-    Mesh,
-    MeshStopped,
-    Resources,
-    Same,
-    Shard,
-    at,
-    current_rank,
-    each,
-    endpoint,
-    respawn,
-    stop,
-)
+import meshrl as rl
 
 
-class Threads(Actor):
-    @endpoint
-    async def threads(self) -> Same[int]:
-        return current_rank().threads
+class Threads(rl.Actor):
+    @rl.endpoint
+    async def threads(self) -> rl.Same[int]:
+        return rl.current_rank().threads
 
 
-class Rows(Actor):
-    @endpoint
-    async def come_inside(self, rows: Shard[Batch]) -> Same[bool]:
+class Rows(rl.Actor):
+    @rl.endpoint
+    async def come_inside(self, rows: rl.Shard[rl.Batch]) -> rl.Same[bool]:
         """Whether the rewards came with the call."""
         return isinstance(rows.stored["rewards"], np.ndarray)
 
 
 @pytest.fixture
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh() -> AsyncIterator[rl.Mesh]:
     before = set(threading.enumerate())
-    engine = LocalEngine(cores=4)
-    yield await Mesh.reserve(engine, 2, Resources(cpus=1))
+    engine = rl.LocalEngine(cores=4)
+    yield await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1))
     await engine.close()
     assert set(threading.enumerate()) == before
 
 
 async def test_a_sharded_column_comes_with_the_call_where_each_rank_has_few_bytes_of_it() -> None:
-    engine = LocalEngine(inline_bytes=64)
-    rows = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Rows)
-    assert await rows.come_inside(Batch.of(rewards=np.zeros(32, np.float32)))
-    assert not await rows.come_inside(Batch.of(rewards=np.zeros(33, np.float32)))
+    engine = rl.LocalEngine(inline_bytes=64)
+    rows = await (await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0))).spawn(Rows)
+    assert await rows.come_inside(rl.Batch.of(rewards=np.zeros(32, np.float32)))
+    assert not await rows.come_inside(rl.Batch.of(rewards=np.zeros(33, np.float32)))
     await engine.close()
 
 
-async def test_two_meshes_work_at_the_same_time(mesh: Mesh) -> None:
+async def test_two_meshes_work_at_the_same_time(mesh: rl.Mesh) -> None:
     """Each waits for the other: this would never end if the ranks shared a thread."""
     barrier = threading.Barrier(2)
 
-    class Meets(Actor):
-        @endpoint
+    class Meets(rl.Actor):
+        @rl.endpoint
         async def meet(self) -> None:
             barrier.wait()
 
     one, other = await mesh.spawn(Meets), await mesh.spawn(Meets)
-    first, second = at(one, dp=0), at(other, dp=1)
-    await asyncio.gather(first.meet(), second.meet())
+    for _ in range(2):
+        await asyncio.gather(rl.at(one, dp=0).meet(), rl.at(other, dp=1).meet())
+        await asyncio.gather(rl.respawn(one), rl.respawn(one))  # of which no thread is left, as the fixture sees
 
 
-class Blocked:
-    """What blocks a rank's thread until a test says that it ends."""
-
-    def __init__(self) -> None:
-        self.begins, self.ends = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        self.begins.set()
-        self.ends.wait()
-
-    async def reached(self) -> None:
-        """Wait until a rank is blocked, in no thread of its own."""
-        while not self.begins.is_set():  # noqa: ASYNC110 -- a thread sets it
-            await asyncio.sleep(0.001)
+async def has_begun(begins: threading.Event) -> None:
+    """Wait for what a rank sets, in no thread of its own."""
+    while not begins.is_set():  # noqa: ASYNC110 -- a thread sets it
+        await asyncio.sleep(0.001)
 
 
-async def test_a_stop_that_is_cancelled_goes_on(mesh: Mesh) -> None:
-    blocked = Blocked()
+async def test_a_stop_that_is_cancelled_goes_on(mesh: rl.Mesh) -> None:
+    begins, ends = threading.Event(), threading.Event()
 
-    class Busy(Actor):
-        @endpoint
+    class Busy(rl.Actor):
+        @rl.endpoint
         async def work(self) -> None:
-            blocked.wait()  # a rank may block its own thread
+            begins.set()
+            ends.wait()  # a rank may block its own thread
 
     busy = await mesh.spawn(Busy)
     call = asyncio.create_task(busy.work())
-    await blocked.reached()
-    stopping = asyncio.create_task(stop(busy))
+    await has_begun(begins)
+    stopping = asyncio.create_task(rl.stop(busy))
     for _ in range(10):
         await asyncio.sleep(0)  # it has come as far as the thread
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
-    blocked.ends.set()
-    with contextlib.suppress(MeshStopped):
+    ends.set()
+    with contextlib.suppress(rl.MeshStopped):
         await call
-    with pytest.raises(MeshStopped):
+    with pytest.raises(rl.MeshStopped):
         await busy.work()
 
 
 async def test_threads_follow_the_resources_and_never_exceed_the_free_cores() -> None:
-    engine = LocalEngine(cores=4)
-    granted = []
-    for count, resources in [(1, Resources(cpus=2)), (1, Resources()), (1, Resources()), (1, Resources(cpus=64))]:
-        probe = await (await Mesh.reserve(engine, count, resources)).spawn(Threads)
-        granted.append(await probe.threads())
-    assert granted == [2, 2, 1, 1]
+    engine = rl.LocalEngine(cores=4)
+    default = rl.Resources()
+    for asked, granted in (rl.Resources(cpus=2), 2), (default, 2), (default, 1), (rl.Resources(cpus=64), 1):
+        probe = await (await rl.Mesh.reserve(engine, 1, asked)).spawn(Threads)
+        assert await probe.threads() == granted
     await engine.close()
 
 
 async def test_cancelling_spawn_leaves_no_thread() -> None:
-    blocked = Blocked()
+    begins, ends = threading.Event(), threading.Event()
 
-    class Slow(Actor):
+    class Slow(rl.Actor):
         def __init__(self) -> None:
-            blocked.wait()
+            begins.set()
+            ends.wait()
 
-    engine = LocalEngine()
+    engine = rl.LocalEngine()
     before = threading.active_count()
-    spawning = asyncio.create_task((await Mesh.reserve(engine, 2)).spawn(Slow))
-    await blocked.reached()
+    spawning = asyncio.create_task((await rl.Mesh.reserve(engine, 2)).spawn(Slow))
+    await has_begun(begins)
     spawning.cancel()
-    blocked.ends.set()
+    ends.set()
     with pytest.raises(asyncio.CancelledError):
         await spawning
     assert threading.active_count() == before
 
 
-async def test_two_respawns_at_once_leave_no_thread(mesh: Mesh) -> None:
-    """The fixture looks for threads that are left."""
-    threads = await mesh.spawn(Threads)
-    await asyncio.gather(respawn(threads), respawn(threads))
-    assert await threads.threads() == 1
-
-
-class Paced(Actor):
+class Paced(rl.Actor):
     """Ranks without a core share the caller's loop, and those that do not pause even a task."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    @endpoint
+    @rl.endpoint
     async def note(
         self, what: str, pause: float | None = None, *, cancels: bool = False, uncancels: bool = False
-    ) -> Gather[NDArray[np.int64]]:
+    ) -> rl.Gather[NDArray[np.int64]]:
         task = asyncio.current_task()
         assert task is not None
         if cancels:
@@ -172,26 +141,24 @@ class Paced(Actor):
                 self.seen.append(f"{what} is cancelled")
                 raise
         assert asyncio.current_task() is task
-        return np.array([current_rank().index])
+        return np.array([rl.current_rank().index])
 
-    @endpoint
-    async def hurried(self) -> Same[str]:
-        try:
+    @rl.endpoint
+    async def hurried(self) -> rl.Same[str]:
+        with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.001):
                 await asyncio.Event().wait()
-        except TimeoutError:
-            return "late"
-        return "never"
+        return "late"
 
-    @endpoint
-    async def said(self) -> Same[list[str]]:
+    @rl.endpoint
+    async def said(self) -> rl.Same[list[str]]:
         return self.seen
 
 
 @pytest.fixture
 async def paced() -> AsyncIterator[Paced]:
-    engine = LocalEngine()
-    yield await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Paced)
+    engine = rl.LocalEngine()
+    yield await (await rl.Mesh.reserve(engine, 3, rl.Resources(cpus=0))).spawn(Paced)
     await engine.close()
 
 
@@ -211,7 +178,7 @@ async def test_ranks_on_one_loop_are_cancelled_each_for_itself(paced: Paced) -> 
     for uncancels in (False, True):
         calls = [paced.note("itself", cancels=True, uncancels=uncancels), paced.note("after", 0)]
         await asyncio.gather(*calls)
-    first, *_, last = await each(paced.said)()
+    first, *_, last = await rl.each(paced.said)()
     assert first == ["long begins", "long is cancelled", *["itself begins", "after begins"] * 2]
     assert last == ["itself begins", "after begins"] * 2
 
@@ -243,7 +210,7 @@ async def test_ranks_on_one_loop_begin_whatever_makes_the_loops_tasks(paced: Pac
 async def test_a_stop_reaches_calls_that_have_not_begun(paced: Paced) -> None:
     calls = [asyncio.create_task(paced.note(str(number), 3600)) for number in range(3)]
     await asyncio.sleep(0)
-    await stop(paced)
+    await rl.stop(paced)
     for call in calls:
-        with pytest.raises(MeshStopped):
+        with pytest.raises(rl.MeshStopped):
             await call

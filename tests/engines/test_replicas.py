@@ -8,69 +8,55 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 
-from meshrl import (
-    Batch,
-    CrossEntropy,
-    Gather,
-    PolicyConfig,
-    RankDied,
-    Resources,
-    SamplerConfig,
-    Sampling,
-    Weights,
-    at,
-    endpoint,
-    publish,
-    respawn,
-    rollout,
-    rollouts,
-)
+import meshrl as rl
 from meshrl.mesh import is_away
 from meshrl.testing import FakePolicy, FakeSampler, Witness
 from tests.engines.conftest import NO_CORE, Reserve, on_processes
 
-POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), on_processes]
 
 
-def prompts(batches: int, size: int) -> Iterator[Batch]:
+def prompts(batches: int, size: int) -> Iterator[rl.Batch]:
     """Batches of so many prompts, each a group."""
     for first in range(0, batches * size, size):
-        yield Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
+        yield rl.Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
 
 
 class SlowSampler(FakeSampler):
     """Takes its time, and says in which process."""
 
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
             yield chunk.assign(pid=np.full(len(chunk), os.getpid()))
             await asyncio.sleep(0.02)
 
-    @endpoint
-    async def pid(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def pid(self) -> rl.Gather[np.ndarray]:
         return np.array([os.getpid()])
 
 
 async def test_a_stream_outlives_a_killed_replica(reserve: Reserve) -> None:
-    mesh = await reserve(2, Resources(cpus=0, min_ranks=1))
+    mesh = await reserve(2, rl.Resources(cpus=0, min_ranks=1))
     sampler, witness = await mesh.spawn(SlowSampler, SAMPLER), Witness(FakePolicy(POLICY))
     pids = (await sampler.pid()).tolist()
     drawn_by: set[int] = set()
     steps = 0
-    await publish(witness, sampler)
-    stream = rollouts(sampler, witness.prompts(prompts(200, 4)), Sampling(n=2), ahead=1, retries=0)
+    await rl.publish(witness, sampler)
+    stream = rl.rollouts(sampler, witness.prompts(prompts(200, 4)), rl.Sampling(n=2), ahead=1, retries=0)
     async with stream:
         async for drawn in stream:
             batch = await drawn.load()
             drawn_by.update(batch.row("pid").tolist())
-            await witness.update(batch, CrossEntropy())
-            await publish(witness, stream)
+            await witness.update(batch, rl.CrossEntropy())
+            await rl.publish(witness, stream)
             steps += 1
             if steps == 2:
                 os.kill(pids[1], signal.SIGKILL)
-                assert len(await rollout(sampler, next(prompts(1, 3)), Sampling())) == 3  # an evaluation beside it
+                assert (
+                    len(await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling())) == 3
+                )  # an evaluation beside it
             if len(drawn_by) == 3:
                 break
     witness.check(ahead=1, n=2, dropped=None)
@@ -87,14 +73,14 @@ async def test_a_replica_is_respawned_alone(reserve: Reserve) -> None:
     sampler = await mesh.spawn(SlowSampler, SAMPLER)
     pids = (await sampler.pid()).tolist()
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankDied):
+    with pytest.raises(rl.RankDied):
         await asyncio.gather(*(sampler.pid() for _ in range(1000)))
-    first = at(sampler, dp=0)
+    first = rl.at(sampler, dp=0)
     assert (await first.pid()).tolist() == pids[:1]
-    await first.load(Weights(7, {"skill": np.array([0.5])}))
-    await respawn(at(sampler, dp=1))
+    await first.load(rl.Weights(7, {"skill": np.array([0.5])}))
+    await rl.respawn(rl.at(sampler, dp=1))
     again = (await sampler.pid()).tolist()
     assert again[0] == pids[0]
     assert again[1] not in pids
-    drawn = await rollout(sampler, next(prompts(1, 2)), Sampling())
+    drawn = await rl.rollout(sampler, next(prompts(1, 2)), rl.Sampling())
     assert sorted(drawn.row("oldest_version").tolist()) == [0, 7], "what one had learnt it has still"

@@ -19,9 +19,10 @@ Knock = Callable[[Door], Awaitable[bool]]
 class Rank:
     """What is on the host."""
 
+    lost: float | None = None
+
     def __init__(self) -> None:
         self.waited: list[Reply] = []
-        self.lost: float | None = None
 
     def ask(self, vigil: Vigil) -> Reply:
         self.waited.append(reply := Reply())

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
@@ -54,9 +57,7 @@ class Broken(Count):
 """
 
 MODEL = rl.NewModel(characters="abc>", hidden_size=16, ffn_size=16, layers=1, heads=2, max_tokens=64)
-PROMPTS = rl.Batch.of(
-    prompt=["a", "aa", "abc"], answer=["x", "y", "z"], row=[{}, {}, {}], groups=np.arange(3, dtype=np.int64)
-)
+PROMPTS = rl.Batch.of(prompt=["a", "aa", "abc"], answer=["x", "y", "z"], row=[{}, {}, {}], groups=np.arange(3))
 
 
 @pytest.fixture
@@ -82,12 +83,16 @@ async def made(run: rl.Run, config: rl.EnvironmentConfig, max_tokens: int = 64) 
 
 def turns_of(batch: rl.Batch, row: int) -> list[tuple[bool, list[int]]]:
     """The stretches of one row's tokens that are learnt, and those that are not."""
-    found: list[tuple[bool, list[int]]] = []
-    for token, learnt in zip(batch.tokens[row].tolist(), batch.loss_mask[row].tolist(), strict=True):
-        if not found or found[-1][0] != learnt:
-            found.append((learnt, []))
-        found[-1][1].append(token)
-    return found
+    pairs = zip(batch.loss_mask[row].tolist(), batch.tokens[row].tolist(), strict=True)
+    return [(learnt, [token for _, token in some]) for learnt, some in groupby(pairs, key=itemgetter(0))]
+
+
+def check_versions(batch: rl.Batch) -> NDArray[np.bool_]:
+    """What is learnt has a version, and nothing else has; what is learnt."""
+    learnt, versions = np.asarray(batch.loss_mask.values, np.bool_), np.asarray(batch.versions.values, np.int32)
+    assert (versions[learnt] >= 0).all()
+    assert (versions[~learnt] == -1).all()
+    return learnt
 
 
 async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Path) -> None:
@@ -102,18 +107,13 @@ async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Pa
         stretches = turns_of(batch, row)
         assert [learnt for learnt, _ in stretches] == [False, True] * 3
         assert [tokens for learnt, tokens in stretches if not learnt][1:] == [[3, 3]] * 2
-        text = "bb".join(
-            "".join(" $abc>"[token] for token in tokens if token > 1) for learnt, tokens in stretches if learnt
-        )
-        assert batch.objects("completion")[row] == text
-        mask = np.asarray(batch.loss_mask[row], np.bool_)
-        assert ((batch.versions[row] == 0) == mask).all()
-        assert (batch.versions[row][~mask] == -1).all()
-        assert (batch.sampler_logprobs[row][~mask] == 0).all()
-        # To the trainer, which reads the whole row at once, each turn has the log-probs that it was drawn with.
-        drawn, scored = (np.asarray(column[row], np.float32)[mask] for column in (batch.sampler_logprobs, logprobs))
-        np.testing.assert_allclose(drawn, scored, atol=1e-4)
-        assert batch.rewards[row] == text.count("a")
+        said = ["".join(" $abc>"[token] for token in tokens if token > 1) for learnt, tokens in stretches if learnt]
+        assert batch.objects("completion")[row] == "bb".join(said)
+        assert batch.rewards[row] == "".join(said).count("a")
+    learnt = check_versions(batch)
+    assert not batch.sampler_logprobs.values[~learnt].any()
+    # To the trainer, which reads the whole row at once, each turn has the log-probs that it was drawn with.
+    assert batch.sampler_logprobs.values[learnt] == pytest.approx(logprobs.values[learnt], abs=1e-4)
     assert set(batch.row("oldest_version").tolist()) == {0}
     assert batch.objects("reward_error") == (None,) * 12
 
@@ -164,9 +164,8 @@ async def test_a_broken_environment_is_data_on_its_row(games: str, tmp_path: Pat
 
 async def test_the_limit_of_turns_and_of_room_end_an_episode(games: str, tmp_path: Path) -> None:
     async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
-        _, episodes = await made(
-            run, rl.EnvironmentConfig(source=f"{games}:Endless", turns=2, template="c{observation}c")
-        )
+        config = rl.EnvironmentConfig(source=f"{games}:Endless", turns=2, template="c{observation}c")
+        _, episodes = await made(run, config)
         batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=2, max_tokens=3))
         _, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Endless", turns=50), max_tokens=24)
         full = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=2, max_tokens=6))
@@ -183,7 +182,7 @@ async def test_the_limit_of_turns_and_of_room_end_an_episode(games: str, tmp_pat
 
 @pytest.mark.parametrize("swap", ["in_flight", "abort"])
 async def test_episodes_stream(games: str, tmp_path: Path, swap: SwapMode) -> None:
-    batches = [PROMPTS.assign(groups=np.arange(3, dtype=np.int64) + 3 * number) for number in range(3)]
+    batches = [PROMPTS.assign(groups=np.arange(3) + 3 * number) for number in range(3)]
     async with rl.Run(rl.RunConfig(folder=str(tmp_path))) as run:
         policy, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Count"))
         async with rl.rollouts(episodes, batches, rl.Sampling(n=2, max_tokens=8), ahead=2, swap=swap) as stream:
@@ -194,10 +193,7 @@ async def test_episodes_stream(games: str, tmp_path: Path, swap: SwapMode) -> No
                     await asyncio.sleep(0)
                 assert batch.row("staleness").max() <= 2
                 assert batch.row("turns").tolist() == [3] * 6
-                mask = np.asarray(batch.loss_mask.values, np.bool_)
-                versions = np.asarray(batch.versions.values, np.int32)
-                assert (versions[mask] >= 0).all()
-                assert (versions[~mask] == -1).all()
+                check_versions(batch)
                 assert all(len(turns_of(batch, row)) == 6 for row in range(6))
                 newer = (await policy.weights()).with_version(stream.ledger.version + 1)
                 with stream.announced():

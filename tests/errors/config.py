@@ -1,5 +1,6 @@
-"""Mistakes in a configuration, made on the command line in an empty folder."""
+"""Mistakes in a configuration, and in what `meshrl serve` is asked for, made on the command line in an empty folder."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +37,7 @@ def _check(top: str = "", tables: str = "", *overrides: str, algorithm: str = "g
 
 def path_from_elsewhere() -> None:
     Path("below").mkdir()
-    Path("below/mine.toml").write_text(f'algorithm = "grpo"\n{TABLES}', "utf-8")
-    _meshrl("run", "below/mine.toml", words_jsonl=WORDS)
+    _meshrl("run", "below/mine.toml", words_jsonl=WORDS, **{"below/mine_toml": f'algorithm = "grpo"\n{TABLES}'})
 
 
 def _distill(teacher: str) -> None:
@@ -46,12 +46,15 @@ def _distill(teacher: str) -> None:
     _meshrl("check", "mine.toml", words_jsonl=WORDS, mine_toml=table)
 
 
-def eval_without_prompts() -> None:
+def _in_a_run(*command: str, config: str = '[policy]\nmodel = { characters = "act>" }\n', model: str = "") -> None:
+    """A command in whose folder is a run, perhaps with this file of a model."""
     run = Path("runs/mine")
-    run.mkdir(parents=True)
-    (run / "config.toml").write_text(TABLES, "utf-8")
+    (run / "model").mkdir(parents=True)
+    (run / "config.toml").write_text(config, "utf-8")
     (run / "metrics.jsonl").touch()
-    _meshrl("eval", "mine", words_jsonl=WORDS)
+    if model:
+        (run / "model" / model).write_text("{}", "utf-8")
+    _meshrl(*command, words_jsonl=WORDS)
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -94,4 +97,12 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "axes-that-do-not-multiply": lambda: _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }"),
     "teacher-with-other-tokens": lambda: _distill('{ characters = "cat>" }'),
     "teacher-that-is-the-policy": lambda: _distill('{ characters = "act>" }'),
+    "eval-without-prompts": lambda: _in_a_run("eval", "mine", config=TABLES),
+    "nothing-to-serve": lambda: _in_a_run("serve", "mine"),
+    "adapters-without-their-file": lambda: _in_a_run("serve", "mine", model="adapter_config.json"),
+    "following-for-others": lambda: _in_a_run(
+        *("serve", "mine", "--follow", "--host", "0.0.0.0"),  # noqa: S104 -- what is refused
+        *("--python", sys.executable),
+        model="config.json",
+    ),
 }

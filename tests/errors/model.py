@@ -1,8 +1,12 @@
-"""Mistakes in a model's folder, and in what the torch backend is given. Each starts from a good tiny model."""
+"""Mistakes in a model's folder, and in what the backends `torch` and `megatron` are given, by way of a good model."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +15,7 @@ import meshrl as rl
 from meshrl.cli import app
 from meshrl.data import Source
 from meshrl.losses import TokenLoss
+from meshrl_megatron.options import MegatronConfig
 
 TINY = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
@@ -18,9 +23,20 @@ BATCH = rl.Batch.of(tokens=rl.Ragged.of([[2, 3, 4], [5]], np.int32), loss_mask=r
 INFINITE = np.array([np.inf, 0], np.float32)
 
 
-async def _save(folder: str = "tiny", model: rl.NewModel = TINY) -> None:
+def _tiny(**changes: object) -> rl.NewModel:
+    return TINY.model_copy(update=changes)
+
+
+async def _role(role: Callable[..., Any], config: rl.RoleConfig, use: str = "", *arguments: object) -> None:
+    """Spawn a role, and perhaps call it."""
     async with rl.Run(rl.RunConfig()) as run:
-        await (await run.spawn(rl.Policy, rl.PolicyConfig(model=model))).save(folder)
+        actor = await run.spawn(role, config)
+        if use:
+            await getattr(actor, use)(*arguments)
+
+
+async def _save(folder: str = "tiny", model: rl.NewModel = TINY) -> None:
+    await _role(rl.Policy, rl.PolicyConfig(model=model), "save", folder)
 
 
 def _write(file: str, content: bytes = b"") -> None:
@@ -33,12 +49,12 @@ def _remove(files: str) -> None:
         file.unlink()
 
 
-def _configure(**changes: int) -> None:
+def _configure(**changes: object) -> None:
     file = FOLDER / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), **changes}), "utf-8")
 
 
-async def _spawn(model: str | rl.NewModel = "tiny", *, chat: bool = False) -> None:
+async def _sample(model: str | rl.NewModel = "tiny", *, chat: bool = False) -> None:
     async with rl.Run(rl.RunConfig()) as run:
         sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(model=model, chat=chat))
         await rl.rollout(sampler, rl.Batch.of(prompt=["cat>"]), rl.Sampling(max_tokens=4))
@@ -47,12 +63,12 @@ async def _spawn(model: str | rl.NewModel = "tiny", *, chat: bool = False) -> No
 async def _spoilt(spoil: Callable[[], object], *, chat: bool = False) -> None:
     await _save()
     spoil()
-    await _spawn(chat=chat)
+    await _sample(chat=chat)
 
 
 async def _given(file: str, content: bytes, model: str) -> None:
     _write(file, content)
-    await _spawn(model)
+    await _sample(model)
 
 
 async def save_over_other_files() -> None:
@@ -61,9 +77,7 @@ async def save_over_other_files() -> None:
 
 
 async def _update(loss: rl.Loss, **columns: rl.Ragged | np.ndarray) -> None:
-    async with rl.Run(rl.RunConfig()) as run:
-        policy = await run.spawn(rl.Policy, rl.PolicyConfig(model=TINY))
-        await policy.update(BATCH.assign(**columns), loss)
+    await _role(rl.Policy, rl.PolicyConfig(model=TINY), "update", BATCH.assign(**columns), loss)
 
 
 def _check(model: str) -> None:
@@ -73,22 +87,19 @@ def _check(model: str) -> None:
 
 
 async def tokenizer_of_another_model() -> None:
-    await _save()
-    await _save("large", TINY.model_copy(update={"characters": "abcdefghijklmnopqrstuvwxyz>"}))
-    _write("tiny/tokenizer.json", Path("large/tokenizer.json").read_bytes())
-    await _spawn()
+    await _save("large", _tiny(characters="abcdefghijklmnopqrstuvwxyz>"))
+    await _spoilt(lambda: _write("tiny/tokenizer.json", Path("large/tokenizer.json").read_bytes()))
 
 
 async def weights_of_another_model() -> None:
     async with rl.Run(rl.RunConfig()) as run:
         policy = await run.spawn(rl.Policy, rl.PolicyConfig(model=TINY))
-        large = TINY.model_copy(update={"hidden_size": 16})
-        await rl.publish(policy, await run.spawn(rl.Sampler, rl.SamplerConfig(model=large)))
+        await rl.publish(policy, await run.spawn(rl.Sampler, rl.SamplerConfig(model=_tiny(hidden_size=16))))
 
 
-async def policy_on_two_ranks() -> None:
+async def _on_two_ranks(config: rl.PolicyConfig) -> None:
     async with rl.Run(rl.RunConfig(meshes={"main": rl.MeshConfig(ranks=2)})) as run:
-        await run.spawn(rl.Policy, rl.PolicyConfig(model=TINY))
+        await run.spawn(rl.Policy, config)
 
 
 def _zeros(source: Source | None = None) -> rl.Ragged:
@@ -123,25 +134,20 @@ async def margins_that_are_nan() -> None:
 
 
 async def value_head_of_another_model() -> None:
-    async with rl.Run(rl.RunConfig()) as run:
-        for folder, size in ("tiny", 8), ("small", 4):
-            model = TINY.model_copy(update={"hidden_size": size})
-            await (await run.spawn(rl.Critic, rl.CriticConfig(model=model))).save(folder)
+    for folder, size in ("tiny", 8), ("small", 4):
+        await _role(rl.Critic, rl.CriticConfig(model=_tiny(hidden_size=size)), "save", folder)
     Path("small/value_head.safetensors").replace("tiny/value_head.safetensors")
-    async with rl.Run(rl.RunConfig()) as run:
-        await run.spawn(rl.Critic, rl.CriticConfig(model="tiny"))
+    await _role(rl.Critic, rl.CriticConfig(model="tiny"))
 
 
 async def kl_without_log_probs() -> None:
-    async with rl.Run(rl.RunConfig()) as run:
-        critic = await run.spawn(rl.Critic, rl.CriticConfig(model=TINY))
-        await critic.advantages(BATCH.assign(rewards=np.zeros(2)), rl.Gae(kl=0.1))
+    batch = BATCH.assign(rewards=np.zeros(2))
+    await _role(rl.Critic, rl.CriticConfig(model=TINY), "advantages", batch, rl.Gae(kl=0.1))
 
 
 async def _encode(model: str | rl.NewModel) -> None:
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
-    async with rl.Run(rl.RunConfig()) as run:
-        await (await run.spawn(rl.Policy, rl.PolicyConfig(model=model))).encode(rl.Batch.of(messages=[turns]))
+    await _role(rl.Policy, rl.PolicyConfig(model=model), "encode", rl.Batch.of(messages=[turns]))
 
 
 async def template_that_rewrites_turns() -> None:
@@ -149,6 +155,44 @@ async def template_that_rewrites_turns() -> None:
     latest = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}>{% endfor %}"
     _write("tiny/chat_template.jinja", latest.encode())
     await _encode("tiny")
+
+
+def _divide(model: rl.NewModel, experts: int = 1, **sizes: int) -> None:
+    """What each rank of a mesh of these axes does first."""
+    from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
+    from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
+
+    config = load(rl.PolicyConfig(model=model)).network.config
+    Decoder.of(config, valued=False).check(
+        {"dp": 1, "pp": 1, "cp": 1, "tp": 1, **sizes}, MegatronConfig(experts=experts)
+    )
+
+
+def experts_over_dp() -> None:
+    from meshrl.mesh import Rank  # noqa: PLC0415 -- with what follows it
+    from meshrl_megatron.world import World  # noqa: PLC0415 -- brings Megatron
+
+    World.of(Rank(0, 3, {"dp": 0}, {"dp": 3}), 1, 2)
+
+
+async def _megatron(**changes: object) -> None:
+    """The saved model, of which the configuration was changed."""
+    await _save()
+    _configure(**changes)
+    await _role(rl.Policy, rl.PolicyConfig(backend="megatron", model="tiny"))
+
+
+def virtual_stages_without_a_pipeline() -> object:
+    config = rl.PolicyConfig(backend="megatron", model=_tiny(layers=2))
+    return _role(rl.Policy, rl.with_options(config, MegatronConfig(virtual_stages=2)))
+
+
+def another_megatron_core() -> None:
+    spec = importlib.util.find_spec("meshrl_megatron.core")
+    assert spec
+    assert spec.loader
+    with patch.object(metadata, "version", lambda _: "0.17.0"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -166,13 +210,13 @@ MISTAKES: dict[str, Callable[[], object]] = {
     ),
     "corrupt-gguf": lambda: _given("tiny.gguf", b"GGUF, almost", "tiny.gguf"),
     "model-missing": lambda: _check("models/tiny"),
-    "model-of-the-hub": lambda: _spawn("HuggingFaceTB/SmolLM2-135M"),
+    "model-of-the-hub": lambda: _sample("HuggingFaceTB/SmolLM2-135M"),
     "package-not-installed": lambda: _check("package:llm_smollm3/model.gguf"),
-    "package-without-the-file": lambda: _spawn("package:meshrl/model.gguf"),
-    "character-twice": lambda: _spawn(TINY.model_copy(update={"characters": "aact>"})),
-    "heads-that-do-not-divide": lambda: _spawn(TINY.model_copy(update={"heads": 3})),
-    "unknown-character": lambda: _spawn(TINY.model_copy(update={"characters": "act"})),
-    "prompt-too-long": lambda: _spawn(TINY.model_copy(update={"max_tokens": 6})),
+    "package-without-the-file": lambda: _sample("package:meshrl/model.gguf"),
+    "character-twice": lambda: _sample(_tiny(characters="aact>")),
+    "heads-that-do-not-divide": lambda: _sample(_tiny(heads=3)),
+    "unknown-character": lambda: _sample(_tiny(characters="act")),
+    "prompt-too-long": lambda: _sample(_tiny(max_tokens=6)),
     "column-of-the-loss-missing": lambda: _update(rl.ClippedLoss(), sampler_logprobs=_zeros()),
     "no-reference": lambda: _update(
         rl.ClippedLoss(kl=0.1), sampler_logprobs=_zeros(), advantages=np.ones(2, np.float32)
@@ -186,4 +230,18 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "log-probs-of-later-weights": lambda: _update_by_the_trainers(_zeros(Source.trainer(7))),
     "log-probs-of-whole-rows": lambda: _update_by_the_trainers(np.zeros(2, np.float32)),
     "dialogue-without-a-template": lambda: _encode(TINY),
+    "policy-on-two-ranks": lambda: _on_two_ranks(rl.PolicyConfig(model=TINY)),
+    "axis-that-megatron-does-not-know": lambda: _on_two_ranks(
+        rl.PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2})
+    ),
+    "architecture-that-megatron-does-not-know": lambda: _megatron(
+        model_type="mistral", architectures=["MistralForCausalLM"]
+    ),
+    "model-that-megatron-cannot-compute": lambda: _megatron(hidden_act="gelu"),
+    "heads-over-tp": lambda: _divide(TINY, tp=4),
+    "experts-of-a-model-without": lambda: _divide(TINY, experts=2, dp=2),
+    "layers-over-pp": lambda: _divide(_tiny(layers=3), pp=2),
+    "adapters-on-megatron": lambda: _role(
+        rl.Policy, rl.PolicyConfig(backend="megatron", model=TINY, lora=rl.LoraConfig())
+    ),
 }

@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.errors import DataError
 from meshrl.evaluation.estimates import bootstrap, pass_at_k, wilson
-from tests.first_hour.terminal import type_in
+from tests.first_hour.terminal import done, refused
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
 CONFIG = """
@@ -67,9 +67,10 @@ def test_the_bootstraps_interval_is_seeded_and_as_wide_as_theory_says() -> None:
         bootstrap([], seed=0)
 
 
-def evaluation() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path("runs/mine/eval.json").read_bytes())
-    return found
+def evaluate(*arguments: str) -> tuple[str, dict[str, Any]]:
+    """What is shown, and what is written."""
+    shown = done("eval", "mine", *arguments).out
+    return shown, json.loads(Path("runs/mine/eval.json").read_bytes())
 
 
 def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,26 +79,20 @@ def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("rows.jsonl").write_text(ROWS)
     Path("mine.toml").write_text(CONFIG)
     Path("judge.py").write_text('def has_a(prompt, completion, row):\n    return float("a" in completion)\n')
-    assert type_in("run", "mine.toml").status == 0
+    done("run", "mine.toml")
 
-    status, shown, _ = type_in("eval", "mine", "--n", "4")
-    first = evaluation()
-    assert status == 0
-    named = {name for name in ("greedy", "pass@1", "pass@2", "pass@4", "mean reward", "eval.json") if name in shown}
-    assert len(named) == 6, named
+    shown, first = evaluate("--n", "4")
+    names = ("greedy", "pass@1", "pass@2", "pass@4", "mean reward", "eval.json")
+    assert [name for name in names if name not in shown] == []
     assert (first["model"], first["task"], first["prompts"], first["n"]) == ("model", "held out by the run", 3, 4)
-    assert type_in("eval", "mine", "--n", "4").status == 0
-    assert evaluation() == first
+    assert evaluate("--n", "4")[1] == first
 
-    judged = type_in("eval", "mine", "rows.jsonl", "--reward", "judge.py:has_a", "--n", "3", "--rows", "10")
-    assert judged.status == 0
-    other = evaluation()
+    _, other = evaluate("rows.jsonl", "--reward", "judge.py:has_a", "--n", "3", "--rows", "10")
     assert (other["task"], other["prompts"], other["reward_errors"]) == ("rows.jsonl", 10, 0)
-    passed, reward = other["pass_at"], other["reward"]
+    passed = {k: found["value"] for k, found in other["pass_at"].items()}
     assert list(passed) == ["1", "2", "3"]
-    assert passed["1"]["value"] == pytest.approx(reward["value"])  # a reward of 0 or 1
-    assert passed["1"]["value"] < passed["3"]["value"]
+    assert passed["1"] == pytest.approx(other["reward"]["value"])  # a reward of 0 or 1
+    assert passed["1"] < passed["3"]
 
     Path("rows.jsonl").unlink()
-    status, _, told = type_in("eval", "mine")
-    assert (status, "there is no file" in told) == (1, True)
+    assert "there is no file" in refused("eval", "mine")

@@ -28,12 +28,12 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def test_the_library_updates_a_model_folder(printed: Printed, tmp_path: Path) -> None:
-    mine = save_model(tmp_path / "mine")
-    assert "runs/first/model" in printed("library.py", "mine")
-    updated = tmp_path / "runs" / "first" / "model" / "model.safetensors"
-    assert updated.read_bytes() != (mine / "model.safetensors").read_bytes()
-    recorded = (tmp_path / "runs" / "first" / "config.toml").read_text("utf-8")
+def test_the_library_updates_a_model_folder(printed: Printed) -> None:
+    mine, updated = save_model(Path("mine")), Path("runs/first/model")
+    assert str(updated) in printed("library.py", "mine")
+    before, after = ((folder / "model.safetensors").read_bytes() for folder in (mine, updated))
+    assert before != after
+    recorded = Path("runs/first/config.toml").read_text("utf-8")
     assert f'function = "{ROOT / "examples" / "library.py"}:digits"' in recorded, "it can be run again"
 
 

@@ -1,17 +1,14 @@
-"""What the tests of a first hour have in common: a terminal."""
+"""Where the tests of a first hour stand."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.first_hour.terminal import Terminal, type_in
 
-
-@pytest.fixture
-def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Type `meshrl ARGUMENTS` in a folder of one's own, `tmp_path`, or where one has gone since."""
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stands in a folder of one's own, `tmp_path`, before a wide terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
-    return type_in

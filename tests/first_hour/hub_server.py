@@ -37,12 +37,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- its name there
         """Say nothing."""
 
-    def do_HEAD(self) -> None:
-        self._get()
-
-    def do_GET(self) -> None:
-        self._get()
-
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
@@ -70,51 +64,43 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _get(self) -> None:
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"{self.command} {path}")
         if path.startswith("/api/"):
-            self._api(path.removeprefix("/api/"))
-            return
+            return self._api(path.removeprefix("/api/"))
         name, _, inside = path.lstrip("/").partition("/resolve/")
         name = name if name.startswith("datasets/") else f"models/{name}"
         revision, _, file = inside.partition("/")
-        if not self._may(name, revision):
-            return
+        if refusal := self._refusal(name, revision):
+            return self._refuse(*refusal)
         content = self.hub.repositories[name].get(file)
         if content is None:
-            self._refuse(404, "EntryNotFound")
-            return
+            return self._refuse(404, "EntryNotFound")
         etag = hashlib.sha256(content).hexdigest()
-        self._answer(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.commit(name)})
+        return self._answer(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.commit(name)})
+
+    do_HEAD = do_GET  # noqa: N815 -- its name there
 
     def _api(self, path: str) -> None:
         name, _, revision = path.replace("/tree/", "/revision/").partition("/revision/")
         revision = revision.partition("/")[0] or "main"
-        if not self._may(name, revision):
-            return
+        if refusal := self._refusal(name, revision):
+            return self._refuse(*refusal)
         files = self.hub.repositories[name]
-        listed = [
-            {"type": "file", "path": each, "size": len(content), "oid": hashlib.sha256(content).hexdigest()}
-            for each, content in files.items()
-        ]
         if "/tree/" in path:
-            self._json(listed)
-            return
+            listed = files.items()
+            return self._json([{"type": "file", "path": each, "size": len(file), "oid": each} for each, file in listed])
         siblings = [{"rfilename": each} for each in files]
         own = {"id": name.partition("/")[2], "sha": self.hub.commit(name), "siblings": siblings, "private": False}
-        self._json({**own, "tags": [], "downloads": 0, "likes": 0})
+        return self._json({**own, "tags": [], "downloads": 0, "likes": 0})
 
-    def _may(self, name: str, revision: str) -> bool:
+    def _refusal(self, name: str, revision: str) -> tuple[int, str] | None:
         if name not in self.hub.repositories:
-            self._refuse(401, "RepoNotFound")
-        elif name.partition("/")[2] in self.hub.gated:
-            self._refuse(403, "GatedRepo")
-        elif revision not in ("main", self.hub.commit(name)):
-            self._refuse(404, "RevisionNotFound")
-        else:
-            return True
-        return False
+            return 401, "RepoNotFound"
+        if name.partition("/")[2] in self.hub.gated:
+            return 403, "GatedRepo"
+        return None if revision in ("main", self.hub.commit(name)) else (404, "RevisionNotFound")
 
     def _refuse(self, status: int, code: str) -> None:
         self._answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
@@ -123,19 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        first, last = 0, len(content)
-        if asked := self.headers.get("Range"):
-            start, _, end = asked.removeprefix("bytes=").partition("-")
-            first, last = int(start), min(int(end or last) + 1, last)
-            headers["Content-Range"] = f"bytes {first}-{last - 1}/{len(content)}"
-            status = 206
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(last - first))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content[first:last])
+            self.wfile.write(content)
 
 
 @contextmanager

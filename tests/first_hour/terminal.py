@@ -1,10 +1,9 @@
 """A terminal in which `meshrl` is typed."""
 
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import structlog
 
@@ -24,7 +23,6 @@ class Answer(NamedTuple):
         return " ".join((self.err if self.status else self.out + self.err).split())
 
 
-Terminal: TypeAlias = Callable[..., Answer]
 COMMAND = (sys.executable, "-c", "from meshrl.cli import main; main()")
 """Of a process of its own; the folder of `meshrl` has to be on its PYTHONPATH."""
 FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
@@ -44,3 +42,17 @@ def type_in(*arguments: str) -> Answer:
         finally:
             structlog.reset_defaults()
     return Answer(status, out.getvalue(), err.getvalue())
+
+
+def done(*arguments: str) -> Answer:
+    """What is shown of a command that does as it is told."""
+    answer = type_in(*arguments)
+    assert answer.status == 0, answer.err
+    return answer
+
+
+def refused(*arguments: str) -> str:
+    """What is told of a command that ends with a mistake of the user's."""
+    answer = type_in(*arguments)
+    assert (answer.status, "Traceback" in answer.err) == (1, False), answer
+    return answer.told

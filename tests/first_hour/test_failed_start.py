@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import meshrl
-from tests.first_hour.terminal import COMMAND, Terminal
+from tests.first_hour.terminal import COMMAND, done, type_in
 
 SCRIPT = """
 import asyncio
@@ -34,78 +34,70 @@ async def mine(run: Run, config: MineConfig) -> None:
         signal.raise_signal(signal.SIGKILL)
     await run.spawn(Policy, config.policy)
     async for step in run.steps(config.steps):
-        if config.fails == "first" and step == 0:
-            raise ArithmeticError("of the first step")
+        if config.fails == f"step {step}":
+            raise ArithmeticError("of a step")
         await run.record(Metrics.of(loss=(1.0, 1.0)))
-        if config.fails == "second" and step == 1:
-            raise ArithmeticError("of the second step")
 """
+MINE = Path("runs/mine")
 
 
-@pytest.fixture
-def project(tmp_path: Path, terminal: Terminal) -> Path:
-    """A folder in which a run has ended well."""
-    (tmp_path / "mine.py").write_text(SCRIPT, "utf-8")
-    (tmp_path / "mine.toml").write_text('algorithm = "mine.py"\nrun.name = "mine"\n', "utf-8")
-    assert terminal("run", "mine.toml").status == 0
-    return tmp_path
+@pytest.fixture(autouse=True)
+def before() -> dict[str, bytes]:
+    """What is in the folder of a run that has ended well."""
+    Path("mine.py").write_text(SCRIPT, "utf-8")
+    Path("mine.toml").write_text('algorithm = "mine.py"\nrun.name = "mine"\n', "utf-8")
+    done("run", "mine.toml")
+    return files(MINE)
 
 
 def files(folder: Path) -> dict[str, bytes]:
     """What is in each file."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def runs(project: Path) -> list[str]:
-    return sorted(path.name for path in (project / "runs").iterdir())
+def runs() -> list[str]:
+    return sorted(path.name for path in MINE.parent.iterdir())
 
 
-def test_a_run_that_makes_no_step_displaces_nothing(terminal: Terminal, project: Path) -> None:
-    before = files(project / "runs/mine")
-    (project / "model").mkdir()
-    (project / "model" / "config.json").write_text("{}", "utf-8")
-    for fails in (["fails=before"], ["fails=first"], ["policy.backend=torch", "policy.model=model"]):
-        status, _, err = terminal("run", "mine.toml", *fails)
+def recorded() -> int:
+    return len((MINE / "metrics.jsonl").read_bytes().splitlines())
+
+
+def test_a_run_that_makes_no_step_displaces_nothing(before: dict[str, bytes]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}", "utf-8")
+    for fails in (["fails=before"], ["fails=step 0"], ["policy.backend=torch", "policy.model=model"]):
+        status, _, err = type_in("run", "mine.toml", *fails)
         assert status == 1
         assert "no step was made: runs/mine is the earlier run's, and this one's files are in runs/.mine.next" in err
-        assert files(project / "runs/mine") == before
-        assert runs(project) == [".mine.next", "mine"]
-        assert b'"failed"' in (project / "runs/.mine.next/summary.json").read_bytes()
+        assert (files(MINE), runs()) == (before, [".mine.next", "mine"])
+        assert b'"failed"' in Path("runs/.mine.next/summary.json").read_bytes()
     assert "Policy.__init__ on rank 0" in err
     assert "Traceback" not in err
 
-    assert terminal("run", "mine.toml", "steps=3").status == 0
-    assert files(project / "runs/mine-1") == before
-    assert runs(project) == ["mine", "mine-1"]
-    assert len((project / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 3
-    assert (project / "runs/mine/events.jsonl").read_bytes().count(b'"kind":"step"') == 3
-
-
-def test_a_run_that_makes_a_step_or_ends_well_has_the_folder(terminal: Terminal, project: Path) -> None:
-    before = files(project / "runs/mine")
-    assert terminal("run", "mine.toml", "fails=second").status == 1
-    assert files(project / "runs/mine-1") == before
-    assert len((project / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 2
-    status, out, _ = terminal("run", "mine.toml", "steps=0")
-    assert (status, "runs/mine \n" in out) == (0, True)
-    assert runs(project) == ["mine", "mine-1", "mine-2"]
-
-
-def test_a_start_that_is_interrupted_displaces_nothing(terminal: Terminal, project: Path) -> None:
-    before = files(project / "runs/mine")
-    status, _, err = terminal("run", "mine.toml", "fails=interrupt")
+    status, _, err = type_in("run", "mine.toml", "fails=interrupt")
     assert (status, err.endswith("Interrupted. What was recorded so far is in runs/.mine.next\n")) == (130, True)
-    assert files(project / "runs/mine") == before
+    assert files(MINE) == before
+
+    done("run", "mine.toml", "steps=3")
+    assert (files(Path("runs/mine-1")), runs()) == (before, ["mine", "mine-1"])
+    assert recorded() == 3
+    assert (MINE / "events.jsonl").read_bytes().count(b'"kind":"step"') == 3
+
+
+def test_a_run_that_makes_a_step_or_ends_well_has_the_folder(before: dict[str, bytes]) -> None:
+    assert type_in("run", "mine.toml", "fails=step 1").status == 1
+    assert files(Path("runs/mine-1")) == before
+    assert recorded() == 1
+    assert "runs/mine \n" in done("run", "mine.toml", "steps=0").out
+    assert runs() == ["mine", "mine-1", "mine-2"]
 
 
 @pytest.mark.process
-def test_a_start_that_is_killed_displaces_nothing(terminal: Terminal, project: Path) -> None:
-    before = files(project / "runs/mine")
+def test_a_start_that_is_killed_displaces_nothing(before: dict[str, bytes]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(meshrl.__file__).parents[1])}
-    command = [*COMMAND, "run", "mine.toml", "fails=kill"]
-    done = subprocess.run(command, cwd=project, env=environment, check=False, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
-    assert files(project / "runs/mine") == before
-    assert terminal("run", "mine.toml").status == 0
-    assert runs(project) == ["mine", "mine-1"]
+    killed = subprocess.run([*COMMAND, "run", "mine.toml", "fails=kill"], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert files(MINE) == before
+    done("run", "mine.toml")
+    assert runs() == ["mine", "mine-1"]

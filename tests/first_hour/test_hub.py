@@ -7,10 +7,10 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM
 
 from meshrl import NewModel, PolicyConfig
 from meshrl.errors import ModelError
@@ -18,7 +18,7 @@ from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.policy import TorchPolicy
 from tests.first_hour.hub_server import Files, Hub, serving
-from tests.first_hour.terminal import FAKES, SMALL, Terminal
+from tests.first_hour.terminal import FAKES, SMALL, done, refused
 
 TABLE = """
 algorithm = "sft"
@@ -51,47 +51,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture
-def hub(model: Files, tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(model: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a model and a dataset, an empty cache, and a configuration that names them."""
-    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    Path("mine.toml").write_text(TABLE, "utf-8")
     rows = [{"question": f"{one}+{other}", "answer": str(one + other)} for one in range(9) for other in range(9)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
     with serving() as served:
         served.repositories["models/org/tiny"] = {**model}
-        card = b"---\nlicense: mit\n---\n"
-        served.repositories["datasets/org/sums"] = {"train.jsonl": lines.encode(), "README.md": card}
         served.repositories["models/org/kept"] = {}
+        served.repositories["datasets/org/sums"] = {
+            "train.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+            "README.md": b"---\nlicense: mit\n---\n",
+        }
         served.gated.add("org/kept")
         ask(served.url, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(Path("cache").resolve()))
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(Path("datasets").resolve()))
         yield served
 
 
-def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(
-    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(hub.repositories["datasets/org/sums"]["train.jsonl"])
-    (tmp_path / "mine.toml").write_text(TABLE.replace("hf:org/sums", "rows.jsonl"), "utf-8")
+def recorded() -> dict[str, Any]:
+    return tomllib.loads(Path("runs/mine/config.toml").read_text("utf-8"))
+
+
+def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("rows.jsonl").write_bytes(hub.repositories["datasets/org/sums"]["train.jsonl"])
+    Path("mine.toml").write_text(TABLE.replace("hf:org/sums", "rows.jsonl"), "utf-8")
     commit = hub.commit("models/org/tiny")
-    assert terminal("check", "mine.toml")[0] == 0
+    done("check", "mine.toml")
     assert not [each for each in hub.asked if "/resolve/" in each], "no file is fetched to check"
-    status, _, err = terminal("run", "mine.toml")
-    assert status == 0, err
-    recorded = tmp_path / "runs" / "mine" / "config.toml"
-    assert tomllib.loads(recorded.read_text("utf-8"))["policy"]["model"] == f"org/tiny@{commit}"
+    done("run", "mine.toml")
+    assert recorded()["policy"]["model"] == f"org/tiny@{commit}"
 
     hub.repositories["models/org/tiny"]["README.md"] = b"a newer commit"
     ask(NOWHERE, monkeypatch)
-    status, _, err = terminal("run", str(recorded), "run.name=again")
-    assert status == 0, err
-    models = [AutoModelForCausalLM.from_pretrained(f"runs/{name}/model").state_dict() for name in ("mine", "again")]
-    assert all(bool((tensor == models[1][name]).all()) for name, tensor in models[0].items())
+    done("run", "runs/mine/config.toml", "run.name=again")
+    first, again = (Path(f"runs/{name}/model/model.safetensors").read_bytes() for name in ("mine", "again"))
+    assert first == again
 
 
-def test_what_is_not_to_be_had_says_why(
-    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_to_be_had_says_why(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "task.source=meshrl:spell_backward"
     for override, says in {
         "policy.model=org/none": r"there is no such folder, and http://\S+ has none of this name that you may see",
@@ -102,10 +100,9 @@ def test_what_is_not_to_be_had_says_why(
         "task.options={ name = 'hard' }": "dataset 'org/sums': BuilderConfig 'hard' not found",
         "task.source=hf:sums": "dataset 'sums' names nothing on the hub: write ORG/NAME",
     }.items():
-        status, _, err = terminal("check", "mine.toml", override, *([other] if "policy" in override else []))
-        assert status == 1
-        assert re.search(says, err), err
-    assert not (tmp_path / "runs").exists()
+        told = refused("check", "mine.toml", override, *([other] if "policy" in override else []))
+        assert re.search(says, told), told
+    assert not Path("runs").exists()
 
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -116,27 +113,23 @@ def test_what_is_not_to_be_had_says_why(
             download("org/tiny")
 
     ask(NOWHERE, monkeypatch)
-    status, _, err = terminal("check", "mine.toml", "policy.model=org/other", other)
-    assert status == 1
-    assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in err
+    told = refused("check", "mine.toml", "policy.model=org/other", other)
+    assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in told
 
 
 def test_a_model_that_is_trained_on_rows_of_the_hub_is_put_there_with_a_card(
-    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = hub.commit("datasets/org/sums")
-    status, _, err = terminal("run", "mine.toml")
-    assert status == 0, err
-    recorded = tomllib.loads((tmp_path / "runs/mine/config.toml").read_text("utf-8"))
-    assert recorded["task"]["source"] == f"hf:org/sums@{commit}"
-    task = Task.load(TaskConfig(source=f"hf:org/sums@{commit}", options={"split": "train[:50]"}, held_out=0))
+    source = f"hf:org/sums@{hub.commit('datasets/org/sums')}"
+    done("run", "mine.toml")
+    assert recorded()["task"]["source"] == source
+    task = Task.load(TaskConfig(source=source, options={"split": "train[:50]"}, held_out=0))
     assert task.train.objects("prompt")[:2] == ("0+0", "0+1")
     assert len(task.train) == 50
 
-    status, out, err = terminal("push", "mine", "me/better")
-    assert (status, out) == (0, f"wrote {hub.url}/me/better\n"), err
+    assert done("push", "mine", "me/better").out == f"wrote {hub.url}/me/better\n"
     files = hub.repositories["models/me/better"]
-    assert files["model.safetensors"] == (tmp_path / "runs/mine/model/model.safetensors").read_bytes()
+    assert files["model.safetensors"] == Path("runs/mine/model/model.safetensors").read_bytes()
     assert hub.private == {"me/better": True}
     card = files["README.md"].decode()
     assert "base_model: org/tiny\ndatasets: [org/sums]\n---" in card
@@ -144,18 +137,16 @@ def test_a_model_that_is_trained_on_rows_of_the_hub_is_put_there_with_a_card(
     assert "| exact_match |" in card
     assert str(tmp_path) not in card
 
-    assert terminal("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1").status == 0
-    status, _, err = terminal("push", "mine", "me/better@v1")
-    assert (status, err) == (1, "error: 'me/better@v1' is not a name on the hub: write ORG/NAME\n")
+    done("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1")
+    told = refused("push", "mine", "me/better@v1")
+    assert told == "error: 'me/better@v1' is not a name on the hub: write ORG/NAME"
     ask(NOWHERE, monkeypatch)
-    status, _, err = terminal("push", "mine", "me/better")
-    assert status == 1
-    assert err.endswith("HF_HUB_OFFLINE is set: nothing was put there; push again with a network\n")
+    told = refused("push", "mine", "me/better")
+    assert told.endswith("HF_HUB_OFFLINE is set: nothing was put there; push again with a network")
 
 
-def test_fakes_without_a_kl_penalty_ask_for_no_reference(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fakes_without_a_kl_penalty_ask_for_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     ask(NOWHERE, monkeypatch)
     fakes = (*FAKES, *SMALL, "policy.model=org/none", "steps=1", "prompts=2", "policy.optimizer.total_steps=1")
-    assert terminal("run", "grpo/quickstart", *fakes).status == 0
-    status, _, err = terminal("check", "grpo/quickstart", *fakes, "loss.kl=0.1")
-    assert (status, "reference: model 'org/none'" in err) == (1, True)
+    done("run", "grpo/quickstart", *fakes)
+    assert "reference: model 'org/none'" in refused("check", "grpo/quickstart", *fakes, "loss.kl=0.1")

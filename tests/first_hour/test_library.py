@@ -47,46 +47,44 @@ async def test_a_task_is_made_of_rows() -> None:
         rl.Task.of([])
 
 
-async def score(config: rl.RewardConfig) -> rl.Batch:
+async def score(**settings: object) -> list[float]:
     batch = rl.Batch.of(prompt=["1 + 1"] * 2, completion=["2", "three"], answer=["2"] * 2, row=[dict(ROWS[1])] * 2)
-    mesh = await rl.Mesh.reserve(rl.LocalEngine(), 1)
-    try:
-        return await (await mesh.spawn(FunctionReward, config)).score(batch)
-    finally:
-        await mesh.stop()
+    scored = await FunctionReward(rl.RewardConfig.model_validate(settings)).score(batch)
+    return [float(each) for each in scored.rewards]
 
 
 async def test_a_reward_is_a_function_or_several() -> None:
-    assert (await score(rl.RewardConfig(function=judge))).rewards.tolist() == [1, 0]
-    assert (await score(rl.RewardConfig(function=lambda prompt, completion, row: 3.0))).rewards.tolist() == [3, 3]
-    several = rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2, 0.5]})
-    assert (await score(several)).rewards.tolist() == [2.5, 2.5]
+    assert await score(function=judge) == [1, 0]
+    assert await score(function=lambda prompt, completion, row: 3.0) == [3, 3]
+    assert await score(functions=[judge, longer], weights=[2, 0.5]) == [2.5, 2.5]
+    several = rl.RewardConfig.model_validate({"functions": [judge, longer]})
     names = {name: f"{__name__}:{name}" for name in ("judge", "longer")}
     assert several.model_dump(mode="json")["functions"] == names
-    with pytest.raises(ValueError, match="weights: there are 1 for 2 functions"):
-        rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2]})
-    with pytest.raises(ValueError, match="several are called judge"):
-        rl.RewardConfig.model_validate({"functions": [judge, judge]})
+    wrong: dict[str, dict[str, object]] = {
+        "weights: there are 1 for 2 functions": {"functions": [judge, longer], "weights": [2]},
+        "several are called judge": {"functions": [judge, judge]},
+        "use `functions`": {"function": [judge, longer]},
+    }
+    for told, settings in wrong.items():
+        with pytest.raises(ValueError, match=told):
+            rl.RewardConfig.model_validate(settings)
 
 
 async def test_a_reward_of_trl() -> None:
-    assert (await score(rl.RewardConfig(function=rl.from_trl(of_trl)))).rewards.tolist() == [1, 5]
-
     async def chats(completions: list[list[dict[str, str]]]) -> list[float | None]:
         return [None if message["content"] == "2" else 1.0 for (message,) in completions]
 
-    assert (await score(rl.RewardConfig(function=rl.from_trl(chats, chat=True)))).rewards.tolist() == [0, 1]
-    with pytest.raises(ConfigError, match="existed only in the memory of its program"):
-        load_function(named(lambda prompt, completion, row: 0.0))
-    with pytest.raises(ValueError, match="use `functions`"):
-        rl.RewardConfig.model_validate({"function": [judge, longer]})
+    assert await score(function=rl.from_trl(of_trl)) == [1, 5]
+    assert await score(function=rl.from_trl(chats, chat=True)) == [0, 1]
     with pytest.raises(ConfigError, match=r"as TRL's do: give meshrl.from_trl\(function\)"):
         load_function(of_trl)
+    with pytest.raises(ConfigError, match="existed only in the memory of its program"):
+        load_function(named(lambda prompt, completion, row: 0.0))
 
 
-def small(folder: Path, **settings: object) -> dict[str, object]:
+def small(**settings: object) -> dict[str, object]:
     """Settings of a run of a moment."""
-    return {**FAKES, "run.folder": str(folder), "steps": 1, "prompts": 4, "sampling.max_tokens": 4, **settings}
+    return {**FAKES, "steps": 1, "prompts": 4, "sampling.max_tokens": 4, **settings}
 
 
 def written(trained: rl.Trained) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def written(trained: rl.Trained) -> dict[str, Any]:
 async def test_a_run_on_fakes_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     structlog.reset_defaults()
     several = rl.RewardConfig(functions={"right": judge, "longer": longer}, weights={"longer": 0.1})
-    trained = await rl.train("none", ROWS, several, small(tmp_path, steps=2))
+    trained = await rl.train("none", ROWS, several, small(steps=2, **{"run.folder": str(tmp_path)}))
     told = capsys.readouterr()
     assert re.search(r"\[info {5}\] step 2/2 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
     assert "step 2/2" not in told.out
@@ -104,43 +102,30 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path, capsys: pytest.Capture
     assert trained.folder == tmp_path / "train"
     (file,) = tmp_path.glob("rows-*.jsonl")
     assert len(file.read_bytes().splitlines()) == 40
-    assert f'right = "{__name__}:judge"' in (trained.folder / "config.toml").read_text("utf-8")
-    again = await rl.train("none", ROWS, "exact_match", small(tmp_path, algorithm="rloo", **{"run.name": "other"}))
-    assert written(again)["algorithm"] == "rloo"
+    assert written(trained)["reward"]["functions"]["right"] == f"{__name__}:judge"
 
+
+async def test_settings_are_dotted_or_in_tables_and_a_model_and_rows_are_what_a_file_has(tmp_path: Path) -> None:
+    tables = {"optimizer": {"lr": 1e-3}, "backend": "fake"}
+    settings = small(policy=tables, task={"prompt": "{question} ="}, **{"task.held_out": 3}, sampling={})
+    del settings["policy.backend"]
     model = {"characters": "0123456789 +", "layers": 2}  # a new model, as a table in a file
-    trained = await rl.train(model, ROWS, judge, small(tmp_path, **{"run.name": "new"}))
-    assert model.items() <= written(trained)["policy"]["model"].items()
-
-
-async def test_rows_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), "utf-8")
-    for rows in ("sums.jsonl", Path("sums.jsonl")):
-        trained = await rl.train("none", rows, judge, small(Path("runs"), **{"run.name": type(rows).__name__}))
-        assert written(trained)["task"]["source"] == str(tmp_path / "sums.jsonl")
-    assert not list(tmp_path.glob("runs/rows-*"))
-
-
-async def test_settings_are_dotted_or_in_tables(tmp_path: Path) -> None:
-    tables = {
-        "policy": {"backend": "fake", "optimizer": {"lr": 1e-3}},
-        "task": {"prompt": "{question} ="},
-        "task.held_out": 3,
-        "sampling": {},
-    }
-    dotted = {key: value for key, value in small(tmp_path).items() if key != "policy.backend"}
-    table = written(await rl.train("none", ROWS, judge, {**tables, **dotted}))
+    table = written(await rl.train(model, ROWS, judge, settings))
     assert (table["task"]["prompt"], table["task"]["held_out"]) == ("{question} =", 3)
     assert (table["policy"]["optimizer"]["lr"], table["sampling"]["max_tokens"]) == (1e-3, 4)
+    assert model.items() <= table["policy"]["model"].items()
 
-
-async def test_an_algorithm_that_judges_nothing_takes_no_reward(tmp_path: Path) -> None:
-    settings = {**FAKES, "algorithm": "sft", "run.folder": str(tmp_path), "steps": 1, "rows": 4}
+    Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), "utf-8")
+    for rows in ("sums.jsonl", Path("sums.jsonl")):
+        folder = f"of {type(rows).__name__}"
+        table = written(await rl.train("none", rows, "exact_match", small(algorithm="rloo", **{"run.folder": folder})))
+        assert (table["task"]["source"], table["algorithm"]) == (f"{tmp_path}/sums.jsonl", "rloo")
+        assert not list(Path(folder).glob("rows-*"))
+    settings = {**FAKES, "algorithm": "sft", "steps": 1, "rows": 4}  # which judges nothing
     assert (await rl.train("none", ROWS, settings=settings)).summary["steps"] == 1
 
 
-WRONG: list[tuple[Mapping[str, object], str]] = [
+SETTINGS: list[tuple[Mapping[str, object], str]] = [
     ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
     ({"evaluation.every": 1, "evaluation.wait": True}, r"no such key; evaluation has .*pause_training"),
     ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
@@ -153,35 +138,33 @@ WRONG: list[tuple[Mapping[str, object], str]] = [
     ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
     ({"algorithm": "sft"}, r"sft has no reward: leave .* out"),
 ]
+TYPO = {"characters": "01", "layer": 2}
+UNWRITTEN = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
+ARGUMENTS: list[tuple[tuple[object, ...], str]] = [
+    ((TYPO, ROWS, judge, FAKES), "policy.model.layer: no such key; did you mean policy.model.layers"),
+    (({"new": TYPO}, ROWS, judge, FAKES), "settings: policy.model.new: no such key; policy.model has characters"),
+    ((None, ROWS, judge, FAKES), "a model is a folder, a name or a NewModel, not None"),
+    (("none", ROWS, None, FAKES), r"grpo needs a reward: give a function \(prompt, completion, row\)"),
+    (("none", ROWS, [judge], FAKES), r"several are RewardConfig\(functions="),
+    (("nowhere", ROWS, judge, "x"), "settings are keys with values"),
+    (("nowhere", ROWS, judge, ["steps"]), "settings are keys with values"),
+    (("none", "summs.jsonl", judge, FAKES), r"settings: task: task source '.*summs.jsonl': there is no file"),
+    (("none", UNWRITTEN, judge, FAKES), "rows, row 1: cannot be written as JSON: it holds a object"),
+    (("none", [ROWS[0], "1 + 1"], judge, FAKES), r"rows, row 1: must be a mapping such as .*, not a text"),
+]
 
 
-async def test_what_is_wrong_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+async def test_what_is_wrong_is_refused_before_anything_is_made() -> None:
     train: Any = rl.train
-    fakes = {**FAKES, "run.folder": str(tmp_path)}
-    unwritten = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
-    typo = {"characters": "01", "layer": 2}
-    given: list[tuple[tuple[object, ...], str]] = [
-        *((("none", ROWS, judge, {**fakes, **settings}), told) for settings, told in WRONG),
-        ((typo, ROWS, judge, fakes), "policy.model.layer: no such key; did you mean policy.model.layers"),
-        (({"new": typo}, ROWS, judge, fakes), "settings: policy.model.new: no such key; policy.model has characters"),
-        ((None, ROWS, judge, fakes), "a model is a folder, a name or a NewModel, not None"),
-        (("none", ROWS, None, fakes), r"grpo needs a reward: give a function \(prompt, completion, row\)"),
-        (("none", ROWS, [judge], fakes), r"several are RewardConfig\(functions="),
-        (("nowhere", ROWS, judge, "x"), "settings are keys with values"),
-        (("nowhere", ROWS, judge, ["steps"]), "settings are keys with values"),
-        (("none", "summs.jsonl", judge, fakes), r"settings: task: task source '.*summs.jsonl': there is no file"),
-        (("none", unwritten, judge, fakes), "rows, row 1: cannot be written as JSON: it holds a object"),
-        (("none", [ROWS[0], "1 + 1"], judge, fakes), r"rows, row 1: must be a mapping such as .*, not a text"),
-    ]
-    for arguments, told in given:
+    Path("runs").mkdir()
+    wrong = [(("none", ROWS, judge, {**FAKES, **settings}), told) for settings, told in SETTINGS]
+    for arguments, told in (*wrong, *ARGUMENTS):
         with pytest.raises((ConfigError, DataError), match=told):
             await train(*arguments)
-        assert not list(tmp_path.iterdir())
+        assert not list(Path().rglob("runs/*"))
 
 
-def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
+def test_a_new_model_learns() -> None:
     def vowels(prompt: str, completion: str, row: Mapping[str, object]) -> float:
         return completion.count("a") / 6
 
@@ -189,10 +172,8 @@ def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model = rl.NewModel(characters="abcd>", hidden_size=16, ffn_size=32, layers=1, heads=2)
     settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 6, "steps": 12, "prompts": 8}
     trained = asyncio.run(rl.train(model, rows, vowels, {**settings, "policy.optimizer.lr": 3e-2}))
-    before, after = (trained.summary[f"reward_sampled_{when}"] for when in ("before", "after"))
-    assert isinstance(before, float)
-    assert isinstance(after, float)
-    assert before < 0.4
-    assert after > 0.8
-    assert "exact_match_after" not in trained.summary
+    found: dict[str, Any] = {**trained.summary}
+    assert found["reward_sampled_before"] < 0.4
+    assert found["reward_sampled_after"] > 0.8
+    assert "exact_match_after" not in found
     assert (trained.model / "config.json").is_file()

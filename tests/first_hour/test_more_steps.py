@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.terminal import done, refused
 
 CONFIG = """
 algorithm = "grpo"
@@ -27,17 +27,17 @@ REWARD = """
 def right_letters(prompt, completion, row):
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
-FAKES = ("policy.backend=fake", "sampler.backend=fake", "reference.backend=fake")
+ON_FAKES = ("run", "mine.toml", "policy.backend=fake", "sampler.backend=fake", "reference.backend=fake")
+MINE = Path("runs/mine")
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def _project() -> None:
     words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
     rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
-    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
-    (tmp_path / "mine.toml").write_text(CONFIG, "utf-8")
-    return tmp_path
+    Path("words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    Path("rewards.py").write_text(REWARD, "utf-8")
+    Path("mine.toml").write_text(CONFIG, "utf-8")
 
 
 def lines(file: Path) -> list[dict[str, object]]:
@@ -60,50 +60,40 @@ def outcome(run: Path) -> Mapping[str, object]:
     }
 
 
-def test_a_run_that_ended_goes_on_to_the_bit(terminal: Terminal, project: Path) -> None:
-    assert terminal("run", "mine.toml", "run.name=whole").status == 0
-    assert terminal("run", "mine.toml", "steps=3").status == 0
-    assert max(path.name for path in (project / "runs/mine/checkpoints").iterdir()) == "step-000003"
-
-    status, _, err = terminal("run", "mine.toml")
-    assert (status, "runs/mine continues after step 3 of 6" in err) == (0, True)
-    assert sorted(path.name for path in (project / "runs").iterdir()) == ["mine", "whole"]
-    assert outcome(project / "runs" / "mine")["model"]
-    assert outcome(project / "runs" / "mine") == outcome(project / "runs" / "whole")
+def test_a_run_that_ended_goes_on_to_the_bit() -> None:
+    done("run", "mine.toml", "run.name=whole")
+    done("run", "mine.toml", "steps=3")
+    assert max(path.name for path in (MINE / "checkpoints").iterdir()) == "step-000003"
+    assert "runs/mine continues after step 3 of 6" in done("run", "mine.toml").err
+    assert sorted(path.name for path in MINE.parent.iterdir()) == ["mine", "whole"]
+    assert outcome(MINE)["model"]
+    assert outcome(MINE) == outcome(MINE.with_name("whole"))
 
 
-def test_a_run_that_ended_and_is_asked_for_no_more_is_as_it_was(terminal: Terminal, project: Path) -> None:
-    assert terminal("run", "mine.toml", *FAKES)[0] == 0
-    before = outcome(project / "runs" / "mine")
-    assert [line["step"] for line in lines(project / "runs" / "mine" / "evaluations.jsonl")] == [0, 3, 6]
-    status, _, err = terminal("run", "mine.toml", *FAKES)
-    assert status == 0
-    assert "runs/mine has 6 steps already, and steps = 6 asks for no more; set steps above 6" in err
-    assert outcome(project / "runs" / "mine") == before
-    assert terminal("audit", "mine")[0] == 0
+def test_a_run_that_ended_and_is_asked_for_no_more_is_as_it_was() -> None:
+    done(*ON_FAKES)
+    before = outcome(MINE)
+    assert [line["step"] for line in lines(MINE / "evaluations.jsonl")] == [0, 3, 6]
+    told = "runs/mine has 6 steps already, and steps = 6 asks for no more; set steps above 6"
+    assert told in done(*ON_FAKES).err
+    assert outcome(MINE) == before
+    done("audit", "mine")
 
 
-def test_more_steps_train_on_other_prompts(terminal: Terminal, project: Path) -> None:
-    for ahead in (0, 2):
-        name = f"of-{ahead}"
-        mine = ("mine.toml", *FAKES, f"ahead={ahead}", f"run.name={name}")
-        assert terminal("run", *mine, "steps=3").status == 0
-        status, _, err = terminal("run", *mine)
-        assert status == 0
-        assert "total_steps" not in err, "the schedule is the same, and nothing is told of it"
-        assert len(lines(project / "runs" / name / "metrics.jsonl")) == 6
-        status, out, _ = terminal("audit", name)
-        assert status == 0, out
-        assert "6 steps, resumed from a checkpoint 1 times" in out
+def test_more_steps_train_on_other_prompts() -> None:
+    for name, ahead in (("in-turns", 0), ("overlapped", 2)):
+        mine = (*ON_FAKES, f"ahead={ahead}", f"run.name={name}")
+        done(*mine, "steps=3")
+        assert "total_steps" not in done(*mine).err, "the schedule is the same, and nothing is told of it"
+        assert len(lines(MINE.with_name(name) / "metrics.jsonl")) == 6
+        assert "6 steps, resumed from a checkpoint 1 times" in done("audit", name).out
 
 
-def test_a_schedule_that_ended_is_told(terminal: Terminal, project: Path) -> None:
-    ended = ("steps=3", "policy.optimizer.total_steps=3")
-    assert terminal("run", "mine.toml", *FAKES, *ended)[0] == 0
-    status, _, err = terminal("run", "mine.toml", *FAKES, "policy.optimizer.total_steps=3")
-    assert status == 1
-    assert "policy.optimizer.total_steps = 3: the learning rate is 0 after that, but the run makes 6 updates" in err
-    status, _, err = terminal("run", "mine.toml", *FAKES)
-    assert status == 0
-    assert "total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and continues" in err
-    assert "A run that starts with total_steps = 6 gives other numbers" in err
+def test_a_schedule_that_ended_is_told() -> None:
+    ended = "policy.optimizer.total_steps=3"
+    done(*ON_FAKES, ended, "steps=3")
+    told = "policy.optimizer.total_steps = 3: the learning rate is 0 after that, but the run makes 6 updates"
+    assert told in refused(*ON_FAKES, ended)
+    told = done(*ON_FAKES).err
+    assert "total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and continues" in told
+    assert "A run that starts with total_steps = 6 gives other numbers" in told

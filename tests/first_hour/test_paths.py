@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshrl.run import RunConfig, find_config, load_job
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.terminal import done, refused
 
 FAKES = """
 policy = { backend = "fake", model = "models/start" }
@@ -16,159 +16,137 @@ reference.backend = "fake"
 sampling.max_tokens = 4
 prompts = 2
 steps = 2
+run.name = "mine"
 """
+OWN = 'task = { source = "data/sums.jsonl", held_out = 0 }\nreward.function = "reward.py:score"\n'
 TASK = '{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": "3"}\n'
 REWARD = "def score(prompt, completion, row):\n    return float(completion == row['answer'])\n"
 
 
-def make_project(folder: Path) -> Path:
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path) -> Path:
     """A folder with a configuration, and beside that its task, its reward and its script."""
-    (folder / "data").mkdir(parents=True)
-    (folder / "data" / "sums.jsonl").write_text(TASK, "utf-8")
-    (folder / "reward.py").write_text(REWARD, "utf-8")
-    (folder / "models" / "start").mkdir(parents=True)
+    for each in ("mine/data", "mine/models/start", "elsewhere"):
+        Path(each).mkdir(parents=True)
     grpo = Path(__file__).parents[2] / "algorithms" / "grpo.py"
-    (folder / "mine.py").write_text(grpo.read_text("utf-8").replace("async def grpo", "async def mine"), "utf-8")
-    own = 'task = { source = "data/sums.jsonl", held_out = 0 }\nreward.function = "reward.py:score"\n'
-    (folder / "mine.toml").write_text(f'algorithm = "mine.py"\n{FAKES}{own}run.name = "mine"\n', "utf-8")
-    return folder
+    for file, text in {
+        "mine/data/sums.jsonl": TASK,
+        "mine/reward.py": REWARD,
+        "mine/mine.py": grpo.read_text("utf-8").replace("async def grpo", "async def mine"),
+        "mine/mine.toml": f'algorithm = "mine.py"\n{FAKES}{OWN}',
+    }.items():
+        Path(file).write_text(text, "utf-8")
+    return tmp_path / "mine"
 
 
-def resolved(run: Path) -> dict[str, Any]:
-    return tomllib.loads((run / "config.toml").read_text("utf-8"))
+def recorded(run: str) -> dict[str, Any]:
+    return tomllib.loads(Path(run, "config.toml").read_text("utf-8"))
 
 
-def test_a_configuration_runs_from_anywhere(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = make_project(tmp_path / "mine")
-    assert terminal("run", "mine/mine.toml")[0] == 0
-    table = resolved(tmp_path / "runs" / "mine")
-    assert table["algorithm"] == str(mine / "mine.py")
-    assert table["task"]["source"] == str(mine / "data" / "sums.jsonl")
-    assert table["reward"]["function"] == f"{mine / 'reward.py'}:score"
-    assert table["policy"]["model"] == table["sampler"]["model"] == str(mine / "models" / "start")
+def resolved(*overrides: str) -> str:
+    return str(load_job(Path("mine/mine.toml"), overrides, RunConfig).resolved)
 
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert terminal("run", "../runs/mine/config.toml")[0] == 0
+
+def test_a_configuration_runs_from_anywhere(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done("run", "mine/mine.toml")
+    table = recorded("runs/mine")
+    assert table["algorithm"] == f"{mine}/mine.py"
+    assert table["task"]["source"] == f"{mine}/data/sums.jsonl"
+    assert table["reward"]["function"] == f"{mine}/reward.py:score"
+    assert table["policy"]["model"] == table["sampler"]["model"] == f"{mine}/models/start"
+    assert table["run"]["folder"] == f"{tmp_path}/runs"
+
+    monkeypatch.chdir("elsewhere")
+    done("run", "../runs/mine/config.toml")
     # What a run recorded is run where it was: the earlier one makes room.
-    assert table["run"]["folder"] == str(tmp_path / "runs")
-    assert resolved(tmp_path / "runs" / "mine") == resolved(tmp_path / "runs" / "mine-1") == table
-    assert not list(elsewhere.iterdir())
+    assert recorded("../runs/mine") == recorded("../runs/mine-1") == table
+    assert not list(Path().iterdir())
     # A configuration of one's own is run where one stands.
-    assert terminal("run", "../mine/mine.toml")[0] == 0
-    assert resolved(elsewhere / "runs" / "mine") == table | {"run": table["run"] | {"folder": f"{elsewhere}/runs"}}
+    done("run", "../mine/mine.toml")
+    assert recorded("runs/mine") == table | {"run": table["run"] | {"folder": f"{tmp_path}/elsewhere/runs"}}
 
 
-def test_a_value_of_the_command_line_starts_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
-    make_project(tmp_path / "mine")
-    (tmp_path / "other.jsonl").write_text(TASK, "utf-8")
-    (tmp_path / "other.py").write_text(REWARD, "utf-8")
-    given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}")
-    assert terminal("run", "mine/mine.toml", *given)[0] == 0
-    table = resolved(tmp_path / "runs" / "mine")
-    assert table["task"]["source"] == str(tmp_path / "other.jsonl")
-    assert table["reward"]["functions"] == {"half": f"{tmp_path / 'other.py'}:score"}
-    assert table["policy"]["model"] == str(tmp_path / "mine" / "models" / "start")
-    assert terminal("run", "mine/mine.toml", "algorithm=mine/mine.py", "run.name=again")[0] == 0
+def test_a_value_of_the_command_line_starts_where_one_stands(mine: Path, tmp_path: Path) -> None:
+    Path("other.jsonl").write_text(TASK, "utf-8")
+    Path("other.py").write_text(REWARD, "utf-8")
+    given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}", "algorithm=mine/mine.py")
+    done("run", "mine/mine.toml", *given)
+    table = recorded("runs/mine")
+    assert table["task"]["source"] == f"{tmp_path}/other.jsonl"
+    assert table["reward"]["functions"] == {"half": f"{tmp_path}/other.py:score"}
+    assert table["policy"]["model"] == f"{mine}/models/start"
 
 
-def test_a_file_that_is_at_the_other_root_is_told(terminal: Terminal, tmp_path: Path) -> None:
-    make_project(tmp_path / "mine")
-    (tmp_path / "mine" / "data").rename(tmp_path / "data")
-    (tmp_path / "mine" / "models").rename(tmp_path / "models")
-
-    def moved(file: str) -> str:
-        return f"there is no {tmp_path}/mine/{file}, but there is {tmp_path}/{file}"
-
-    status, _, err = terminal("run", "mine/mine.toml", "reward.function=reward.py:score")
-    assert status == 1
+def test_a_file_that_is_at_the_other_root_is_told(mine: Path, tmp_path: Path) -> None:
+    (mine / "data").rename("data")
+    (mine / "models").rename("models")
+    told = refused("run", "mine/mine.toml", "reward.function=reward.py:score")
     in_a_file = "paths in a file start at its folder: write"
     typed = "paths on the command line start at the current folder: write"
-    at_the_file = f"there is no {tmp_path}/reward.py, but there is {tmp_path}/mine/reward.py"
-    assert [line.strip() for line in err.splitlines()] == [
-        "error: 3 mistakes:",
-        f"mine/mine.toml: policy.model = 'models/start': {moved('models/start')}: {in_a_file} ../models/start",
-        f"mine/mine.toml: task.source = 'data/sums.jsonl': {moved('data/sums.jsonl')}: {in_a_file} ../data/sums.jsonl",
-        f"command line: reward.function = 'reward.py:score': {at_the_file}: {typed} mine/reward.py",
-    ]
-    assert not (tmp_path / "runs").exists()
-    told = ("policy.model=models/start", "task.source=data/sums.jsonl", "reward.function=mine/reward.py:score")
-    assert terminal("run", "mine/mine.toml", *told)[0] == 0
+    for key, file, given, other, where in (
+        ("mine/mine.toml: policy.model", "models/start", mine, tmp_path, f"{in_a_file} ../models/start"),
+        ("mine/mine.toml: task.source", "data/sums.jsonl", mine, tmp_path, f"{in_a_file} ../data/sums.jsonl"),
+        ("command line: reward.function", "reward.py", tmp_path, mine, f"{typed} mine/reward.py"),
+    ):
+        assert f"{key} = '{file}" in told
+        assert f"there is no {given}/{file}, but there is {other}/{file}: {where}" in told
+    assert "error: 3 mistakes:" in told
+    assert not Path("runs").exists()
+    right = ("policy.model=models/start", "task.source=data/sums.jsonl", "reward.function=mine/reward.py:score")
+    done("run", "mine/mine.toml", *right)
 
 
-def test_the_paths_of_a_shipped_configuration_start_where_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_paths_of_a_shipped_configuration_start_where_one_stands(tmp_path: Path) -> None:
     table = load_job(find_config("grpo/quickstart"), ["task.source=sums.jsonl", "task.options={}"], RunConfig).resolved
     assert f"'model': '{tmp_path}/runs/quickstart-sft/model'" in str(table["policy"])
     assert f"'source': '{tmp_path}/sums.jsonl'" in str(table["task"])
     assert table["algorithm"] == "grpo"
 
 
-def test_a_name_is_no_path_and_a_folder_of_the_form_of_a_name_is_one(tmp_path: Path) -> None:
-    def read(*overrides: str) -> str:
-        return str(load_job(project / "mine.toml", overrides, RunConfig).resolved)
-
-    project = make_project(tmp_path / "mine")
+def test_a_name_is_no_path_and_each_kind_of_path_starts_at_the_file(mine: Path) -> None:
     for key, names in {
         "policy.model": ("ORG/NAME", "ORG/NAME@v1.0", "package:llm/model.gguf"),
         "task.source": ("reasoning_gym:spell_backward",),
         "reward.function": ("exact_match", "package.module:name"),
     }.items():
         for name in names:
-            assert f"'{key.partition('.')[2]}': '{name}'" in read(f"{key}={name}")
-    assert f"'model': '{project}/models/start'" in read()
+            assert f"'{key.partition('.')[2]}': '{name}'" in resolved(f"{key}={name}")
+    assert f"'model': '{mine}/models/start'" in resolved(), "a folder of the form of a name is a path"
 
-
-def test_each_kind_of_path_starts_at_the_file(terminal: Terminal, tmp_path: Path) -> None:
-    mine = make_project(tmp_path / "mine")
     own = """
         task.source = "data/sums.parquet"
         environment.source = "reward:reward.py:score"
         run.replay = "earlier"
         sampler.vllm.python = "venv/bin/python"
     """
-    (mine / "mine.toml").write_text(f'algorithm = "multiturn"\n{FAKES}{own}', "utf-8")
-    job = load_job(Path("mine/mine.toml"), [], RunConfig)
-    assert job.run.replay == f"{mine}/earlier"
-    for path in (f"{mine}/data/sums.parquet", f"{mine}/venv/bin/python", f"reward:{mine}/reward.py:score"):
-        assert f"'{path}'" in str(job.resolved)
-    found = load_job(Path("mine/mine.toml"), ["sampler.vllm.python=python3"], RunConfig)
-    assert "'python': 'python3'" in str(found.resolved)
+    Path("mine/mine.toml").write_text(f'algorithm = "multiturn"\n{FAKES}{own}', "utf-8")
+    table = resolved()
+    for path in ("data/sums.parquet", "venv/bin/python", "earlier"):
+        assert f"'{mine}/{path}'" in table
+    assert f"'reward:{mine}/reward.py:score'" in table
+    assert "'python': 'python3'" in resolved("sampler.vllm.python=python3")
 
 
-def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
-    make_project(tmp_path / "mine")
-    assert terminal("run", "mine/mine.toml")[0] == 0
-    status, _, err = terminal("eval", "runs/mine", "nowhere.jsonl")
-    assert status == 1
-    assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in err
+def test_what_a_run_recorded_is_judged_where_one_stands(tmp_path: Path) -> None:
+    done("run", "mine/mine.toml")
+    assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in refused("eval", "runs/mine", "nowhere.jsonl")
     for task in ("mine/data/sums.jsonl", "mine/mine.toml"):
-        status, _, err = terminal("eval", "runs/mine", task)
-        assert status == 1
-        assert "has neither a model" in err
+        assert "has neither a model" in refused("eval", "runs/mine", task)
 
 
 def test_a_run_goes_on_from_anywhere_or_says_that_it_has_no_checkpoint(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_project(tmp_path / "mine")
-    assert terminal("run", "mine/mine.toml").status == 0
+    done("run", "mine/mine.toml")
+    again = ("run", "mine/mine.toml", "run.resume=true")
     anew = "there is no checkpoint in runs/mine: the run starts from the beginning"
-    told = f"{anew}; set run.checkpoint_every = 50 to resume later runs"
-    assert told in terminal("run", "mine/mine.toml", "run.resume=true").err
-    assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9").err
+    assert f"{anew}; set run.checkpoint_every = 50 to resume later runs" in done(*again).err
+    assert f"{anew}\n" in done(*again, "run.checkpoint_every=9").err
 
-    keeps = ("run.name=kept", "run.checkpoint_every=1", "run.resume=true")
     warning = "run.resume = true, but there is no checkpoint in"
-    assert warning not in terminal("run", "mine/mine.toml", *keeps).err
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    status, _, err = terminal("run", "../runs/kept/config.toml", "run.resume=true", "steps=3")
-    assert (status, warning in err) == (0, False)
-    assert f"{tmp_path}/runs/kept continues after step 2 of 3" in err
-    assert len((tmp_path / "runs" / "kept" / "metrics.jsonl").read_bytes().splitlines()) == 3
+    assert warning not in done(*again, "run.name=kept", "run.checkpoint_every=1").err
+    monkeypatch.chdir("elsewhere")
+    told = done("run", "../runs/kept/config.toml", "run.resume=true", "steps=3").err
+    assert warning not in told
+    assert f"{tmp_path}/runs/kept continues after step 2 of 3" in told
+    assert len(Path("../runs/kept/metrics.jsonl").read_bytes().splitlines()) == 3

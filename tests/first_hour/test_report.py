@@ -9,18 +9,8 @@ from meshrl.report.content import make_content
 from meshrl.report.reading import Record
 from meshrl.report.text import run_lines, time_lines
 
-CONFIG = """
-algorithm = "grpo"
-ahead = 0
-
-[policy]
-backend = "torch"
-
-[policy.fsdp]
-replicate = 1
-
-[sampler.vllm]
-"""
+CONFIG = 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
+UNUSED = "\n[policy.fsdp]\nreplicate = 1\n\n[sampler.vllm]\n"
 EVENTS: list[Event] = [
     Span(1, "main", 0, "Sampler", "generate", 0, 2),
     Span(2, "main", 0, "Policy", "update", 2, 5),
@@ -28,7 +18,7 @@ EVENTS: list[Event] = [
 ]
 
 
-def record(config: str = CONFIG) -> Record:
+def record(config: str) -> Record:
     lines: list[dict[str, object]] = [
         {"step": step, "loss": -step, "lr": 1.0, "kl": 0.0, "reward": step / 3, "entropy": 2.0 - step}
         for step in range(3)
@@ -38,11 +28,11 @@ def record(config: str = CONFIG) -> Record:
 
 
 def test_learning_stands_in_front_and_what_says_nothing_does_not() -> None:
-    content = make_content(record())
+    content = make_content(record(CONFIG + UNUSED))
     names = [curve.name for curve in content.curves]
     assert names[: content.front] == ["reward", "eval/greedy", "entropy", "loss"]
     assert names[content.front :] == ["lr", "kl"]
-    assert content.config == 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
+    assert content.config == CONFIG
     assert make_content(record("no TOML")).config == "no TOML"
     assert content.efficiency is None
     assert make_content(record(CONFIG.replace("ahead = 0", "ahead = 1"))).efficiency == pytest.approx(3 / 6)

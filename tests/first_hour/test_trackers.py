@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from meshrl.run.recorder import Recorder
 from meshrl.trackers import Trackers
-from tests.first_hour.terminal import FAKES, SMALL, Terminal
+from tests.first_hour.terminal import FAKES, SMALL, done, refused
 
 QUICK = (*FAKES, *SMALL, "prompts=4")
 TELL = 'run.log=["tensorboard", "wandb", "mlflow", "trackio"]'
@@ -48,9 +49,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     command = [sys.executable, "-c", CODE, *QUICK, TELL, *EVERY]
-    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "receives nothing more" not in done.stderr
+    ended = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+    assert (ended.returncode, "receives nothing more" in ended.stderr) == (0, False), ended.stderr
     return folder
 
 
@@ -106,7 +106,7 @@ def test_wandb(tracked: Path) -> None:
 @pytest.mark.process
 @pytest.mark.xdist_group("trackers")
 @pytest.mark.filterwarnings("default")
-def test_mlflow(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked / 'mlflow.db'}")
     client = import_module("mlflow").MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("meshrl").experiment_id])
@@ -118,7 +118,7 @@ def test_mlflow(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "eval/pass_1" in found.data.metrics
     files = {each.path for each in client.list_artifacts(found.info.run_id)}
     assert files == {"config.toml", "samples.json", "summary.json", "report.html"}
-    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))).read_bytes())
+    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", ".")).read_bytes())
     assert table["columns"][:3] == ["step", "prompt", "completion"]
     assert {row[0] for row in table["data"]} == {0, 2}
     assert {len(row) for row in table["data"]} == {len(table["columns"])}
@@ -139,6 +139,7 @@ def test_trackio(tracked: Path) -> None:
 
 
 OWN = """
+import threading
 import meshrl as rl
 
 told = []
@@ -147,42 +148,43 @@ class Mine(rl.Tracker):
     def metrics(self, step, values):
         if "reward" in values:
             told.append((step, values["reward"]))
-            {then}
-"""
 
+    def end(self, summary, report):
+        print("heard the end")
 
-def test_one_of_ones_own_and_one_that_breaks_costs_the_run_nothing(terminal: Terminal, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
-    (tmp_path / "bad.py").write_text(OWN.format(then="raise OSError('no network')"), "utf-8")
-    done = terminal("run", "grpo/quickstart", *QUICK, "steps=3", "run.log=['mine.py:Mine', 'bad.py:Mine']")
-    assert done.status == 0, done.err
-    assert sys.modules["meshrl_file_mine"].told == [*enumerate(rewards(tmp_path))]
-    assert done.err.count("bad.py:Mine receives nothing more of this run") == 1
-    assert "OSError: no network" in done.err
-    assert len(rewards(tmp_path)) == 3
-
-
-HANGING = """
-import threading
-import meshrl as rl
+class Breaks(rl.Tracker):
+    def metrics(self, step, values):
+        raise OSError("no network")
 
 class Hangs(rl.Tracker):
     def metrics(self, step, values):
         threading.Event().wait()
-
-class Hears(rl.Tracker):
-    def end(self, summary, report):
-        print("heard the end")
 """
+
+
+@pytest.fixture(autouse=True)
+def _own() -> None:
+    Path("mine.py").write_text(OWN, "utf-8")
+
+
+def told_to_mine() -> list[tuple[int, float]]:
+    found: list[tuple[int, float]] = sys.modules["meshrl_file_mine"].told
+    return found
+
+
+def test_one_of_ones_own_and_one_that_breaks_costs_the_run_nothing(tmp_path: Path) -> None:
+    told = done("run", "grpo/quickstart", *QUICK, "steps=3", "run.log=['mine.py:Breaks', 'mine.py:Mine']").err
+    assert told_to_mine() == [*enumerate(rewards(tmp_path))]
+    assert len(told_to_mine()) == 3
+    assert told.count("mine.py:Breaks receives nothing more of this run") == 1
+    assert "OSError: no network" in told
 
 
 def test_those_that_hang_are_left_behind_and_others_hear_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("meshrl.trackers.delivery._PATIENCE", 3.0)
-    (tmp_path / "mine.py").write_text(HANGING, "utf-8")
-    names = ["Hears", "Hangs", "Hangs", "Hangs"]
-    trackers = Trackers([f"{tmp_path / 'mine.py'}:{name}" for name in names])
+    trackers = Trackers([f"mine.py:{name}" for name in ("Mine", "Hangs", "Hangs", "Hangs")])
     trackers.begin(tmp_path, {}, 0)
     for step in range(4):
         trackers.metrics(step, {"reward": 1.0})
@@ -193,48 +195,31 @@ def test_those_that_hang_are_left_behind_and_others_hear_the_end(
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_wrong_one_is_told_before_the_run(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
-
-    class Wandb:
-        """As the library is where nobody has logged in."""
-
-        @staticmethod
-        def login(*_: object, **__: object) -> bool:
-            return False
-
-        class setup:  # noqa: N801 -- the name of wandb's own function
-            class settings:  # noqa: N801
-                mode = "online"
-
-    def told(command: str, log: str) -> str:
-        done = terminal(command, "grpo/quickstart", *QUICK, f"run.log={log}")
-        assert done.status == 1
-        return done.err
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+def test_a_wrong_one_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    where_nobody_has_logged_in = SimpleNamespace(
+        login=lambda *_, **__: False, setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", where_nobody_has_logged_in)
+    command = ("grpo/quickstart", *QUICK)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "sqlalchemy", None)
         missing = "'mlflow' needs the package 'sqlalchemy': pip install 'meshrl[mlflow]'"
-        assert missing in told("check", "mlflow")
+        assert missing in refused("check", *command, "run.log=mlflow")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for log, said in {
         "tensorbord": "did you mean 'tensorboard'",
-        "mine.py:Missing": "has no 'Missing'; it has Mine",
+        "mine.py:Missing": "has no 'Missing'; it has Mine, Breaks, Hangs",
         "mine.py:told": "not a class that inherits from meshrl.Tracker",
         "wandb": "run `wandb login`, or set WANDB_MODE=offline",
         "mlflow": "'mlflow' needs the package 'mlflow': pip install 'meshrl[mlflow]'",
     }.items():
-        assert said in told("check", log)
-        assert said in told("run", log)
-    assert not (tmp_path / "runs").exists()
+        for program in ("check", "run"):
+            assert said in refused(program, *command, f"run.log={log}")
+    assert not Path("runs").exists()
 
 
 def test_a_run_that_makes_no_step_is_told_to_none(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
-    recorder = Recorder(tmp_path / "run", {}, trackers=Trackers([f"{tmp_path / 'mine.py'}:Mine"]))
+    recorder = Recorder(tmp_path / "run", {}, trackers=Trackers(["mine.py:Mine"]))
     recorder.evaluation(0, {"reward": 1.0})
     recorder.close(RuntimeError("no memory"))
-    assert sys.modules["meshrl_file_mine"].told == []
+    assert told_to_mine() == []

@@ -1,6 +1,5 @@
 """Words of other projects, as somebody types them who comes from there."""
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from runpy import run_path
@@ -14,9 +13,8 @@ from meshrl.config.mistakes import key_paths
 from meshrl.config.neighbours import neighbours
 from meshrl.run import about, shipped_configs
 from meshrl.run.jobs import load_script, shipped_scripts
-from tests.first_hour.terminal import Terminal
+from tests.first_hour.terminal import done, refused, type_in
 
-Refused = Callable[..., str]
 ANSWERS = {
     "learning_rate=1e-6": "`learning_rate` is `policy.optimizer.lr` here",
     "policy.lora.r=8": "`policy.lora.r` is `policy.lora.rank` here",
@@ -26,12 +24,8 @@ ANSWERS = {
     "sampler.torch_dtype='float32'": "`sampler.torch_dtype` is `sampler.dtype` here",
     "gamma=1": "`gamma` is `gae.discount` here, which this algorithm does not have",
     "trainer.project_name=mine": "`trainer.project_name` is `run.project` here",
-    "gpu_memory_utilization=.5": (
-        "`gpu_memory_utilization` is `sampler.sglang.memory_share` or `sampler.vllm.memory_share` here"
-    ),
-    "max_prompt_length=512": (
-        "`max_prompt_length` is `task.max_prompt_tokens` here: longer prompts are left out, none is cut"
-    ),
+    "gpu_memory_utilization=.5": "is `sampler.sglang.memory_share` or `sampler.vllm.memory_share` here",
+    "max_prompt_length=512": "is `task.max_prompt_tokens` here: longer prompts are left out, none is cut",
     "critic.adam.lr=1e-5": "`critic.adam.lr` is `critic.optimizer.lr` here, which this algorithm does not have",
     "rollout.batch_size=64": "`rollout.batch_size` is `prompts` here: it counts prompts",
     "ds.tensor_parallel_size=2": "`ds.tensor_parallel_size` is `policy.axes` here: write policy.axes = { tp = 2 }",
@@ -40,18 +34,6 @@ ANSWERS = {
     "off_by_n=1": "`off_by_n` is `ahead` here: no trained row is more than that number of publications behind",
 }
 """What is answered to a word, and where the key is in the configuration of grpo."""
-
-
-@pytest.fixture
-def refused(terminal: Terminal) -> Refused:
-    """What is told of a command that is refused."""
-
-    def command(*arguments: str) -> str:
-        found = terminal(*arguments)
-        assert found.status != 0
-        return found.told
-
-    return command
 
 
 def schema(path: Path) -> type[Config]:
@@ -67,7 +49,7 @@ def test_each_answer_is_a_key_that_an_algorithm_has() -> None:
     assert (len(words) > 150, sum(bool(word.keys) for word in words.values()) > 120) == (True, True)
 
 
-def test_each_word_is_answered_where_it_is_typed(refused: Refused) -> None:
+def test_each_word_is_answered_where_it_is_typed() -> None:
     wrong: list[str] = []
     for words in neighbours().values():
         told = refused("check", "grpo/quickstart", *(f"{name}=1" for name in words))
@@ -80,12 +62,15 @@ def test_each_word_is_answered_where_it_is_typed(refused: Refused) -> None:
     assert wrong == []
 
 
-def test_words_beside_others_hide_no_other_mistake(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(
-        '[algorithm]\nadv_estimator = "gae"\n[critic.optim]\nlr = 1\n[run]\nnam = "x"\n[trainer]\nlogger = "wandb"\n'
-        "[actor_rollout_ref.rollout]\nn = 8\ntemperature = 1.0\n",
-        "utf-8",
-    )
+def test_words_beside_others_hide_no_other_mistake() -> None:
+    file = """
+        run.nam = "x"
+        algorithm.adv_estimator = "gae"
+        critic.optim.lr = 1
+        trainer.logger = "wandb"
+        actor_rollout_ref.rollout = { n = 8, temperature = 1.0 }
+    """
+    Path("mine.toml").write_text(file, "utf-8")
     told = refused("check", "mine.toml", "steps=many")
     for answer in (
         "algorithm is missing: write algorithm =",
@@ -111,24 +96,22 @@ def test_words_beside_others_hide_no_other_mistake(refused: Refused, tmp_path: P
         assert answer in told
 
 
-def test_a_key_that_is_written_as_an_option(refused: Refused) -> None:
-    for arguments, told in (
-        (["run", "grpo/quickstart", "--steps", "3"], "--steps: keys are set without dashes. Write steps=3"),
-        (["check", "grpo/quickstart", "--policy.optimizer.lr=1e-4"], "Write policy.optimizer.lr=1e-4"),
-        (["run", "--steps", "3", "grpo/quickstart"], "Write steps=3"),
-        (["simulate", "grpo/quickstart", "--prompts", "8"], "Write prompts=8"),
-        (["run", "grpo/quickstart", "--resume"], "Write resume=true"),
-    ):
-        assert told in refused(*arguments)
+def test_a_key_that_is_written_as_an_option() -> None:
+    for typed, told in {
+        "run grpo/quickstart --steps 3": "--steps: keys are set without dashes. Write steps=3",
+        "check grpo/quickstart --policy.optimizer.lr=1e-4": "Write policy.optimizer.lr=1e-4",
+        "run --steps 3 grpo/quickstart": "Write steps=3",
+        "simulate grpo/quickstart --prompts 8": "Write prompts=8",
+        "run grpo/quickstart --resume": "Write resume=true",
+    }.items():
+        assert told in type_in(*typed.split()).err
 
 
-def test_the_list_of_configurations_tells_of_each_and_fits_a_terminal(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = terminal("configs").out
+def test_the_list_of_configurations_tells_of_each_and_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = done("configs").out
     assert all(name in told and about(path) in told for name, path in shipped_configs().items())
     monkeypatch.setenv("COLUMNS", "100")
-    lines = terminal("configs").out.splitlines()
+    lines = done("configs").out.splitlines()
     assert max(map(len, lines)) <= 100
     assert len(lines) == len(shipped_configs()) + 1, "a line is continued on the next"
 

@@ -5,35 +5,21 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import asyncio
-
 import meshrl as rl
 
 
 class MineConfig(rl.Config):
     steps: int = 2
-    wait: float = 0.0
     policy: rl.PolicyConfig = rl.PolicyConfig(model="", backend="fake", mesh="train")
     sampler: rl.SamplerConfig = rl.SamplerConfig(model="", backend="fake", mesh="rollout")
 
 
-async def mine(run: rl.Run, config: MineConfig) -> None:
-    async for _ in run.steps(config.steps):
-        await asyncio.sleep(config.wait)
+async def mine(run: rl.Run, config: MineConfig) -> None: ...
 """
 CONFIG = """algorithm = "mine.py"
-
-[run]
-name = "mine"
-
-[run.meshes.train]
-ranks = 8
-cpus = 4
-gpus = {gpus}
-
-[run.meshes.rollout]
-ranks = 8
-gpus = {share}
+run.name = "mine"
+run.meshes.train = {{ ranks = 8, cpus = 4, gpus = {gpus} }}
+run.meshes.rollout = {{ ranks = 8, gpus = {share} }}
 """
 
 

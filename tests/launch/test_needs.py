@@ -33,13 +33,11 @@ def test_no_fewer_nodes_than_what_is_asked_for_in_all(asked: list[tuple[int, int
 
 
 def test_a_rank_that_no_node_has_room_for_is_named() -> None:
+    custom = {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}
     for need, told in (
         (Need("a", 1, 1, 16), "a rank of the mesh 'a' asks for .*, and a node has .*8 GPU"),
         (Need("a", 1, 64, 0), "a rank of the mesh 'a' asks for .*, and a node has .*16 CPU and 8 GPU"),
-        (
-            Need("a", 1, 1, 0, {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}),
-            "for highmem = 1, and nodes",
-        ),
+        (Need("a", 1, 1, 0, custom), "for highmem = 1, and nodes"),
     ):
         with pytest.raises(ConfigError, match=told):
             nodes_for([need], 8, 16)

@@ -85,7 +85,6 @@ def test_the_anchor_takes_the_samplers_place(tokens: Tokens, correction: Correct
 def test_weights_by_hand_at_their_bounds_too() -> None:
     weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0])
     for bound, by_hand in (
-        (Correction(high=2.0), [0.25, 0.5, 1.0, 2.0, 2.0]),
         (Correction(low=0.5, high=2.0), [0.5, 0.5, 1.0, 2.0, 2.0]),
         (Correction(how="mask", high=2.0), [0.25, 0.5, 1.0, 2.0, 0.0]),
         (Correction(how="mask", low=0.5, high=2.0), [0.0, 0.5, 1.0, 2.0, 0.0]),

@@ -1,8 +1,7 @@
 """Each loss is its paper's equation in float64, with the equation's gradient, however rows are divided."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -52,30 +51,16 @@ def sigmoid(values: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(-values)))
 
 
-OF_TOKENS: Mapping[str, NDArray[Any]] = {
-    "sampler_logprobs": SAMPLER,
-    "logprobs": TRAINER,
-    "reference_logprobs": REFERENCE,
-    "advantages": ADVANTAGES,
-    "values": OLD_VALUES,
-    "returns": RETURNS,
-    "labels": LABELS,
-    "desirable": DESIRABLE[ROW],
-    "kl": np.full(len(ROW), KL_POINT),
-}
-OF_PAIRS: Mapping[str, NDArray[Any]] = {
-    "logprobs": POLICY,
-    "margins": pair_margins(of_rows(POLICY - REFERENCE), GROUPS, PREFERRED)[ROW],
-    "preferred": PREFERRED[ROW],
-}
+Columns: TypeAlias = dict[str, NDArray[Any]]
+OF_TOKENS: Columns = {"sampler_logprobs": SAMPLER, "logprobs": TRAINER, "reference_logprobs": REFERENCE}
+OF_TOKENS |= {"advantages": ADVANTAGES, "values": OLD_VALUES, "returns": RETURNS, "labels": LABELS}
+OF_TOKENS |= {"desirable": DESIRABLE[ROW], "kl": np.full(len(ROW), KL_POINT)}
+OF_PAIRS: Columns = {"logprobs": POLICY, "preferred": PREFERRED[ROW]}
+OF_PAIRS["margins"] = pair_margins(of_rows(POLICY - REFERENCE), GROUPS, PREFERRED)[ROW]
 _PAIR = np.unique(GROUPS, return_inverse=True)[1]
-OF_SCORED_PAIRS: Mapping[str, NDArray[Any]] = {
-    "token_scores": SCORES,
-    "margins": pair_margins(SCORES, GROUPS, PREFERRED),
-    "least_margins": LEAST,
-    "pair_sums": np.bincount(_PAIR, SCORES)[_PAIR],
-    "preferred": PREFERRED,
-}
+OF_SCORED_PAIRS: Columns = {"token_scores": SCORES, "least_margins": LEAST, "preferred": PREFERRED}
+OF_SCORED_PAIRS["margins"] = pair_margins(SCORES, GROUPS, PREFERRED)
+OF_SCORED_PAIRS["pair_sums"] = np.bincount(_PAIR, SCORES)[_PAIR]
 
 # --- the papers
 
@@ -128,7 +113,7 @@ def gspo(policy: Floats) -> float:
 
 def weighed(weights: Floats) -> Equation:
     """The surrogate of the ratio to the trainer, each token's times its weight: decoupled PPO, arXiv:2110.00641."""
-    return lambda policy: -float((weights * surrogate(np.exp(policy - TRAINER), 0.2, 0.2)).mean())
+    return lambda policy: -float(weights @ surrogate(np.exp(policy - TRAINER), 0.2, 0.2) / len(ROW))
 
 
 def reinforce(weights: Floats | float = 1.0) -> Equation:
@@ -200,14 +185,13 @@ AHEAD = np.exp(POLICY - SAMPLER)
 AHEAD_OF_ROWS = np.exp(of_rows(POLICY - SAMPLER))[ROW]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A loss and what it is to equal, at what the model predicts."""
 
     loss: rl.Loss
     equation: Equation
-    predicted: Floats = field(default_factory=lambda: POLICY)
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=lambda: OF_TOKENS)
+    predicted: Floats = POLICY
+    columns: Columns = OF_TOKENS
 
     @property
     def row(self) -> NDArray[np.int64]:
@@ -219,6 +203,7 @@ def of_pairs(equation: Equation, **fields: Any) -> Case:
     return Case(rl.PreferenceLoss(beta=BETA, **fields), equation, columns=OF_PAIRS)
 
 
+BY_ROW = rl.Correction(level="sequence", high=1.2)
 CASES = {
     "sft": Case(rl.CrossEntropy(), lambda policy: -float(policy.mean())),
     "ppo": Case(rl.ClippedLoss(clip=0.2), ppo),
@@ -229,7 +214,7 @@ CASES = {
     "dapo": Case(rl.ClippedLoss(clip=0.1, clip_high=0.3), dapo),
     "dual clip": Case(rl.ClippedLoss(dual_clip=1.1), dual_clip),
     "rows weighed": Case(
-        rl.ClippedLoss(anchor="trainer", correction=rl.Correction(level="sequence", high=1.2)),
+        rl.ClippedLoss(anchor="trainer", correction=BY_ROW),
         weighed(np.minimum(np.exp(of_rows(TRAINER - SAMPLER))[ROW], 1.2)),
     ),
     "dr_grpo": Case(rl.ConstantLoss(constant=16), dr_grpo),
@@ -237,10 +222,7 @@ CASES = {
     "rloo, tokens weighed": Case(
         rl.ReinforceLoss(correction=rl.Correction(high=1.1)), reinforce(np.minimum(AHEAD, 1.1))
     ),
-    "rloo, rows weighed": Case(
-        rl.ReinforceLoss(correction=rl.Correction(level="sequence", high=1.2)),
-        reinforce(np.minimum(AHEAD_OF_ROWS, 1.2)),
-    ),
+    "rloo, rows weighed": Case(rl.ReinforceLoss(correction=BY_ROW), reinforce(np.minimum(AHEAD_OF_ROWS, 1.2))),
     "cispo": Case(rl.CispoLoss(clip_high=0.1), cispo(np.minimum(AHEAD, 1.1))),
     "cispo of two bounds": Case(rl.CispoLoss(clip=0.1, clip_high=0.1), cispo(np.clip(AHEAD, 0.9, 1.1))),
     "gspo": Case(rl.SequenceLoss(clip=0.1, clip_high=0.05), gspo),
@@ -256,11 +238,8 @@ CASES = {
     "critic": Case(rl.ValueLoss(), lambda values: float(((values - RETURNS) ** 2).mean() / 2), VALUES),
     "critic, clipped": Case(rl.ValueLoss(clip=0.4), value_error, VALUES),
 }
-DIVISIONS: Sequence[Sequence[Sequence[int]]] = (
-    [range(8)],
-    [[0, 1, 5], [2, 4, 6], [3, 7]],  # no pair in one part
-    [[row] for row in range(8)],
-)
+# In one part, in parts of which none has a pair, and each row by itself.
+DIVISIONS: Sequence[Sequence[Sequence[int]]] = ([range(8)], [[0, 1, 5], [2, 4, 6], [3, 7]], [[r] for r in range(8)])
 
 
 def told(case: Case, part: Sequence[int] = range(8)) -> tuple[TokenLoss, torch.Tensor, NDArray[np.intp]]:
@@ -317,11 +296,10 @@ def test_diagnostics_have_no_gradient_and_the_kl_to_the_reference_is_added_with_
 
 
 def test_ratios_and_what_is_clipped_are_told_of_tokens_and_for_gspo_of_whole_rows() -> None:
-    rows = torch.from_numpy(ROW)
     found = told(CASES["gspo"])[0].metrics
     mean = np.exp((of_rows(POLICY - SAMPLER) / LENGTHS)[ROW])
     np.testing.assert_allclose(found["ratio"], mean, rtol=1e-9)
-    ratios = sequence_ratios(torch.from_numpy(POLICY), torch.from_numpy(SAMPLER), rows)
+    ratios = sequence_ratios(*map(torch.from_numpy, (POLICY, SAMPLER, ROW)))
     np.testing.assert_allclose(ratios, mean, rtol=1e-9)
     beyond = np.where(ADVANTAGES > 0, mean > 1.05, mean < 0.9)
     assert found["clip_fraction"].tolist() == beyond.tolist()

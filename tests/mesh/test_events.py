@@ -1,9 +1,6 @@
 """Events: what a run notes of calls, ranks and steps."""
 
 import asyncio
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -60,20 +57,35 @@ def config(folder: Path) -> rl.RunConfig:
     return rl.RunConfig(name="mine", folder=str(folder))
 
 
-async def test_ranks_run_within_their_calls(tmp_path: Path) -> None:
+async def test_ranks_run_within_their_calls_and_are_noted_while_the_script_waits(tmp_path: Path) -> None:
     async with rl.Run(config(tmp_path)) as run:
+        assert isinstance(sink.get(), EventLog)
         clocked = await (await run.mesh(2, rl.Resources(cpus=1))).spawn(Clocked)
         await clocked.rows(rl.Batch.of(tokens=rl.Ragged.of([[1, 2], [3], [4]], np.int32)))
+        written = dict[str, tuple[Call, list[Span]]]()
+        while "rows" not in written:
+            await asyncio.sleep(0.05)
+            written = calls(read(run.folder))
+        assert [span.rank for span in written["rows"][1]] == [0, 1]
         ran = await clocked.now() - run.recorder.began
+        async for _ in rl.at(clocked, dp=0).times(1000, 0):
+            break
         seen = [value - run.recorder.began async for value in clocked.times(3, 0.001)]
         await rl.each(rl.at(clocked, dp=1).rows)(rl.Batch.of(prompt=["a", "b"]))
         with pytest.raises(rl.RankFailed):
             await clocked.fail(0)
+    assert sink.get() is None
     events = read(run.folder)
     noted = [event for event in events if isinstance(event, Call)]
-    assert [call.endpoint for call in noted] == ["rows", "now", "times", "rows", "fail"]
-    assert [(call.rows, call.tokens) for call in noted] == [(3, 4), (None,) * 2, (None,) * 2, (2, None), (None,) * 2]
-    assert [call.error for call in noted] == [None] * 4 + ["RankFailed"]
+    assert [(call.endpoint, call.rows, call.tokens, call.error) for call in noted] == [
+        ("rows", 3, 4, None),
+        ("now", None, None, None),
+        ("times", None, None, None),  # a stream that is left has not failed
+        ("times", None, None, None),
+        ("rows", 2, None, None),
+        ("fail", None, None, "RankFailed"),
+    ]
+    assert [event.rank for event in events if isinstance(event, Span) and event.call == noted[2].id] == [0]
     found = calls(events)
     for name in ("now", "times"):
         call, spans = found[name]
@@ -85,17 +97,6 @@ async def test_ranks_run_within_their_calls(tmp_path: Path) -> None:
     streams = found["times"][1]
     assert min(span.began for span in streams) <= min(seen) <= max(seen) <= max(span.ended for span in streams)
     assert [span.rank for span in found["rows"][1]] == [1]
-
-
-async def test_a_stream_that_is_left_has_not_failed(tmp_path: Path) -> None:
-    async with rl.Run(config(tmp_path)) as run:
-        assert isinstance(sink.get(), EventLog)
-        clocked = await (await run.mesh(1)).spawn(Clocked)
-        async for _ in clocked.times(1000, 0):
-            break
-    assert sink.get() is None
-    call, spans = calls(read(run.folder))["times"]
-    assert (call.error, len(spans)) == (None, 1)
 
 
 async def test_meshes_have_their_names_and_cores(tmp_path: Path) -> None:
@@ -112,14 +113,17 @@ async def test_meshes_have_their_names_and_cores(tmp_path: Path) -> None:
     assert cores == {"cores of 1": 1, "cores of 3": max(1, free_cores() - 1)}
 
 
-def test_steps_cover_the_run_in_virtual_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [3, 9])
+def test_steps_cover_the_run_also_one_that_breaks_off_in_virtual_time(tmp_path: Path, wanted: int) -> None:
     async def script() -> rl.Run:
         async with rl.Run(config(tmp_path)) as run:
             clocked = await (await run.mesh(1, rl.Resources(cpus=0))).spawn(Clocked)
-            async for _ in run.steps(3):
+            async for step in run.steps(wanted):
                 with pytest.raises(rl.RankFailed):
                     await clocked.fail(3600)
                 await run.record(rl.Metrics({}))
+                if (step, wanted) == (2, 9):
+                    break
         return run
 
     with capture_logs():
@@ -130,27 +134,6 @@ def test_steps_cover_the_run_in_virtual_time(tmp_path: Path) -> None:
     assert [event.ended - event.began for event in events if isinstance(event, Span)] == [3600] * 3
     lines = [msgspec.json.decode(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [(line["seconds"], line["step_s"]) for line in lines] == [(3600, 3600), (7200, 3600), (10800, 3600)]
-
-
-async def test_the_last_step_of_a_script_that_breaks_off_ends_with_the_run(tmp_path: Path) -> None:
-    with capture_logs():
-        async with rl.Run(config(tmp_path)) as run:
-            async for step in run.steps(9):
-                if step == 1:
-                    break
-    assert [event.step for event in read(run.folder) if isinstance(event, Step)] == [0, 1]
-
-
-async def test_events_are_written_while_the_script_waits(tmp_path: Path) -> None:
-    async with rl.Run(config(tmp_path)) as run:
-        clocked = await (await run.mesh(2)).spawn(Clocked)
-        await clocked.now()
-        found: list[Event] = []
-        while len(found) < 3:
-            await asyncio.sleep(0.05)
-            found = read(run.folder)
-    call, spans = calls(found)["now"]
-    assert [call.endpoint, *(span.rank for span in spans)] == ["now", 0, 1]
 
 
 def test_what_is_unwritten_keeps_no_simulation_alive(tmp_path: Path) -> None:
@@ -197,29 +180,16 @@ async def test_a_wait_that_cannot_say_why_has_not_begun() -> None:
     assert Pending.of(asyncio.get_running_loop()) == []
 
 
-@pytest.mark.process
-def test_a_run_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
-    script = f"""
-import asyncio, os, signal
-from meshrl import Metrics, Run, RunConfig
-from tests.mesh.test_events import Clocked
-
-async def main():
-    async with Run(RunConfig(name="mine", folder={str(tmp_path)!r})) as run:
+async def test_what_a_kill_would_leave_at_any_moment_are_whole_lines(tmp_path: Path) -> None:
+    left = list[Event]()
+    async with rl.Run(config(tmp_path)) as run:
         clocked = await (await run.mesh(2)).spawn(Clocked)
-        async for step in run.steps(9):
+        async for step in run.steps(3):
             await clocked.now()
             if step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    events = read(tmp_path / "mine")
-    assert [event.step for event in events if isinstance(event, Step)] == [0, 1]
-    assert len([event for event in events if isinstance(event, Span)]) >= 4
+                left = read(run.folder)
+    assert [event.step for event in left if isinstance(event, Step)] == [0, 1]
+    assert len([event for event in left if isinstance(event, Span)]) >= 4
 
 
 def test_a_log_whose_folder_was_renamed_is_cut_there(tmp_path: Path) -> None:

@@ -20,13 +20,15 @@ MANY = 1 << 16
 
 @pytest.fixture(autouse=True)
 def _rank() -> Iterator[None]:
-    """This process is as a rank's."""
+    """This process is as a rank's. Collections pass over what is there before."""
+    gc.freeze()
     share, hands_on = pool.share, pool.hands_on
     pool.join(Share.of_run(None), hands_on=True)
     pool.copied = 0
     yield
     gc.collect()
     pool.join(share, hands_on=hands_on)
+    gc.unfreeze()
 
 
 def made(value: float, count: int = MANY) -> np.ndarray:
@@ -124,19 +126,27 @@ def test_what_was_received_is_handed_on_where_it_lies() -> None:
     assert np.array_equal(np.asarray(small.value()), columns["a"][: MANY // 4])
 
 
-def test_a_fork_keeps_what_it_was_born_with() -> None:
+def test_a_fork_keeps_what_it_was_born_with_and_leaves_the_memory_to_its_parent() -> None:
     array = frozen(made(1.0))
     PoolRef.put(array)
+    kept = PoolRef.put(made(3.0))
     gc.collect()
     ours, theirs = os.pipe()
+    ready, begun = os.pipe()
     child = os.fork()
     if not child:
         os.close(theirs)
+        os.close(begun)
         os.read(ours, 1)  # until the parent has let it go, and written what comes next
+        pool.close()  # as at its end
         os._exit(0 if (array == 1).all() else 1)
     os.close(ours)
+    os.close(begun)
+    os.read(ready, 1)  # until the child has begun
+    os.close(ready)
     del array
     gc.collect()
     made(2.0)
     os.close(theirs)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (np.asarray(kept.value()) == 3).all()

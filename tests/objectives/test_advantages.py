@@ -17,11 +17,6 @@ rewards = st.floats(-10, 10, width=32)
 batches = st.lists(st.tuples(rewards, st.integers(-3, 3)), min_size=1, max_size=40)
 
 
-def columns(rows: list[tuple[float, int]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    values, groups = zip(*rows, strict=True)
-    return np.array(values, np.float32), np.array(groups, np.int64)
-
-
 def centred(values: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     return group_advantages(values, groups, scale="none")
 
@@ -51,7 +46,7 @@ def test_advantages_of_groups_by_hand() -> None:
 def test_each_group_sums_to_zero_and_the_order_of_rows_does_not_matter(
     rows: list[tuple[float, int]], data: st.DataObject
 ) -> None:
-    values, groups = columns(rows)
+    values, groups = (np.array(column) for column in zip(*rows, strict=True))
     order = np.array(data.draw(st.permutations(range(len(rows)))))
     for way in WAYS:
         found = way(values, groups)
@@ -70,7 +65,7 @@ def test_wrong_shapes_and_wrong_rewards_are_refused_in_words() -> None:
 
 
 def test_a_turn_has_the_rewards_from_it_on() -> None:
-    """By hand: the group 0 has the rewards 1, 0 and 0, of mean 1/3 and deviation sqrt(1/3)."""
+    # Group 0 has the rewards 1, 0 and 0, of mean 1/3 and deviation sqrt(1/3).
     told = turn_advantages(Ragged.of([[1, 0], [2, 2], [0], []], np.float32), [0, 1, 0, 0])
     up, down = (2 / 3) / np.sqrt(1 / 3), -(1 / 3) / np.sqrt(1 / 3)
     assert [len(row) for row in told] == [2, 2, 1, 0]
@@ -83,10 +78,6 @@ def test_a_turn_has_the_rewards_from_it_on() -> None:
 # --- of a critic
 
 MASK = Ragged.of([[False, True, False, True, True], [False, False], [False, True]], np.bool_)
-
-
-def floats(array: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(array, np.float64)
 
 
 def like(mask: Ragged, values: NDArray[np.float64]) -> Ragged:
@@ -119,18 +110,17 @@ def test_gae_is_the_double_sum_of_the_paper(
     found, returns = gae(np.array(finals), values, mask, config, logprobs, reference)
     for row in range(len(mask)):
         at = np.flatnonzero(mask[row])
-        value = [*floats(values[row][at]).tolist(), 0.0]
-        distance = floats(logprobs[row][at]) - floats(reference[row][at])
-        reward = (-kl * distance).tolist()
+        value = [*values[row][at].tolist(), 0.0]
+        reward = [-kl * (own - other) for own, other in zip(logprobs[row][at], reference[row][at], strict=True)]
         if len(at):
             reward[-1] += finals[row]
         deltas = [reward[t] + discount * value[t + 1] - value[t] for t in range(len(at))]
         expected = np.zeros(len(mask[row]))
         for t in range(len(at)):
             expected[at[t]] = sum((discount * decay) ** (k - t) * deltas[k] for k in range(t, len(at)))
-        np.testing.assert_allclose(floats(found[row]), expected, atol=1e-4)
+        np.testing.assert_allclose(found[row].tolist(), expected, atol=1e-4)
         expected[at] += value[:-1]
-        np.testing.assert_allclose(floats(returns[row]), expected, atol=1e-4)
+        np.testing.assert_allclose(returns[row].tolist(), expected, atol=1e-4)
 
 
 def test_what_gae_cannot_take_is_refused_in_words() -> None:
@@ -149,9 +139,9 @@ def test_what_gae_cannot_take_is_refused_in_words() -> None:
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learned() -> None:
     found = whiten(like(MASK, np.array([99, 1, 99, 2, 3, 99, 99, 99, 6.0])), MASK)
-    np.testing.assert_allclose(floats(found.values), np.array([0, -2, 0, -1, 0, 0, 0, 0, 3]) / 3.5**0.5, rtol=1e-6)
+    np.testing.assert_allclose(found.values.tolist(), np.array([0, -2, 0, -1, 0, 0, 0, 0, 3]) / 3.5**0.5, rtol=1e-6)
     equal = whiten(like(MASK, np.full(9, 0.1)), MASK)
     assert equal.values.tolist() == [0] * 9
     rounded = like(MASK, np.where(np.arange(9) % 2, 0.3, np.nextafter(np.float32(0.3), np.float32(1))))
-    assert 0 < np.abs(floats(whiten(rounded, MASK).values)).max() < 1e-3, "rounding is no signal"
+    assert 0 < np.abs(whiten(rounded, MASK).values).max() < 1e-3, "rounding is no signal"
     assert whiten(Ragged.of([], np.float32), Ragged.of([], np.bool_)).values.tolist() == []

@@ -10,12 +10,8 @@ from meshrl.errors import DataError
 from meshrl.objectives import minibatches
 
 
-def numbered(rows: int) -> Batch:
-    return Batch.of(groups=np.arange(rows))
-
-
 def drawn(rows: int, epochs: int, count: int, seed: int | tuple[int, ...]) -> list[list[int]]:
-    return [part.groups.tolist() for part in minibatches(numbered(rows), epochs, count, seed)]
+    return [part.groups.tolist() for part in minibatches(Batch.of(groups=np.arange(rows)), epochs, count, seed)]
 
 
 @given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 9), st.integers(0, 99))
@@ -39,7 +35,7 @@ def test_the_seed_decides_which_rows_meet_and_epochs_differ() -> None:
 
 @given(st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=12), st.integers(1, 5))
 def test_no_mini_batch_has_nothing_to_learn(masks: list[list[bool]], count: int) -> None:
-    batch = numbered(len(masks)).assign(loss_mask=Ragged.of(masks, np.bool_))
+    batch = Batch.of(groups=np.arange(len(masks)), loss_mask=Ragged.of(masks, np.bool_))
     learned = [row for row, mask in enumerate(masks) if any(mask)]
     if not learned:
         with pytest.raises(DataError, match=f"nothing to learn: `loss_mask` is False for all tokens of {len(masks)}"):

@@ -68,10 +68,9 @@ def test_without_a_weight_of_the_kl_nothing_is_read() -> None:
 
 def broken() -> rl.Batch:
     """All tokens learned, one of them, in row 2, of no log-prob."""
-    batch = judged()
-    logprobs = np.where(np.arange(26) == 7, np.nan, batch.ragged("logprobs").values)
-    everything = rl.Ragged(np.ones(26, np.bool_), batch.loss_mask.offsets)
-    return batch.assign(logprobs=rl.Ragged(logprobs, everything.offsets), loss_mask=everything)
+    offsets = judged().loss_mask.offsets
+    logprobs = rl.Ragged(np.where(np.arange(26) == 7, np.nan, -1).astype(np.float32), offsets)
+    return judged().assign(logprobs=logprobs, loss_mask=rl.Ragged(np.ones(26, np.bool_), offsets))
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [

@@ -40,7 +40,7 @@ def test_an_answer_and_what_is_worse_are_a_pair() -> None:
     assert pairs.objects("completion") == ("2", "3", "4", "4", "6", "7")
     assert pairs.row("preferred").tolist() == [1, -1, 0, 0, 1, -1]  # a text is not better than itself
     assert pairs.groups.tolist() == [0, 0, 1, 1, 2, 2]
-    assert answer_pairs(SUMS.assign(groups=np.array([9, 5, 7])), ["", "", ""]).groups.tolist() == [9, 9, 5, 5, 7, 7]
+    assert answer_pairs(SUMS.assign(groups=np.array([9, 5, 7])), [""] * 3).groups.tolist() == [9, 9, 5, 5, 7, 7]
 
 
 def test_a_corrupted_answer_is_another_and_always_the_same() -> None:
@@ -91,8 +91,7 @@ def test_rows_give_margins_steps_and_labels() -> None:
 
 def test_steps_are_made_of_answers() -> None:
     prompts = [f"{number}>" for number in range(50)]
-    made = labelled_steps(Batch.of(prompt=prompts, answer=["abcd"] * 50), "", "labels")
-    alone = labelled_steps(Batch.of(prompt=prompts, answer=["a"] * 50), "", "labels")
+    made, alone = (labelled_steps(Batch.of(prompt=prompts, answer=[a] * 50), "", "labels") for a in ("abcd", "a"))
     assert set(alone.objects("steps")) == {("a",)}
     texts = ["".join(cast("tuple[str, ...]", steps)) for steps in made.objects("steps")]
     assert 10 < texts.count("abcd") < 40
@@ -128,11 +127,8 @@ def scored(mask: Ragged, policy: ArrayLike, reference: ArrayLike, **columns: Arr
     return Batch.of(loss_mask=mask, logprobs=own, reference_logprobs=other, **given)
 
 
-def test_log_ratios_are_sums_over_learned_tokens() -> None:
+def test_log_ratios_are_sums_over_learned_tokens_and_margins_their_differences() -> None:
     assert log_ratios(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 2, 4, 0, 0, 0, 1])).tolist() == [-3.0, 0.0, 4.0]
-
-
-def test_margins_by_hand() -> None:
     found = pair_margins([1.0, 5.0, -2.0, 3.0, 8.0, 9.0], [4, 2, 4, 2, 0, 0], [1, -1, -1, 1, 0, 0])
     assert found.tolist() == [3.0, -2.0, 3.0, -2.0, 0.0, 0.0]
     assert pair_margins([], [], []).tolist() == []
@@ -164,9 +160,9 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
     rows = mismatched(Batch.of(prompt=["p", "q", "r"], completion=["one", "two", "three"]))
     told = dict(zip(rows.objects("prompt"), rows.objects("completion"), strict=True))
     assert told == {"p": "two", "q": "three", "r": "one"}
-    point = await reference_point(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 2, 1, 0, 0, 0, 1]))
-    assert point == pytest.approx((0.0 + 0.0 + 4.0) / 3)
-    assert await reference_point(scored(MASK, [9, 1, 2, 9, 9, 9, 5], [0, 9, 1, 0, 0, 0, 1])) == 0.0
+    own = [9, 1, 2, 9, 9, 9, 5]
+    assert await reference_point(scored(MASK, own, [0, 2, 1, 0, 0, 0, 1])) == pytest.approx((0.0 + 0.0 + 4.0) / 3)
+    assert await reference_point(scored(MASK, own, [0, 9, 1, 0, 0, 0, 1])) == 0.0
 
 
 # --- texts under a reward model
@@ -175,12 +171,10 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
 async def test_the_columns_of_scored_pairs_are_of_both_texts() -> None:
     groups, preferred = np.array([7, 3, 3, 7, 5, 5]), np.array([1, -1, 1, -1, 0, 0])
     scores, other = np.array([0.3, -1.2, 2.0, 1.1, 0.5, -0.5]), [3, 2, 1, 0, 5, 4]
-    mask = Ragged.of([[False, False, True]] * 6, np.bool_)
-    values = np.full((6, 3), 9.0, np.float32)  # where nothing is scored the column is not read
-    values[:, 2] = scores
-    batch = Batch.of(
-        groups=groups, preferred=preferred, loss_mask=mask, token_scores=Ragged(values.reshape(-1), mask.offsets)
-    )
+    # Where nothing is scored, the column is not read.
+    columns = {"token_scores": Ragged.of([[9, 9, score] for score in scores], np.float32)}
+    columns["loss_mask"] = Ragged.of([[False, False, True]] * 6, np.bool_)
+    batch = Batch.of(groups=groups, preferred=preferred, **columns)
     told = await score_columns(batch)
     assert told.row("scores").tolist() == pytest.approx(scores.tolist())
     assert told.row("pair_sums").tolist() == pytest.approx((scores + scores[other]).tolist())
@@ -205,15 +199,13 @@ async def test_labels_stand_where_steps_are_scored_and_what_is_told_of_them() ->
 
 
 async def test_what_is_no_pair_of_texts_is_refused() -> None:
-    mask = Ragged.of([[False, True], [False, True]], np.bool_)
-    pair = Batch.of(
-        groups=np.zeros(2, np.int64), loss_mask=mask, token_scores=Ragged(np.zeros(4, np.float32), mask.offsets)
-    )
-    with pytest.raises(DataError, match="a pair is two rows of one group"):
-        await score_columns(pair.assign(preferred=np.array([1, 1], np.int8)))
-    twice = pair.assign(loss_mask=Ragged(np.ones(4, np.bool_), mask.offsets), preferred=np.array([1, -1], np.int8))
-    with pytest.raises(DataError, match="row 0 of the pairs is scored at 2 tokens, and a text of a pair has one score"):
-        await score_columns(twice)
+    for preferred, mask, message in (
+        ([1, 1], [0, 1], "a pair is two rows of one group"),
+        ([1, -1], [1, 1], "row 0 of the pairs is scored at 2 tokens, and a text of a pair has one score"),
+    ):
+        columns = {"loss_mask": Ragged.of([mask] * 2, np.bool_), "token_scores": Ragged.of([[0, 0]] * 2, np.float32)}
+        with pytest.raises(DataError, match=message):
+            await score_columns(Batch.of(groups=np.zeros(2, int), preferred=np.array(preferred, np.int8), **columns))
 
 
 LONELY = Batch.of(groups=np.array([3, 1, 3]), rewards=np.zeros(3, np.float32))

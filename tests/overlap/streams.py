@@ -1,7 +1,9 @@
 """What tests of streams share: prompts, a loop that trains, and an engine on which samplers die."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -10,8 +12,9 @@ import numpy as np
 import meshrl as rl
 from meshrl.engines.local import LocalMember
 from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
-from meshrl.overlap import Rollouts
-from meshrl.testing import FakePolicy, FakeSampler
+from meshrl.overlap import Rollouts, Schedule, read_schedule, schedule
+from meshrl.overlap.producer import SwapMode
+from meshrl.testing import FakePolicy, FakeSampler, Lognormal, Witness, delayed
 
 T = TypeVar("T")
 POLICY, SAMPLER, REWARD = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none"), rl.RewardConfig()
@@ -56,6 +59,19 @@ async def trained(
         return await train(stream, policy, then)
 
 
+@contextmanager
+def noted(runs: Path, name: str, replayed: str | None = None) -> Iterator[None]:
+    """Streams note their schedule in a new folder, and follow that of another run."""
+    (runs / name).mkdir()
+    followed = read_schedule(runs / replayed) if replayed else None
+    with closing(Schedule(runs / name / "schedule.jsonl", followed)) as kept:
+        before = schedule.set(kept)
+        try:
+            yield
+        finally:
+            schedule.reset(before)
+
+
 def labels(batches: Sequence[rl.Batch]) -> set[int]:
     return {label for batch in batches for label in batch.groups.tolist()}
 
@@ -64,6 +80,42 @@ class Beside(rl.Sampling):
     """Of a call that is none of training's."""
 
     beside = True
+
+
+class TellingSampler(FakeSampler):
+    """Says of each row which weights there were when it was sampled, besides what it claims."""
+
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+        async for chunk in super().generate(prompts, sampling):
+            yield chunk.assign(sampled_by=np.full(len(chunk), self.weights.version))
+
+
+CLAIM = "tokens claim weights that came after they were sampled"
+SHORT = Lognormal(0.1, 1)
+SWAPS: Sequence[SwapMode] = ("in_flight", "drain", "abort")
+
+
+class World:
+    """What a seed draws of a stream, with the latencies of its roles."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.random = seed, Random(seed)
+        self.ahead, self.n, self.size = self.random.randrange(5), self.random.randint(1, 3), self.random.randint(1, 4)
+        self.swap = self.random.choice(SWAPS)
+        self.policy = delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=SHORT)
+
+    def slow(self, sampler: type[FakeSampler]) -> type[FakeSampler]:
+        return delayed(sampler, seed=self.seed, generate=Lognormal(0.3, 1), load=SHORT)
+
+    async def train(self, witness: Witness, stream: Rollouts, then: Callable[[], Awaitable[object]]) -> None:
+        """Until the last prompt; `then` is what comes after an update."""
+        async with stream:
+            async for batch in stream:
+                told = await batch.load()
+                assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by"))), CLAIM
+                assert np.all(np.less_equal(told.row("staleness"), self.ahead))
+                await witness.update(told, rl.CrossEntropy())
+                await then()
 
 
 class FragileEngine(rl.LocalEngine):

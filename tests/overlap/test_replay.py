@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,10 @@ LAST: list[Entry] = [LOAD, Loop(4, 2), LOAD, Ended(0)]
 
 
 def follow(folder: Path, entries: list[Entry], *loops: Loop) -> None:
-    kept = Schedule(folder / "schedule.jsonl", entries)
-    try:
+    with closing(Schedule(folder / "schedule.jsonl", entries)) as kept:
         for loop in loops:
             kept.loop(loop)
             kept.end_loop()
-    finally:
-        kept.close()
 
 
 def test_a_loop_whose_weights_come_as_before_is_followed(tmp_path: Path) -> None:
@@ -38,11 +36,10 @@ def test_a_loop_whose_weights_come_as_before_is_followed(tmp_path: Path) -> None
         ([Loop(4, 2), Ended(0)], Loop(3, None)),  # no weights, nothing to wait for
         ([LOAD], Loop(3, None)),
     ]
-    for number, (entries, loop) in enumerate(table):
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        follow(folder, entries, loop)
-        assert read_schedule(folder) == [loop, Ended(0)], (entries, loop)
+    for entries, loop in table:
+        follow(tmp_path, entries, loop)
+        assert read_schedule(tmp_path) == [loop, Ended(0)], (entries, loop)
+        (tmp_path / "schedule.jsonl").unlink()
 
 
 def test_a_loop_whose_weights_might_never_come_is_refused(tmp_path: Path) -> None:

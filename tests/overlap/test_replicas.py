@@ -9,58 +9,46 @@ import pytest
 import meshrl as rl
 from meshrl.errors import ConfigError, OtherVersions
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
-from meshrl.overlap import Schedule, read_schedule, schedule
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
-from tests.overlap.streams import POLICY, SAMPLER, FragileEngine, labels, prompts, spawned, trained
+from tests.overlap.streams import POLICY, SAMPLER, FragileEngine, labels, noted, prompts, spawned, trained
 
 
 async def outlives(
-    role: type[FakeSampler],
-    engine: FragileEngine,
-    min_ranks: int = 0,
-    policy: FakePolicy | None = None,
-    *,
-    kill: bool = True,
+    role: type[FakeSampler], engine: FragileEngine, min_ranks: int = 0, policy: FakePolicy | None = None, die: int = 2
 ) -> list[rl.Batch]:
-    """The batches of a stream; after the second one of its two replicas dies."""
+    """The batches of a stream; after so many, one of its two replicas dies."""
     sampler = await spawned(delayed(role, generate=1.0), engine, 2, min_ranks)
 
     def then(step: int) -> None:
-        if kill and step == 2:
+        if step == die:
             engine.kill(1)
 
     return await trained(sampler, prompts(6, 4), policy, ahead=1, retries=1, then=then)
 
 
-EVERY = set(range(24))
+EVERY, NEVER = set(range(24)), 99
 
 
 @pytest.mark.parametrize("min_ranks", [0, 1, 2])
 def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(min_ranks: int) -> None:
     lives = count()
 
-    class Once(FakeSampler):
-        """Can be made twice."""
-
+    class Twice(FakeSampler):
         def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
             if next(lives) > 1:
                 raise ValueError("no room on this GPU")
 
     if min_ranks == 1:
-        assert labels(simulate(lambda: outlives(Once, FragileEngine(0), min_ranks))) == EVERY
+        assert labels(simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))) == EVERY
     else:
-        with pytest.raises(rl.RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
-            simulate(lambda: outlives(Once, FragileEngine(0), min_ranks))
+        with pytest.raises(rl.RankFailed, match=r"Twice.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
+            simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))
 
 
-@pytest.mark.parametrize(
-    ("refusal", "waits"),
-    [(OtherVersions("a node has other versions"), True), (ConfigError("Ray's head is gone"), False)],
-)
-def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused(refusal: ConfigError, *, waits: bool) -> None:
-    refusals = [refusal, refusal]
+def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused() -> None:
+    refusals: list[ConfigError] = [OtherVersions("a node has other versions")] * 2
 
     class Refusing(FragileEngine):
         async def restart(self, members: Sequence[Member]) -> None:
@@ -68,12 +56,11 @@ def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused(refusal
                 raise refusals.pop()
             await super().restart(members)
 
-    if waits:
-        assert labels(simulate(lambda: outlives(FakeSampler, Refusing(0), 2))) == EVERY
-        assert not refusals
-    else:
-        with pytest.raises(ConfigError, match="head is gone"):
-            simulate(lambda: outlives(FakeSampler, Refusing(0), 2))
+    assert labels(simulate(lambda: outlives(FakeSampler, Refusing(0), 2))) == EVERY
+    assert not refusals
+    refusals.append(ConfigError("Ray's head is gone"))
+    with pytest.raises(ConfigError, match="head is gone"):
+        simulate(lambda: outlives(FakeSampler, Refusing(0), 2))
 
 
 class Passing(rl.Weights):
@@ -113,24 +100,14 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
 
 
 def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:
-    def run(name: str, replayed: str | None = None, *, kill: bool = True) -> list[rl.Batch]:
-        async def script() -> list[rl.Batch]:
-            (tmp_path / name).mkdir()
-            followed = None if replayed is None else read_schedule(tmp_path / replayed)
-            kept = Schedule(tmp_path / name / "schedule.jsonl", followed)
-            schedule.set(kept)
-            try:
-                return await outlives(FakeSampler, FragileEngine(0), kill=kill)
-            finally:
-                kept.close()
-
-        return simulate(script)
+    def run(name: str, replayed: str | None = None, die: int = 2) -> list[rl.Batch]:
+        with noted(tmp_path, name, replayed):
+            return simulate(lambda: outlives(FakeSampler, FragileEngine(0), die=die))
 
     run("broken")
     with pytest.raises(rl.DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
         run("again", "broken")
-    whole = run("whole", kill=False)
-    assert all(one == other for one, other in zip(whole, run("same", "whole", kill=False), strict=True))
+    assert run("whole", die=NEVER) == run("same", "whole", die=NEVER)
     with pytest.raises(rl.DataError, match="cannot be followed any more: rows were lost with replica 1"):
         run("dies", "whole")
 

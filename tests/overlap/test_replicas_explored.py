@@ -5,51 +5,41 @@ import re
 from itertools import count
 from random import Random
 
-import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.testing import (
-    FakePolicy,
-    FakeReward,
-    FakeSampler,
-    Lognormal,
-    Scenario,
-    ScheduleFailed,
-    Witness,
-    delayed,
-    explore,
+from meshrl.testing import FakeReward, FakeSampler, Scenario, ScheduleFailed, Witness, delayed, explore
+from tests.overlap.streams import (
+    POLICY,
+    REWARD,
+    SHORT,
+    Beside,
+    FragileEngine,
+    TellingSampler,
+    World,
+    prompts,
+    spawned,
 )
-from tests.overlap.streams import POLICY, REWARD, Beside, FragileEngine, prompts, spawned
-from tests.overlap.test_streams_explored import TellingSampler
 
 
-class World:
-    """A policy, replicas of a sampler that may die, and a stream, all drawn by a seed."""
+class Replicas(World):
+    """Replicas of a sampler that may die."""
 
     def __init__(
         self, seed: int, *, min_ranks: int, missing: int = 0, sampler: type[FakeSampler] = TellingSampler
     ) -> None:
-        self.sampler = sampler
-        self.random = random = Random(seed)
-        self.seed, self.min_ranks = seed, min_ranks
-        self.replicas = random.randint(2, 4)
-        self.ahead = random.randrange(4)
-        self.n = random.randint(1, 3)
-        self.may_die = False
-        self.size = random.randint(1, 4)
-        self.engine = FragileEngine(
-            seed, missing=min(missing, self.replicas - 1), inline_bytes=random.choice([0, 65536])
-        )
+        super().__init__(seed)
+        self.min_ranks, self.role, self.may_die = min_ranks, self.slow(sampler), False
+        self.replicas = self.random.randint(2, 4)
+        inline_bytes = self.random.choice([0, 65536])
+        self.engine = FragileEngine(seed, missing=min(missing, self.replicas - 1), inline_bytes=inline_bytes)
 
     async def run(self, steps: int) -> None:
         """Train to the last prompt; each is trained once, under the bound."""
-        random, seed, short = self.random, self.seed, Lognormal(0.1, 1)
-        witness = Witness(delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=short)(POLICY))
-        role = delayed(self.sampler, seed=seed, generate=Lognormal(0.3, 1), load=short)
-        sampler = await spawned(role, self.engine, self.replicas, self.min_ranks)
+        witness = Witness(self.policy(POLICY))
+        sampler = await spawned(self.role, self.engine, self.replicas, self.min_ranks)
         judges = await rl.Mesh.reserve(self.engine, 1, rl.Resources(cpus=0))
-        reward = await judges.spawn(delayed(FakeReward, seed=seed, score=short), REWARD)
+        reward = await judges.spawn(delayed(FakeReward, seed=self.seed, score=SHORT), REWARD)
         await rl.publish(witness, sampler)
         stream = rl.rollouts(
             sampler,
@@ -57,27 +47,25 @@ class World:
             rl.Sampling(n=self.n),
             ahead=self.ahead,
             score=reward.score,
-            late="wait",
-            swap=random.choice(["in_flight", "drain", "abort"]),
+            swap=self.swap,
             retries=0 if self.min_ranks else 1000,
         )
-        async with stream:
-            self.may_die = bool(self.min_ranks)  # else nobody knows the first weights, if all die
-            async for batch in stream:
-                told = await batch.load()
-                assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by")))
-                await witness.update(told, rl.CrossEntropy())
-                await rl.publish(witness, stream)
-                self.may_die = True
-                if random.random() < 0.3:  # beside the stream, as an evaluation
-                    assert len(await rl.rollout(sampler, next(prompts(1, 3)), Beside(n=2))) == 6
+
+        async def then() -> None:
+            await rl.publish(witness, stream)
+            self.may_die = True
+            if self.random.random() < 0.3:  # beside the stream, as an evaluation
+                assert len(await rl.rollout(sampler, next(prompts(1, 3)), Beside(n=2))) == 6
+
+        self.may_die = bool(self.min_ranks)  # else nobody knows the first weights, if all die
+        await self.train(witness, stream, then)
         assert not stream.dropped.get("stale")
         witness.check(ahead=self.ahead, n=self.n, dropped=0)
 
 
 async def one_death(seed: int) -> None:
     """One of the replicas dies before some operation: a call on it, or a value of a stream."""
-    world = World(seed % 7, min_ranks=1)
+    world = Replicas(seed % 7, min_ranks=1)
     world.engine.kill_at = 37 * seed % 400  # each number once in 400 seeds, and any few of them well spread
     await world.run(steps=3)
 
@@ -87,7 +75,7 @@ async def deaths(seed: int, sampler: type[FakeSampler] = TellingSampler) -> None
     random = Random(f"deaths {seed}")
     min_ranks, missing = random.randint(0, 2), random.randint(0, 2)
     # Without `min_ranks` a mesh begins with all ranks, and weights are not kept for all.
-    world = World(seed, min_ranks=min_ranks, missing=missing if min_ranks else 0, sampler=sampler)
+    world = Replicas(seed, min_ranks=min_ranks, missing=missing if min_ranks else 0, sampler=sampler)
     running = asyncio.ensure_future(world.run(steps=5))
     while not running.done():
         await asyncio.wait([running], timeout=random.expovariate(0.3))
@@ -121,10 +109,8 @@ async def joins_with_old_weights(seed: int) -> None:
             self.deaf = next(lives) > 4
 
         async def load(self, weights: rl.Weights) -> rl.Batch:
-            if self.deaf:
-                self.deaf = False
-                return await super().load(self.weights)
-            return await super().load(weights)
+            now, self.deaf = self.weights if self.deaf else weights, False
+            return await super().load(now)
 
     await deaths(seed, Deaf)
 

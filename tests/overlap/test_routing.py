@@ -18,10 +18,8 @@ COUNTS = st.lists(st.integers(0, 50), max_size=30)
 LOADS = st.lists(st.integers(0, 200), min_size=1, max_size=6)
 
 
-def asked(labels: list[int], **columns: list[int]) -> rl.Batch:
-    return rl.Batch.of(prompt=["?"] * len(labels), groups=np.array(labels, np.int64)).assign(
-        **{name: np.array(values) for name, values in columns.items()}
-    )
+def asked(labels: list[int]) -> rl.Batch:
+    return rl.Batch.of(prompt=["?"] * len(labels), groups=np.array(labels, np.int64))
 
 
 @given(COUNTS, LOADS, st.integers(0, 100), st.data())
@@ -31,11 +29,9 @@ def test_a_division_is_level_and_loses_nothing(
     drawn = data.draw(st.none() | st.lists(st.integers(-1, len(loads) - 1), min_size=len(costs), max_size=len(costs)))
     homes = None if drawn is None else np.array(drawn, np.int64)
     owners = lightest(np.array(costs, np.int64), np.array(loads, np.int64), homes, slack)
-    plan = plan_of(owners, len(loads))
-    assert sorted(np.concatenate(plan).tolist()) == list(range(len(costs)))
-    assert rl.Batch.join([asked(list(range(len(costs)))).part(rows) for rows in plan], plan).groups.tolist() == list(
-        range(len(costs))
-    )
+    plan, every = plan_of(owners, len(loads)), list(range(len(costs)))
+    assert sorted(np.concatenate(plan).tolist()) == every
+    assert rl.Batch.join([asked(every).part(rows) for rows in plan], plan).groups.tolist() == every
     after = [load + sum(costs[row] for row in rows) for load, rows in zip(loads, plan, strict=True)]
     largest = max(costs, default=0)
     for load, rows in zip(after, plan, strict=True):
@@ -78,9 +74,7 @@ async def test_a_caller_may_divide_the_rows() -> None:
     assert told.groups.tolist() == [5, 6, 7, 8, 9]
     assert parts(where.rank) == 3
     for wrong in (owners[1:], owners + 1, owners - 1):
-        with pytest.raises(
-            rl.ContractError, match=r"Where.rank: rows cannot be divided in this way: . owners from -?. to ."
-        ):
+        with pytest.raises(rl.ContractError, match=r"Where.rank: rows cannot .*: . owners from -?. to ."):
             await routed(where.rank, wrong)(batch)
     alone = Where()
     assert parts(alone.rank) == 1
@@ -101,14 +95,6 @@ async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0].objects("completion"))) == 2
     await engine.close()
-
-
-class Telling(FakeSampler):
-    """Says which rank drew a row."""
-
-    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
-        async for chunk in super().generate(prompts, sampling):
-            yield chunk.assign(rank=np.full(len(chunk), rl.current_rank().index))
 
 
 def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
@@ -161,6 +147,11 @@ def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
 
 
 def test_the_completions_of_a_prompt_stay_on_one_rank_also_where_they_were_aborted() -> None:
+    class Telling(FakeSampler):
+        async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+            async for chunk in super().generate(prompts, sampling):
+                yield chunk.assign(rank=np.full(len(chunk), rl.current_rank().index))
+
     async def script() -> list[rl.Batch]:
         sampler = await spawned(delayed(Telling, generate=Lognormal(1.0, 1.0)), rl.LocalEngine(), 2)
         return await trained(sampler, prompts(10, 4), n=4, ahead=2, swap="abort")

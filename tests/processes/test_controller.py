@@ -56,6 +56,12 @@ async def main():
 
 asyncio.run(main())
 """
+ENGINE_ALONE = """
+from meshrl.engines.processes import ProcessEngine
+engine = ProcessEngine()
+print("it runs", flush=True)
+input()
+"""
 FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), time.sleep(10**6)); await call"
 HANG, NEVER, CLOSE = "await call", "pass", "await engine.close()"
 
@@ -101,22 +107,22 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
         assert not list(folder.glob("meshrl-*"))
 
 
+def is_of_group(pid: int, group: int) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid) == group
+    return False
+
+
 def test_a_killed_controller_leaves_nothing_even_if_what_it_has_forked_goes_on() -> None:
     with controller(FORK, is_read=True) as (started, folder):
         wait_until((folder / "note").exists)
         started.kill()
-        forked = [pid for pid in psutil.pids() if pid != started.pid and _group(pid) == started.pid]
+        forked = [pid for pid in psutil.pids() if pid != started.pid and is_of_group(pid, started.pid)]
     assert started.returncode == -signal.SIGKILL
     assert running(forked)
     os.killpg(started.pid, signal.SIGKILL)
     wait_until(lambda: not running(forked))
     sweep()
-
-
-def _group(pid: int) -> int:
-    with suppress(ProcessLookupError):
-        return os.getpgid(pid)
-    return 0
 
 
 def test_a_controller_that_exits_without_closing_its_engine_leaves_nothing() -> None:
@@ -139,15 +145,12 @@ def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(mo
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "script.py"
-        script.write_text(
-            "from meshrl.engines.processes import ProcessEngine\n"
-            "engine = ProcessEngine()\nprint('it runs', flush=True)\ninput()\n"
-        )
+        script.write_text(ENGINE_ALONE)
 
         def kill(started: "subprocess.Popen[str]") -> None:
             for process in [*psutil.Process(started.pid).children(), started]:
                 process.kill()
-            started.wait()
+            started.communicate()
 
         def begun(known: set[Path]) -> "tuple[subprocess.Popen[str], set[Path]]":
             started = start(folder, script)
@@ -173,5 +176,3 @@ def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(mo
         ProcessEngine()
         gc.collect()
         assert not list(folder.glob("meshrl-*"))
-        for started in (one, other):
-            started.communicate()

@@ -44,10 +44,6 @@ class Rows(Numbered):
             await asyncio.Event().wait()
 
 
-async def pids_of(rows: Rows) -> list[int]:
-    return [int(pid) for pid in await rows.pid()]
-
-
 async def killed(*pids: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -58,7 +54,7 @@ async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
     engine: ProcessEngine, mesh: Mesh
 ) -> None:
     rows = await mesh.spawn(Rows)
-    pids = await pids_of(rows)
+    pids = (await rows.pid()).tolist()
     batch, spare = await rows.make(1), await rows.make(2)
     first = batch.select([0])
     left = segments(*pids)
@@ -66,8 +62,7 @@ async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
     del spare
     await killed(*pids)
 
-    other_mesh = await Mesh.reserve(engine, 1, NO_CORE)
-    other = await other_mesh.spawn(Rows)
+    other = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rows)
     assert (await other.same(batch)).sum() == 2 * ROWS
     assert (await batch.load()).rewards.sum() == 2 * ROWS
     await until(lambda: sum(path.exists() for path in left) == 2)  # what no batch names goes with its rank
@@ -76,27 +71,22 @@ async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
     assert (await first.load()).rewards.tolist() == [1]
     del first
     await until(lambda: not any(path.exists() for path in left))
-    await other_mesh.stop()
 
 
 async def test_what_a_killed_reader_had_leased_is_written_again(engine: ProcessEngine) -> None:
-    maker_mesh, reader_mesh = await Mesh.reserve(engine, 1, NO_CORE), await Mesh.reserve(engine, 1, NO_CORE)
-    maker, reader = await maker_mesh.spawn(Rows), await reader_mesh.spawn(Rows)
-    (pid,) = await pids_of(maker)
+    maker, reader = [await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rows) for _ in range(2)]
+    (pid,) = (await maker.pid()).tolist()
     batch = await maker.make(1)
     await reader.keep(batch)
     del batch
     leased = len(segments(pid))
     batch = await maker.make(2)
     assert len(segments(pid)) == leased + 1, "what is leased is not written again"
-    await killed(*await pids_of(reader))
+    await killed(*(await reader.pid()).tolist())
     again = await maker.make(3)
     assert len(segments(pid)) == leased + 1
     assert (await batch.load()).rewards[0] == 2
     assert (await again.load()).rewards[0] == 3
-    del batch, again
-    await maker_mesh.stop()
-    await reader_mesh.stop()
 
 
 async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_new_processes(
@@ -104,7 +94,7 @@ async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_ne
 ) -> None:
     mesh = await Mesh.reserve(engine, 2, NO_CORE)
     rows = await mesh.spawn(Rows)
-    pids = await pids_of(rows)
+    pids = (await rows.pid()).tolist()
     parent = psutil.Process(pids[0]).parent()
     assert parent is not None
     others = {child.pid for child in parent.children()} - set(pids)

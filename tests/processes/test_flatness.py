@@ -73,16 +73,13 @@ class Size(NamedTuple):
     memory: int
 
 
-def size(process: psutil.Process) -> Size:
-    return Size(process.num_fds(), process.num_threads(), len(segments(process.pid)), process.memory_info().rss)
-
-
 async def sizes(pids: list[int], ranks: list[Rows]) -> list[Size]:
     """Of each process, when what was cancelled has ended."""
     gc.collect()
     for rows in [*ranks] * 10:
         await rows.pid()
-    return [size(psutil.Process(pid)) for pid in pids]
+    found = [psutil.Process(pid) for pid in pids]
+    return [Size(of.num_fds(), of.num_threads(), len(segments(of.pid)), of.memory_info().rss) for of in found]
 
 
 async def test_nothing_grows_with_the_steps(engine: ProcessEngine) -> None:

@@ -37,18 +37,17 @@ class Rows(Actor):
     @endpoint
     async def token_columns(self) -> Gather[Batch]:
         offsets = np.arange(COUNT + 1)
-        return Batch.of(
-            tokens=Ragged(np.ones(COUNT, np.int32), offsets), loss_mask=Ragged(np.ones(COUNT, bool), offsets)
-        )
+        tokens, mask = [Ragged(np.ones(COUNT, dtype), offsets) for dtype in (np.int32, bool)]
+        return Batch.of(tokens=tokens, loss_mask=mask)
 
     @endpoint
     async def total(self, batch: Batch) -> Same[float]:
         return float(batch.row("states").sum(dtype=np.float64))
 
 
-async def memory_of(rows: Rows) -> int:
-    """The bytes of shared memory that a rank has made."""
-    return sum(path.stat().st_size for path in segments(await rows.pid()))
+def memory_of(pid: int) -> int:
+    """The bytes of shared memory that a process has made."""
+    return sum(path.stat().st_size for path in segments(pid))
 
 
 def few(nbytes: int) -> bool:
@@ -59,8 +58,8 @@ def few(nbytes: int) -> bool:
 async def test_a_column_is_made_and_handed_on_without_a_copy(engine: ProcessEngine) -> None:
     maker, taker = [await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rows) for _ in range(2)]
     named = await taker.under_another_name(await maker.make(3.0))
-    assert few(await memory_of(maker) - NBYTES)
-    assert few(await memory_of(taker))
+    assert few(memory_of(await maker.pid()) - NBYTES)
+    assert few(memory_of(await taker.pid()))
     for value in (4.0, 5.0):
         await maker.make(value)  # in other memory
     assert (await named.load()).row("states").min() == 3.0
@@ -71,7 +70,7 @@ async def test_a_column_is_made_and_handed_on_without_a_copy(engine: ProcessEngi
 async def test_what_columns_share_is_copied_once(mesh: Mesh) -> None:
     one = at(await mesh.spawn(Rows), dp=0)
     batch = await one.token_columns()
-    assert few(await memory_of(one) - COUNT * (4 + 1 + 8))
+    assert few(memory_of(await one.pid()) - COUNT * (4 + 1 + 8))
     assert batch.elsewhere
 
 
@@ -85,16 +84,16 @@ async def test_what_a_reader_joins_is_handed_on_as_it_lies_there(
     made = await (await makers.make(3.0)).load()
     assert is_in_place(made.row("hidden"))
     assert not made.row("hidden").flags.writeable
-    here = sum(path.stat().st_size for path in segments(os.getpid()))
+    here = memory_of(os.getpid())
     named = await taker.under_another_name(made)
-    assert few(await memory_of(taker))
-    assert few(sum(path.stat().st_size for path in segments(os.getpid())) - here)
+    assert few(memory_of(await taker.pid()))
+    assert few(memory_of(os.getpid()) - here)
     assert await taker.total(named) == 12.0 * COUNT
 
     named = await taker.under_another_name(await makers.make(3.0))
-    joined = await memory_of(taker)
+    joined = memory_of(await taker.pid())
     assert few(joined - 2 * NBYTES), "it joins them once"
     for pid in pids:
         await killed(pid)
     assert await taker.total(named) == 12.0 * COUNT
-    assert await memory_of(taker) == joined
+    assert memory_of(await taker.pid()) == joined

@@ -16,25 +16,16 @@ from tests.processes.conftest import NO_CORE
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores that processes can be pinned to")
 
 
 class Has(Actor):
     @endpoint
-    async def gpus(self) -> Same[list[str]]:
-        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    async def variable(self, name: str) -> Same[str]:
+        return os.environ[name]
 
     @endpoint
     async def cores(self) -> Same[list[int]]:
         return sorted(os.sched_getaffinity(0))
-
-    @endpoint
-    async def threads(self) -> Same[int]:
-        return int(os.environ["OMP_NUM_THREADS"])
-
-    @endpoint
-    async def port(self) -> Same[int]:
-        return int(os.environ["MASTER_PORT"])
 
     @endpoint
     async def die(self) -> None:
@@ -50,14 +41,14 @@ async def engine() -> AsyncIterator[ProcessEngine]:
         await made.close()
 
 
-async def gpus_of(mesh: Mesh) -> list[list[str]]:
-    return await each((await mesh.spawn(Has)).gpus)()
+async def gpus_of(mesh: Mesh) -> list[str]:
+    return await each((await mesh.spawn(Has)).variable)("CUDA_VISIBLE_DEVICES")
 
 
 async def test_the_port_of_a_ranks_store_is_its_own_before_it_listens(engine: ProcessEngine) -> None:
     """Where ranks compute together, `torch.distributed` listens there."""
-    mesh = await Mesh.reserve(engine, 1, Resources(cpus=0))
-    port = await (await mesh.spawn(Has)).port()
+    mesh = await Mesh.reserve(engine, 1, NO_CORE)
+    port = int(await (await mesh.spawn(Has)).variable("MASTER_PORT"))
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
     with pytest.raises(ConnectionRefusedError):
@@ -67,51 +58,50 @@ async def test_the_port_of_a_ranks_store_is_its_own_before_it_listens(engine: Pr
 
 async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessEngine) -> None:
     whole = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=2))
-    assert await gpus_of(whole) == [["0", "1"], ["2", "3"]]
+    assert await gpus_of(whole) == ["0,1", "2,3"]
     none = await Mesh.reserve(engine, 2, NO_CORE)
-    assert await gpus_of(none) == [[""], [""]]
-    with pytest.raises(
-        ConfigError, match=r"1 ranks with 0\.5 GPUs each, but this machine has 0 of GPU 0, .* stop a mesh"
-    ):
+    assert await gpus_of(none) == ["", ""]
+    with pytest.raises(ConfigError, match=r"1 ranks with 0\.5 GPUs each, .* has 0 of GPU 0, .* stop a mesh"):
         await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.5))
     await whole.stop()
     four = await Mesh.reserve(engine, 4, Resources(cpus=0, gpus=1))
     has = await four.spawn(Has)
-    assert await each(has.gpus)() == [["0"], ["1"], ["2"], ["3"]]
+    assert await gpus_of(four) == ["0", "1", "2", "3"]
     with pytest.raises(RankDied):
         await at(has, dp=1).die()
     await respawn(has)
-    assert await each(has.gpus)() == [["0"], ["1"], ["2"], ["3"]], "that of the dead is its successor's"
+    assert await gpus_of(four) == ["0", "1", "2", "3"], "that of the dead is its successor's"
     for mesh in (none, four):
         await mesh.stop()
 
 
 async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
     shares = await Mesh.reserve(engine, 3, Resources(cpus=0, gpus=0.5))
-    assert await gpus_of(shares) == [["0"], ["0"], ["1"]]
+    assert await gpus_of(shares) == ["0", "0", "1"]
     whole = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))
-    assert await gpus_of(whole) == [["2", "3"]], "not one that is shared"
+    assert await gpus_of(whole) == ["2,3"], "not one that is shared"
     with pytest.raises(ConfigError, match=r"2 ranks with 0\.3 GPUs each.* has 0 of GPU 0, 0\.5 of GPU 1, 0 of GPU 2"):
         await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=0.3))
     more = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.3))
-    assert await gpus_of(more) == [["1"]]
+    assert await gpus_of(more) == ["1"]
     for mesh in (shares, whole, more):
         await mesh.stop()
     all_of_it = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=4))
-    assert await gpus_of(all_of_it) == [["0", "1", "2", "3"]]
+    assert await gpus_of(all_of_it) == ["0,1,2,3"]
     await all_of_it.stop()
 
 
 async def test_what_a_machine_does_not_have_is_said(engine: ProcessEngine) -> None:
-    with pytest.raises(ConfigError, match=r"1 ranks with 5 GPUs each, but this machine has 1 of GPU 0"):
-        await Mesh.reserve(engine, 1, Resources(gpus=5))
-    with pytest.raises(ConfigError, match=r"asks for shelf, .* use Ray"):
-        await Mesh.reserve(engine, 1, Resources(custom={"shelf": 1}))
-    with pytest.raises(ConfigError, match="ask for at least 1"):
-        await Mesh.reserve(engine, 0)
+    for count, asks, told in [
+        (1, Resources(gpus=5), "1 ranks with 5 GPUs each, but this machine has 1 of GPU 0"),
+        (1, Resources(custom={"shelf": 1}), "asks for shelf, .* use Ray"),
+        (0, NO_CORE, "ask for at least 1"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            await Mesh.reserve(engine, count, asks)
 
 
-@two_cores
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores that processes can be pinned to")
 async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engine: ProcessEngine) -> None:
     one, other = [await Mesh.reserve(engine, 1, Resources(cpus=1)) for _ in range(2)]
     seen = [await each((await mesh.spawn(Has)).cores)() for mesh in (one, other)]
@@ -125,29 +115,19 @@ async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engin
     has = await rest.spawn(Has)
     half = len(CORES) // 2
     assert await each(has.cores)() == [CORES[:half], CORES[half : 2 * half]]
-    assert await each(has.threads)() == [half, half]
+    assert await each(has.variable)("OMP_NUM_THREADS") == [str(half)] * 2
     none = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Has)
     assert await each(none.cores)() == [CORES], "without cores of its own it runs on all"
-    assert await each(none.threads)() == [1]
+    assert await none.variable("OMP_NUM_THREADS") == "1"
     await rest.stop()
 
 
 async def test_the_limit_of_open_files_is_raised_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = (0, 0)
-
-    def limit(_: int, wanted: tuple[int, int]) -> None:
-        nonlocal limits
-        limits = wanted
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(resource, "setrlimit", limit)
-    for now, most, then in (
-        (1024, 4096, 4096),
-        (1024, 2**30, 65536),
-        (1024, resource.RLIM_INFINITY, 65536),
-        (2**20, 2**30, 2**20),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
-    ):
-        limits = now, most
+    limits: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    no = resource.RLIM_INFINITY
+    for now, most, then in (1024, 4096, 4096), (1024, no, 65536), (2**20, 2**30, 2**20), (no, no, no):
+        limits[resource.RLIMIT_NOFILE] = now, most
         await ProcessEngine().close()
-        assert limits == (then, most), (now, most)
+        assert limits[resource.RLIMIT_NOFILE] == (then, most), (now, most)

@@ -18,7 +18,7 @@ from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, en
 from meshrl.engines.processes import ProcessEngine
 from tests.processes.conftest import NO_CORE, made_now, running, until, wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.process
 
 PRINTS = """
 import asyncio
@@ -46,10 +46,6 @@ class Rank(Actor):
         return float(np.random.random())  # noqa: NPY002 -- what older code draws from
 
     @endpoint
-    async def gpus(self) -> Same[str]:
-        return os.environ["CUDA_VISIBLE_DEVICES"]
-
-    @endpoint
     async def pid(self) -> Same[int]:
         return os.getpid()
 
@@ -72,17 +68,11 @@ class Rank(Actor):
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def printed_by(script: Path) -> str:
-    """What comes through a pipe."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
-
-
-async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
+def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     (tmp_path / "says_hello.py").write_text("print('hello')")
-    printed = await asyncio.to_thread(printed_by, tmp_path / "script.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    printed = subprocess.check_output([sys.executable, tmp_path / "script.py"], text=True, env=environment)
     assert sorted(printed.splitlines()) == ["a rank says so", "a rank says so", "hello"]
 
 
@@ -98,7 +88,7 @@ async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
         engine = ProcessEngine(modules=["numpy.random"])
         monkeypatch.setenv("MINE", "set late")
         ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
-        environment = await at_first(ranks)
+        environment = (await each(ranks.environment)())[0]
         assert (environment["PYTHONPATH"], environment["MINE"]) == ("/the/users/own", "set late")
         assert await ranks.files() > 512, "as many files as this user may open"
         assert len(set(await each(ranks.draw)())) == 4
@@ -106,11 +96,6 @@ async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not list(long.iterdir())
-
-
-async def at_first(ranks: Rank) -> dict[str, str]:
-    """The environment of the first rank: the others have other numbers."""
-    return (await each(ranks.environment)())[0]
 
 
 BREAKS = """
@@ -151,8 +136,9 @@ async def test_a_rank_that_cannot_be_started_is_told_and_takes_nothing(
         await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))
     assert "ValueError: a rank of straw" in capfd.readouterr().err
     ranks = await (await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))).spawn(Rank)
-    assert await ranks.gpus() == "0,1"
-    assert "PYTHONPATH" not in await ranks.environment()
+    environment = await ranks.environment()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "PYTHONPATH" not in environment
     assert running(made_of) == made_of
     await engine.close()
 
@@ -188,9 +174,9 @@ async def test_ranks_end_with_what_they_are_made_of_and_can_be_made_again(monkey
 async def test_processes_that_a_rank_has_started_end_with_it() -> None:
     engine = ProcessEngine()
     meshes = [await Mesh.reserve(engine, 1, NO_CORE) for _ in range(3)]
-    killed, stopped, closed = [await mesh.spawn(Rank) for mesh in meshes]
-    pids = [await ranks.fork() for ranks in (killed, stopped, closed)]
-    assert len(running([pid for pair in pids for pid in pair])) == 6
+    killed, *others = [await mesh.spawn(Rank) for mesh in meshes]
+    pids = [await ranks.fork() for ranks in (killed, *others)]
+    assert all(running(pair) == pair for pair in pids)
     call = asyncio.create_task(killed.wait())
     await killed.files()
     os.kill(pids[0][0], signal.SIGKILL)

@@ -15,27 +15,7 @@ import psutil
 import pytest
 import ray
 
-from meshrl import (
-    Actor,
-    Batch,
-    ClippedLoss,
-    CollectiveActor,
-    DataLost,
-    Mesh,
-    MeshStopped,
-    NewModel,
-    Policy,
-    PolicyConfig,
-    Ragged,
-    RankDied,
-    RankFailed,
-    Run,
-    RunConfig,
-    at,
-    current_rank,
-    endpoint,
-    respawn,
-)
+import meshrl as rl
 from meshrl.engines.ray import RayEngine
 from meshrl_fsdp.policy import FsdpPolicy
 from tests.processes.conftest import running, until, wait_until
@@ -47,15 +27,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Meets(Actor, CollectiveActor):
+class Meets(rl.Actor, rl.CollectiveActor):
     """Rank 1 dies in a collective, and rank 0 fails of that at once."""
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         return [work()]
 
-    @endpoint
+    @rl.endpoint
     async def meet(self) -> None:
-        if current_rank().index == 1:
+        if rl.current_rank().index == 1:
             os._exit(1)
         raise RuntimeError("connection closed by peer")
 
@@ -67,7 +47,7 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
     """The news of it waits for the last output, which comes from the other machine."""
     monkeypatch.setattr("meshrl.engines.hosting.caller.boot", lambda: "another machine")
     slots = await engine.reserve(2, NO_CORE)
-    meets = await Mesh(engine, slots).spawn(Meets)
+    meets = await rl.Mesh(engine, slots).spawn(Meets)
     asked, comes = asyncio.Event(), asyncio.Event()
 
     async def last_output() -> None:
@@ -81,7 +61,7 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
         await asyncio.sleep(0)
     assert not meeting.done()  # neither the failure of rank 0 nor the death
     comes.set()
-    with pytest.raises(RankDied, match="rank 1"):
+    with pytest.raises(rl.RankDied, match="rank 1"):
         await meeting
 
 
@@ -102,19 +82,19 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
     """A mesh that is stopped while it is called, a run that ends by a death, a start that is cancelled."""
     before = present()
     engine, pids = RayEngine(), list[int]()
-    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    mesh = await rl.Mesh.reserve(engine, 2, NO_CORE)
     probe = await mesh.spawn(Probe)
     pids += (await probe.pid()).tolist()
     call = asyncio.create_task(probe.hang())
     await until(lambda: set(pids) < present() - before)  # the title of a process is not whole while it is written
     await mesh.stop()
-    for stopped in (call, probe.pid(), respawn(probe), mesh.spawn(Probe)):
-        with pytest.raises(MeshStopped):
+    for stopped in (call, probe.pid(), rl.respawn(probe), mesh.spawn(Probe)):
+        with pytest.raises(rl.MeshStopped):
             await stopped
     await until(lambda: present() <= before)
 
     async def train() -> None:
-        async with Run(RunConfig(folder=str(tmp_path), engine="ray")) as run:
+        async with rl.Run(rl.RunConfig(folder=str(tmp_path), engine="ray")) as run:
             probe = await (await run.mesh(2, NO_CORE)).spawn(Probe)
             pids.extend((await probe.pid()).tolist())
             batch = await probe.make(500_000)
@@ -122,11 +102,11 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
             await until(lambda: not running(pids[-1:]))
             await probe.take(batch)
 
-    with pytest.raises(RankDied):
+    with pytest.raises(rl.RankDied):
         await train()
     await until(lambda: present() <= before and stored() <= 1_000_000)  # the batch had 8 MB
 
-    reserving = asyncio.create_task(Mesh.reserve(engine, 2, NO_CORE))
+    reserving = asyncio.create_task(rl.Mesh.reserve(engine, 2, NO_CORE))
     await until(lambda: not present() <= before)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -136,29 +116,19 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
 
 
 async def test_a_closed_engine_joins_no_other_cluster(
-    from_afar: None, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    from_afar: None, mesh: rl.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe = await mesh.spawn(Probe)
     batch = await probe.make(50_000)
     with monkeypatch.context() as patched:
         patched.setattr(ray, "is_initialized", lambda: False)
-        with pytest.raises(MeshStopped, match="the engine is closed"):
+        with pytest.raises(rl.MeshStopped, match="the engine is closed"):
             await probe.take(np.zeros(100_000))
-        with pytest.raises(DataLost, match="the engine is closed"):
+        with pytest.raises(rl.DataLost, match="the engine is closed"):
             await batch.load()
 
 
-def rollouts(tokens: Ragged) -> Batch:
-    """Rows of 9 tokens."""
-    return Batch.of(
-        tokens=tokens,
-        loss_mask=Ragged(np.arange(len(tokens.values)) % 9 > 2, tokens.offsets),
-        sampler_logprobs=Ragged(np.full(len(tokens.values), -2.0, np.float32), tokens.offsets),
-        advantages=np.ones(len(tokens), np.float32),
-    )
-
-
-async def until_it_fails(policy: Policy, batch: Batch) -> None:
+async def until_it_fails(policy: rl.Policy, batch: rl.Batch) -> None:
     while True:  # Ray notices a death a moment later
         await policy.logprobs(batch)
 
@@ -166,22 +136,25 @@ async def until_it_fails(policy: Policy, batch: Batch) -> None:
 async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
     """And a policy trains on ranks of Ray, and on new ones after one has died."""
     engine = RayEngine(inline_bytes=0)
-    model = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-    mesh = (await Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
-    policy, killer = await mesh.spawn(FsdpPolicy, PolicyConfig(model=model)), await mesh.spawn(Probe)
-    maker = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
-    batch = (await maker.make(9)).assign(loss_mask=Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
-    with pytest.raises(RankDied):
-        await at(maker, dp=1).die()
-    with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
+    model = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+    mesh = (await rl.Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
+    policy, killer = await mesh.spawn(FsdpPolicy, rl.PolicyConfig(model=model)), await mesh.spawn(Probe)
+    maker = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
+    batch = (await maker.make(9)).assign(loss_mask=rl.Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
+    with pytest.raises(rl.RankDied):
+        await rl.at(maker, dp=1).die()
+    with pytest.raises(rl.RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
         await until_it_fails(policy, batch)
-    trained = rollouts(Ragged.of([np.arange(2, 11)] * 2, np.int32))
-    await policy.update(trained, ClippedLoss())
+    tokens = rl.Ragged.of([np.arange(2, 11)] * 2, np.int32)
+    mask, logprobs = [rl.Ragged(values, tokens.offsets) for values in (np.arange(18) % 9 > 2, np.full(18, -2.0, "f4"))]
+    advantages = np.ones(2, np.float32)
+    trained = rl.Batch.of(tokens=tokens, loss_mask=mask, sampler_logprobs=logprobs, advantages=advantages)
+    await policy.update(trained, rl.ClippedLoss())
     assert (await policy.weights()).version == 1
-    with pytest.raises(RankDied):
-        await at(killer, dp=1).die()
-    await respawn(policy)
-    await policy.update(trained, ClippedLoss())
+    with pytest.raises(rl.RankDied):
+        await rl.at(killer, dp=1).die()
+    await rl.respawn(policy)
+    await policy.update(trained, rl.ClippedLoss())
     assert (await policy.weights()).version == 1, "of new ranks, which have begun anew"
     await engine.close()
 
@@ -213,8 +186,8 @@ def test_a_controller_that_is_killed_takes_its_ranks_and_its_own_cluster_with_it
     """Its classes are a script's own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as started:
+    command = ["env", "-u", "RAY_ADDRESS", sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         found = next((line for line in started.stdout if line.startswith("pids")), "")
         started.kill()

@@ -17,9 +17,10 @@ from tests.processes.conftest import until
 class FakeReader:
     """Reads files of this machine. Raises `error` if there is one."""
 
+    error: Exception | None = None
+
     def __init__(self) -> None:
         self.read_on = self
-        self.error: Exception | None = None
 
     async def remote(self, files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
         if self.error:

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -55,28 +56,24 @@ async def test_a_rank_finds_what_torch_distributed_needs_and_a_thread_where_no_c
 def test_local_ranks_are_counted_by_node() -> None:
     places = [Place(1, "one", "10.0.0.1", "a", 5000, "boot"), Place(2, "two", "10.0.0.2", "b", 6000, "boot")]
     told = environments({0: places[1], 1: places[0], 2: places[1]}, 3, threads=3)
-    made = [told[rank] for rank in range(3)]
-    assert [each["LOCAL_RANK"] for each in made] == ["0", "0", "1"]
-    assert [each["LOCAL_WORLD_SIZE"] for each in made] == ["2", "1", "2"]
-    assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in made} == {
-        ("10.0.0.2", "6000", "3")
-    }
-
-
-ASKS = [
-    (Resources(cpus=2), r"2 ranks with 2 CPU each, and the cluster has room for 1:\n  \S+ has 2 CPU, 2 shelf"),
-    (Resources(gpus=1), "2 ranks with .*1 GPU each, and the cluster has room for 0"),
-    (Resources(cpus=0, custom={"shelf": 1.5}), "2 ranks with 1.5 shelf each, and the cluster has room for 1"),
-]
+    master = "10.0.0.2", "6000", "3"
+    assert [
+        [told[rank][name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
+        for rank in range(3)
+    ] == [["0", "2", *master], ["0", "1", *master], ["1", "2", *master]]
 
 
 async def test_what_the_cluster_can_never_give_is_an_error_at_once(engine: RayEngine) -> None:
-    for asks, message in ASKS:
+    for asks, message in [
+        (Resources(cpus=2), r"2 ranks with 2 CPU each, and the cluster has room for 1:\n  \S+ has 2 CPU, 2 shelf"),
+        (Resources(gpus=1), "2 ranks with .*1 GPU each, and the cluster has room for 0"),
+        (Resources(cpus=0, custom={"shelf": 1.5}), "2 ranks with 1.5 shelf each, and the cluster has room for 1"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             await Mesh.reserve(engine, 2, asks)
 
 
-async def test_what_is_taken_is_waited_for(
+async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_from_that(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.05)
@@ -92,14 +89,6 @@ async def test_what_is_taken_is_waited_for(
     assert not second.done()
     await first.stop()
     await second
-
-
-async def test_a_process_that_starts_is_told_from_missing_resources(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.05)
-    monkeypatch.setattr("meshrl.engines.hosting.patience.NEXT_WORD", 0.05)
-    await Mesh.reserve(engine, 1, Resources(cpus=1))
     last = [line for line in "".join(capsys.readouterr()).splitlines() if "waiting for" in line][-1]
     assert "waiting for ranks to start" in last
     assert "free=" not in last
@@ -116,11 +105,8 @@ async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
         asked.append(there)
         return [*there, there[0]._replace(id="lost", has={"shelf": 3, "CPU": 1})] if len(asked) == 1 else there
 
-    async def same(*_: object, **__: object) -> bool:
-        return True
-
     monkeypatch.setattr(Cluster, "nodes", nodes)
-    monkeypatch.setattr(Cluster, "check", same)
+    monkeypatch.setattr(Cluster, "check", AsyncMock(return_value=True))
     monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.01)
     with pytest.raises(NoRoom, match="3 ranks with 1 shelf each, and the cluster has room for 2"):
         await Mesh.reserve(engine, 3, Resources(cpus=0, custom={"shelf": 1}))

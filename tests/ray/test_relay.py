@@ -103,24 +103,14 @@ async def test_where_torch_is_not_installed_they_come_by_rays_store(mesh: Mesh, 
     assert await taken.take(await made.weights(1)) == (1, STORE)
 
 
-class Asked:
-    """A method of the actor of a rank that answers, or does not."""
-
-    def __init__(self, *, answers: bool) -> None:
-        self._answers = answers
-
-    async def remote(self, *_: object) -> object:
-        return None if self._answers else await asyncio.Event().wait()
-
-
 def handle(*, answers: bool) -> Handle:
-    asked = Asked(answers=answers)
-    return cast("Handle", SimpleNamespace(answers=asked, host_copy=asked, hand_on=asked))
+    """Of the actor of a rank that answers, or does not."""
 
+    async def remote(*_: object) -> None:
+        if not answers:
+            await asyncio.Event().wait()
 
-async def slowly(patience: float) -> str:
-    await asyncio.sleep(3 * patience)
-    return "it"
+    return cast("Handle", SimpleNamespace(answers=SimpleNamespace(remote=remote)))
 
 
 async def test_who_waits_is_told_of_a_rank_that_does_not_answer_and_waits_for_one_that_does() -> None:
@@ -129,4 +119,5 @@ async def test_who_waits_is_told_of_a_rank_that_does_not_answer_and_waits_for_on
         said = r"a rank on two \(127\.0\.0\.1\) has not answered for 0\.3 s, which is run\.patience"
         with pytest.raises(Gone, match=said):
             await unless_silent(Stop(handle(answers=False), own), asyncio.Event().wait())
-        assert await unless_silent(Stop(handle(answers=True), own), slowly(0.3)) == "it"
+        slowly = asyncio.sleep(3 * 0.3, "it")
+        assert await unless_silent(Stop(handle(answers=True), own), slowly) == "it"

@@ -6,20 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl import (
-    EVERY,
-    Actor,
-    Batch,
-    Gather,
-    Mesh,
-    Ragged,
-    RankFailed,
-    Same,
-    Shard,
-    Weights,
-    current_rank,
-    endpoint,
-)
+import meshrl as rl
 from meshrl.data import RemoteColumn
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.refs import RayRef
@@ -31,37 +18,37 @@ pytestmark = pytest.mark.usefixtures("from_afar")
 
 
 class Rows(Probe):
-    @endpoint
-    async def twice(self, batch: Shard[Batch], *, fail: bool = False) -> Gather[Batch]:
-        tokens = Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets)
+    @rl.endpoint
+    async def twice(self, batch: rl.Shard[rl.Batch], *, fail: bool = False) -> rl.Gather[rl.Batch]:
+        tokens = rl.Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets)
         if fail:
             raise ValueError("as asked")
         return batch.assign(tokens=tokens)
 
-    @endpoint
-    async def total(self, weights: Weights, array: np.ndarray) -> Same[float]:
+    @rl.endpoint
+    async def total(self, weights: rl.Weights, array: np.ndarray) -> rl.Same[float]:
         assert not array.flags.writeable
         return float(sum(tensor.sum() for tensor in weights.tensors.values()) + array.sum())
 
 
-class Relay(Actor):
+class Relay(rl.Actor):
     """Calls another actor from its rank."""
 
-    @endpoint
-    async def hand_on(self, batch: Batch, rows: Rows) -> Same[Batch]:
+    @rl.endpoint
+    async def hand_on(self, batch: rl.Batch, rows: Rows) -> rl.Same[rl.Batch]:
         return await rows.twice(batch)
 
 
-def held(batch: Batch) -> list[object]:
+def held(batch: rl.Batch) -> list[object]:
     """What the tokens are to be fetched by."""
     column = batch._columns["tokens"]
     assert isinstance(column, RemoteColumn)
     return [piece.held for piece in column.missing]
 
 
-async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(engine: RayEngine, mesh: Mesh) -> None:
+async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(engine: RayEngine, mesh: rl.Mesh) -> None:
     """What a rank has of Ray's store it hands on in its machine's memory, and what it makes goes back through Ray."""
-    one, other = await mesh.spawn(Rows), await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
+    one, other = await mesh.spawn(Rows), await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
     relay = await mesh.spawn(Relay)
     batch = await one.make(50_000)
     assert isinstance(next(iter(held(batch))), RayRef)
@@ -69,7 +56,7 @@ async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(en
     assert isinstance(next(iter(held(doubled))), RayRef)
     assert [int(row[-1]) for row in (await doubled.load()).tokens] == [99_998] * 4
 
-    weights = Weights(1, {f"layer{number}": np.ones(1000, np.float32) for number in range(1000)})
+    weights = rl.Weights(1, {f"layer{number}": np.ones(1000, np.float32) for number in range(1000)})
     assert await one.total(weights, np.ones(1_000_000)) == 2_000_000
 
     before = psutil.Process().memory_info().rss
@@ -81,48 +68,38 @@ async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(en
     highest = list[int]()
     for step in range(60):
         batch = (await one.make(50_000, 4)).select(np.random.default_rng(step).permutation(8))
-        with suppress(RankFailed):
+        with suppress(rl.RankFailed):
             doubled = await other.twice(batch, fail=step % 3 == 0)
             if step % 10 == 0:
                 await doubled.load()
         highest.append(stored())
-    batch = doubled = Batch.of(row=[])
+    batch = doubled = rl.Batch.of(row=[])
     await until(lambda: stored() < 1_000_000)
     assert max(highest[30:]) < 50_000_000, "a step's columns have 3.2 MB"
 
 
-class Model(Actor):
+class Model(rl.Actor):
     """Each rank has a tensor."""
 
-    @endpoint
-    async def weights(self) -> Gather[Weights, EVERY]:
-        number = current_rank().index
-        return Weights(3, {str(number): np.full(1 << 20, number, np.float32)})
+    @rl.endpoint
+    async def weights(self) -> rl.Gather[rl.Weights, rl.EVERY]:
+        number = rl.current_rank().index
+        return rl.Weights(3, {str(number): np.full(1 << 20, number, np.float32)})
 
-    @endpoint
-    async def take(self, weights: Weights) -> Same[list[str]]:
+    @rl.endpoint
+    async def take(self, weights: rl.Weights) -> rl.Same[list[str]]:
         return [*weights.ways, *(name for name, array in weights.tensors.items() if (array == int(name)).all())]
 
 
-@pytest.mark.parametrize(
-    ("shares", "way"),
-    [
-        pytest.param(True, "shared memory", marks=pytest.mark.skipif(not FOLDER.is_dir(), reason="nothing is shared")),
-        pytest.param(False, "the object store", marks=pytest.mark.wide),
-    ],
-)
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="nothing is shared")
 async def test_weights_go_from_rank_to_rank_by_the_shortest_way(
-    shares: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RayEngine, "shares_memory", shares)
-    engine = RayEngine()
-    try:
-        made = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)
-        taken = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)
-        weights = await made.weights()
-        assert weights.nbytes == 2 << 22
-        assert await taken.take(weights) == [way, "0", "1"]
-        assert await taken.take(weights) == [way, "0", "1"], "they stay as they are"
-        assert (await weights.load()).tensors["1"].max() == 1
-    finally:
-        await engine.close()
+    monkeypatch.setattr(RayEngine, "shares_memory", True)
+    made = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)
+    taken = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)
+    weights = await made.weights()
+    assert weights.nbytes == 2 << 22
+    for _ in range(2):  # they stay as they are
+        assert await taken.take(weights) == ["shared memory", "0", "1"]
+    assert (await weights.load()).tensors["1"].max() == 1

@@ -1,6 +1,7 @@
 """Versions of nodes against the controller's: what is compared, and what is told of a difference."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,18 +19,15 @@ def test_the_table_names_each_node_package_and_both_versions() -> None:
         "10.0.0.2": {**HERE, "torch": "2.12.1"},
         "10.0.0.13": {**HERE, "Python": "3.11.9", "torch": "not installed", "meshrl": "not installed"},
     }
-    *rows, remedy = table(HERE, others).splitlines()
+    first, *rows, remedy = table(HERE, others).splitlines()
+    assert first.startswith("2 nodes have other versions")
     assert rows == [
-        "2 nodes have other versions than the controller, so that no rank may run there:",
         "  node       package  here    there",
         "  10.0.0.2   torch    2.13.0  2.12.1",
         "  10.0.0.13  Python   3.11.7  3.11.9",
         "  10.0.0.13  meshrl   0.1.0   not installed",
     ]
-    assert remedy.startswith(
-        "install Python==3.11.7 and meshrl==0.1.0 and torch==2.13.0 on each, as `pip install meshrl==0.1.0 "
-        "torch==2.13.0` does there"
-    )
+    assert remedy.startswith("install Python==3.11.7 and meshrl==0.1.0 and torch==2.13.0 on each, as `pip install ")
 
 
 def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +52,12 @@ async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(m
         await versions.check({"n1": "10.0.0.2"}, have_ranks=True)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(_: Versions, __: str) -> None:
-        return None
-
-    monkeypatch.setattr(Versions, "_ask", ask)
-    engine = RayEngine()
+async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Versions, "_ask", AsyncMock(return_value=None))
     with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not report the versions"):
         await Mesh.reserve(engine, 1, Resources(cpus=0))
-    await engine.close()
 
 
 def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for() -> None:

@@ -1,24 +1,27 @@
 """The colours of the page: told apart with every kind of colour vision, and texts that can be read, light and dark."""
 
 import re
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import meshrl.report
 
 Colour: TypeAlias = npt.NDArray[np.float64]
 """Linear red, green and blue, 0 to 1."""
 
-LIGHT, DARK = re.findall(
-    r"\n *:root \{(.*?)\}", (Path(meshrl.report.__file__).parent / "theme.css").read_text(), re.DOTALL
-)
-SIDES = ("rollout", "training", "scoring", "sync", "both", "other")
+THEME = (Path(meshrl.report.__file__).parent / "theme.css").read_text()
+STYLES = re.findall(r"\n *:root \{(.*?)\}", THEME, re.DOTALL)  # light and dark
+SIDES = {"rollout", "training", "scoring", "sync", "both", "other"}
 """What divides a step."""
 SHADES = re.compile(r"(rollout|training|scoring|sync|wait|both|other)(-\d)?")
+
+TEXTS, GROUNDS = ("ink", "soft", "faint"), ("ground", "card", "band")
+CURVES = ("rollout", "training", "scoring", "sync", "plain")
 
 VISIONS = {
     "all": np.eye(3),
@@ -52,20 +55,17 @@ def contrast(one: Colour, other: Colour) -> float:
     return lighter / darker
 
 
-def test_colours_are_told_apart_and_texts_and_curves_can_be_read() -> None:
-    wrong: list[tuple[object, ...]] = []
-    for number, style in enumerate((LIGHT, DARK)):
-        colours = palette(style)
-        shades = {name: colour for name, colour in colours.items() if SHADES.fullmatch(name)}
-        assert len(shades) == 17
-        for vision in VISIONS:
-            eye = {name: seen(colour, vision) for name, colour in shades.items()}
-            for one, other in combinations(eye, 2):
-                apart = float(np.linalg.norm(eye[one] - eye[other]))
-                if apart <= (0.11 if {one, other} <= set(SIDES) else 0.05):
-                    wrong.append((number, vision, one, other, apart))
-        needed = {(text, ground): 4.5 for text in ("ink", "soft", "faint") for ground in ("ground", "card", "band")}
-        needed |= {(curve, "card"): 2.99 for curve in ("rollout", "training", "scoring", "sync", "plain")}
-        found = {(one, other): contrast(colours[one], colours[other]) for one, other in needed}
-        wrong += [(number, *pair, found[pair]) for pair, least in needed.items() if found[pair] < least]
-    assert wrong == []
+@pytest.mark.parametrize("style", STYLES, ids=["light", "dark"])
+def test_colours_are_told_apart_and_texts_and_curves_can_be_read(style: str) -> None:
+    colours = palette(style)
+    shades = [name for name in colours if SHADES.fullmatch(name)]
+    assert len(shades) == 17
+    for vision in VISIONS:
+        eye = {name: seen(colours[name], vision) for name in shades}
+        apart = {pair: float(np.linalg.norm(eye[pair[0]] - eye[pair[1]])) for pair in combinations(eye, 2)}
+        assert min(apart.values()) > 0.05, vision
+        assert min(apart[pair] for pair in apart if SIDES.issuperset(pair)) > 0.11, vision
+    texts = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in product(TEXTS, GROUNDS)}
+    assert min(texts.values()) >= 4.5, texts
+    curves = {name: contrast(colours[name], colours["card"]) for name in CURVES}
+    assert min(curves.values()) >= 2.99, curves

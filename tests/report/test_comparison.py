@@ -1,10 +1,9 @@
 """`meshrl compare`: groups of seeds, what differs, whether chance explains it, and a page that shows it."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,31 +14,29 @@ from meshrl.report.difference import resampled
 from tests.first_hour.terminal import type_in
 from tests.report.test_report import data_of
 
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
 STEPS = 100
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 
 
-def a_run(
-    folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0, held_out: int = 200, source: str = "words"
-) -> Path:
+def a_run(folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0, source: str = "words") -> Path:
     """The files of a run whose reward rises to .5 and by `better` more, on prompts that are easy or hard."""
-    luck = np.random.default_rng(seed + 1)
-    hard = np.random.default_rng(7).uniform(0.0, 1.0, held_out)
-    folder.mkdir(parents=True)
-    lines = [
-        {"step": step, "seconds": 2.0 * step, "step_s": 2.0, "rows": 8, "reward": (0.5 + better) * step / STEPS}
-        for step in range(STEPS)
-    ]
-    noisy = [{**line, "reward": line["reward"] + luck.uniform(-0.05, 0.05)} for line in lines]
-    right = (hard + luck.uniform(-0.1, 0.1, held_out) < 0.5 + better).astype(float).tolist()
-    tested = [
-        {"prompt": f"word {at}>", "completion": f"{folder.name} {at}", "greedy": each, "sampled": each}
-        for at, each in enumerate(right)
-    ]
+    luck, hard = np.random.default_rng(seed + 1), np.random.default_rng(7).uniform(0.0, 1.0, 200)
+    rewards = (0.5 + better) * np.arange(STEPS) / STEPS + luck.uniform(-0.05, 0.05, STEPS)
+    right = (hard + luck.uniform(-0.1, 0.1, 200) < 0.5 + better).astype(float)
     sample = {"step": 80, "prompt": f"{HOSTILE}>", "completion": f"{folder.name} {HOSTILE}", "reward": 0.5}
-    write(folder / "metrics.jsonl", noisy)
+    folder.mkdir(parents=True)
+    write(
+        folder / "metrics.jsonl",
+        [
+            {"step": step, "seconds": 2.0 * step, "step_s": 2.0, "rows": 8, "reward": reward}
+            for step, reward in enumerate(rewards.tolist())
+        ],
+    )
     write(folder / "samples.jsonl", [sample])
-    write(folder / "held_out.jsonl", tested)
+    held_out(folder, right.tolist())
     (folder / "config.toml").write_text(
         f'algorithm = "grpo"\n[task]\nsource = "{source}"\n[policy]\nbackend = "torch"\nseed = {seed}\n'
         f"[policy.optimizer]\nlr = {lr}\n"
@@ -48,6 +45,16 @@ def a_run(
     )
     (folder / "summary.json").write_text(f'{{"status": "finished", "steps": {STEPS}}}', "utf-8")
     return folder
+
+
+def held_out(folder: Path, rewards: Sequence[float | None], first: int = 0) -> None:
+    """What a run got for held-out prompts, which are numbered from `first` on."""
+    numbered = enumerate(rewards, start=first)
+    told = [
+        {"prompt": f"{at}", "completion": f"{folder.name} {at}", "greedy": each, "sampled": each}
+        for at, each in numbered
+    ]
+    write(folder / "held_out.jsonl", told)
 
 
 def write(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
@@ -67,9 +74,8 @@ def test_runs_that_differ_only_in_their_seed_are_one_group_with_a_band(tmp_path:
     assert found.settings == {"policy.optimizer.lr": ["0.001", "0.0001"]}
     (rewards,) = (chart.lines for chart in found.charts if chart.name == "reward")
     for line in rewards:
-        assert line.low is not None
-        assert line.high is not None
-        assert all(low <= mean <= high for low, mean, high in zip(line.low, line.mean, line.high, strict=True))
+        band = zip(line.low or (), line.mean, line.high or (), strict=True)
+        assert all(low <= mean <= high for low, mean, high in band)
     assert rewards[0].mean[-1] == pytest.approx(0.49, abs=0.03)
     assert [len(runs) for runs in found.measures[0].runs] == [3, 2]
     assert not any(chart.name == "rows" for chart in found.charts)  # one and the same everywhere
@@ -150,14 +156,8 @@ def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
             compared(*folders)
 
 
-def held_out(folder: Path, rewards: Sequence[float | None], first: int = 0) -> None:
-    """Other held-out prompts for a run, from the `first` of a list on."""
-    numbered = enumerate(rewards, start=first)
-    write(folder / "held_out.jsonl", [{"prompt": f"{at}", "greedy": each, "sampled": each} for at, each in numbered])
-
-
 def test_rewards_are_compared_at_the_same_time(tmp_path: Path) -> None:
-    base, slow, none = a_run(tmp_path / "base"), a_run(tmp_path / "slow", lr=1e-4), a_run(tmp_path / "none", lr=1e-5)
+    base, slow, none = (a_run(tmp_path / f"{lr}", lr=lr) for lr in (1e-3, 1e-4, 1e-5))
     for folder, seconds in ((base, 1), (slow, 2), (none, 1000)):
         lines = [{"step": n, "seconds": seconds * (n + 1.0), "reward": n / 100} for n in range(100)]
         write(folder / "metrics.jsonl", lines)
@@ -176,22 +176,18 @@ def test_what_is_left_out_of_held_out_rewards_is_told(tmp_path: Path) -> None:
     found = compared(base, other, second, third)
     assert [each.over for each in found.differences[:2]] == ["10 prompts"] * 2
     assert found.measures[1].values == [0.5, 0.9]
-    for told in (
-        f"{second} held out different prompts than the first run of its group: its held-out rewards are left out.",
-        f"{third} has no held_out.jsonl: its held-out rewards are left out.",
-        "2 of the 12 held-out prompts of other have no held-out reward, greedy, and are left out of it.",
-    ):
-        assert told in found.notes
+    notes = "\n".join(found.notes)
+    assert f"{second} held out different prompts than the first run of its group" in notes
+    assert f"{third} has no held_out.jsonl" in notes
+    assert "2 of the 12 held-out prompts of other have no held-out reward, greedy" in notes
     held_out(base, [0.5] * 12, first=50)
-    told = "held-out reward, greedy: base and other held out different prompts, which are not compared."
-    assert told in compared(base, other).notes
+    assert any("base and other held out different prompts" in note for note in compared(base, other).notes)
     held_out(base, [0.5] * 2)
     few = compared(base, other)
     assert [each.measure for each in few.differences] == ["reward in the last 10 steps"]
-    told = "held-out reward, greedy: base and other have 1 prompts in common, and the test needs at least 5."
-    assert told in few.notes
+    assert any("1 prompts in common, and the test needs at least 5" in note for note in few.notes)
     (base / "held_out.jsonl").unlink()
-    assert "base has no held_out.jsonl, so held-out prompts are not tested." in compared(base, other).notes
+    assert any("base has no held_out.jsonl" in note for note in compared(base, other).notes)
 
 
 def test_a_difference_that_does_not_vary_is_not_called_the_same(tmp_path: Path) -> None:
@@ -252,22 +248,15 @@ def test_the_command_writes_a_page_and_the_same_for_programs(tmp_path: Path, mon
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.process
-def test_a_browser_draws_the_page_and_a_prompt_is_text(tmp_path: Path) -> None:
+async def test_a_browser_draws_the_page_and_a_prompt_is_text(tmp_path: Path, browser: "Browser") -> None:
     base, slow = a_run(tmp_path / "base"), a_run(tmp_path / "slow", lr=1e-4, better=-0.2)
-    page = tmp_path / "page.html"
-    page.write_text(render_comparison(compared(base, slow)), "utf-8")
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, page.as_uri()], capture_output=True, text=True, check=True)
-    drawn = done.stdout.partition('<main id="page">')[2].partition("</main>")[0]
-    for title in ("What is different", "What it came to", "Runs", "Curves", "The same prompts"):
-        assert f"<h2>{title}</h2>" in drawn
-    assert '<path d="M' in drawn
-    assert "&lt;/script&gt;&lt;script&gt;document.title" in drawn
-    assert "<img" not in drawn
-    assert "<title>base · slow · meshrl</title>" in done.stdout
+    (tmp_path / "page.html").write_text(render_comparison(compared(base, slow)), "utf-8")
+    page = await browser.new_page()
+    await page.goto((tmp_path / "page.html").as_uri())
+    titles = ["What is different", "What it came to", "Runs", "Curves", "The same prompts"]
+    assert await page.locator("main h2").all_text_contents() == titles
+    assert await page.locator('main path[d^="M"]').count() > 0
+    assert HOSTILE in str(await page.locator("main").text_content())
+    assert await page.locator("main img").count() == 0
+    assert await page.title() == "base · slow · meshrl"

@@ -63,17 +63,15 @@ def run_of(folder: Path, otherwise: Mapping[str, At], *, noise: float = 0.1, see
     """The files of a run whose numbers are these, with noise as of small batches, and an evaluation each tenth step."""
     luck = np.random.default_rng(seed)
 
-    def lines(numbers: Mapping[str, At], steps: range) -> str:
-        return "".join(json.dumps({"step": step, **line(numbers, step)}) + "\n" for step in steps)
-
-    def line(numbers: Mapping[str, At], step: int) -> dict[str, float | None]:
+    def line(numbers: Mapping[str, At], step: int) -> str:
         exact = {name: otherwise.get(name, at)(step / count) for name, at in numbers.items()}
-        noisy = {name: value * float(1 + noise * luck.uniform(-1, 1)) for name, value in exact.items()}
-        return {name: value if np.isfinite(value) else None for name, value in noisy.items()}
+        noisy = {name: value * (1 + noise * luck.uniform(-1, 1)) for name, value in exact.items()}
+        known = {name: value if math.isfinite(value) else None for name, value in noisy.items()}
+        return json.dumps({"step": step, **known}) + "\n"
 
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text(lines(HEALTHY, range(count)), "utf-8")
-    (folder / "evaluations.jsonl").write_text(lines(HELD_OUT, range(0, count, 10)), "utf-8")
+    (folder / "metrics.jsonl").write_text("".join(line(HEALTHY, step) for step in range(count)), "utf-8")
+    (folder / "evaluations.jsonl").write_text("".join(line(HELD_OUT, step) for step in range(0, count, 10)), "utf-8")
     return folder
 
 

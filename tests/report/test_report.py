@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
-from meshrl.report import (
-    Record,
-    find_run,
-    idleness,
-    make_content,
-    make_trace,
-    overlap,
-    read_run,
-    render,
-)
+from meshrl.report import Record, find_run, idleness, make_content, make_trace, overlap, read_run, render
 from tests.first_hour.terminal import type_in
 
 SUMMARY = b'{"status": "finished", "steps": 2, "wall_s": 9.5, "first_reward": 0.25, "last_reward": 0.75}'
@@ -90,9 +81,6 @@ def data_of(page: str) -> dict[str, object]:
     return msgspec.json.decode(text, type=dict[str, object])
 
 
-# --- where the seconds went --------------------------------------------------------------------------
-
-
 def test_a_synchronous_run_overlaps_nothing_and_perfect_overlap_is_one() -> None:
     for rollout, training in ((3, 2), (2, 5)):
         found = overlap(synchronous(rollout, training, swap=1))
@@ -123,15 +111,13 @@ def test_what_bounded_each_step_and_a_run_without_steps_or_ranks() -> None:
     assert overlap([]).efficiency == 1
 
 
-def test_weights_on_their_way_delay_nobody_while_the_trainer_waits_for_rollouts() -> None:
+def test_what_the_trainer_waits_for_tells_rollouts_from_weights_on_their_way_and_the_scripts_work() -> None:
     events: list[Event] = [span("rollout", "generate", 0, 4), span("rollout", "load", 1, 3), Step(0, 0, 4)]
     assert overlap(events).total.sync == 2
     waiting = overlap([*events, Wait("trainer", "a batch", "", 0, 4)]).total
     assert (waiting.sync, waiting.rollout_alone) == (0, 4)
 
-
-def test_while_rollouts_run_and_the_trainer_waits_for_nothing_the_script_works() -> None:
-    events: list[Event] = [span("rollout", "generate", 0, 9), span("main", "update", 4, 8), Step(0, 0, 10)]
+    events = [span("rollout", "generate", 0, 9), span("main", "update", 4, 8), Step(0, 0, 10)]
     alone = overlap(events).total
     assert (alone.rollout_alone, alone.both, alone.other) == (5, 4, 1)
     events += [Wait("trainer", "a batch", "", 0, 3), Delivery(0, 3, 8, [8])]
@@ -157,17 +143,10 @@ def test_why_each_rank_was_idle() -> None:
 
 
 def test_a_rank_that_generates_and_trains_is_idle_for_what_the_script_does() -> None:
-    events = synchronous(2, 1, swap=1, steps=1)
-    (shared,) = idleness(
-        [*events, Step(1, 5, 7), Wait("rollout", "capacity", "", 5, 7), Wait("trainer", "a batch", "", 5, 6)]
-    )
-    assert [(reason.why, reason.seconds) for reason in shared.reasons] == [
-        ("trainer waits for a batch", 1),
-        ("between calls: the script's own work", 1),
-    ]
-
-
-# --- the page ----------------------------------------------------------------------------------------
+    waits = [Wait("rollout", "capacity", "", 5, 7), Wait("trainer", "a batch", "", 5, 6)]
+    (shared,) = idleness([*synchronous(2, 1, swap=1, steps=1), Step(1, 5, 7), *waits])
+    whys = ["trainer waits for a batch", "between calls: the script's own work"]
+    assert [(reason.why, reason.seconds) for reason in shared.reasons] == [(why, 1) for why in whys]
 
 
 def test_the_page_is_one_file_with_all_inside(tmp_path: Path) -> None:
@@ -235,9 +214,6 @@ def test_a_large_run_makes_a_small_page_that_loses_no_span_and_counts_ranks_that
     assert wide.notes == ["The timeline and the table of idle time show 64 of 100 ranks."]
 
 
-# --- the trace ---------------------------------------------------------------------------------------
-
-
 def test_the_trace_has_a_process_a_mesh_and_a_thread_a_rank() -> None:
     entries = cast("list[dict[str, object]]", make_trace(a_run())["traceEvents"])
     names = {
@@ -270,9 +246,6 @@ def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own(some: list[tup
         assert all(before[1] <= after[0] for before, after in pairwise(own))
     assert sum(map(len, threads.values())) == len(spans)
     assert len(threads) == max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
-
-
-# --- the commands ------------------------------------------------------------------------------------
 
 
 def test_report_and_trace_write_into_the_runs_folder_or_tell_what_is_wrong(

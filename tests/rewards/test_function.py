@@ -42,15 +42,13 @@ async def slow_length(prompt, completion, row):
 def picky(prompt, completion, row):
     if completion == "bad":
         raise ValueError(f"cannot judge {prompt}")
-    return True
+    return "1" if completion == "text" else True
 
 def greedy(prompt, completion, row):
     row["answer"] = row["extra"]["list"] = None
     row["extra"].clear()
     return 1
-
-def returned(prompt, completion, row):
-    return {"text": "1", "inf": float("inf"), "list": [1]}[completion]"""
+"""
 
 
 @pytest.fixture
@@ -108,23 +106,13 @@ async def test_an_async_function_keeps_the_rows_in_order_and_the_limit(functions
     assert vars(sys.modules["meshrl_file_my_rewards"])["most"] == 2
 
 
-async def test_what_a_function_raises_and_no_finite_number_stay_on_the_row_and_are_logged_once(functions: str) -> None:
+async def test_what_a_function_raises_and_no_number_stay_on_the_row_and_are_logged_once(functions: str) -> None:
     with capture_logs() as logs:
-        values, errors = await scored(f"{functions}:picky", rollouts("bad", "good", "bad"))
-    assert values == [0, 1, 0]
-    assert errors == ["ValueError: cannot judge prompt 0", None, "ValueError: cannot judge prompt 2"]
-    (log,) = logs
-    assert log["error"] == "ValueError: cannot judge prompt 0"
-    assert "my_rewards.py, line " in log["at"]
-    with capture_logs():
-        values, errors = await scored(f"{functions}:returned", rollouts("text", "inf", "list", "other"))
-    assert values == [0] * 4
-    assert errors == [
-        "TypeError: a reward must be a number, not '1'",
-        "ValueError: a reward must be finite, not inf",
-        "TypeError: a reward must be a number, not [1]",
-        "KeyError: 'other'",
-    ]
+        values, errors = await scored(f"{functions}:picky", rollouts("bad", "good", "bad", "text"))
+    assert values == [0, 1, 0, 0]
+    assert errors[:3] == ["ValueError: cannot judge prompt 0", None, "ValueError: cannot judge prompt 2"]
+    assert errors[3] == "TypeError: a reward must be a number, not '1'"
+    assert [log["error"] for log in logs if "my_rewards.py, line " in log["at"]] == errors[:1]
 
 
 async def test_named_rewards_are_summed_and_told_apart(functions: str) -> None:
@@ -148,12 +136,10 @@ async def test_named_rewards_are_recorded(functions: str, tmp_path: Path) -> Non
 
 
 def test_weights_that_do_not_fit() -> None:
-    for table, message in (
-        ({"weights": {"short": 1.0}}, "there are none"),
-        ({"functions": {"a": "exact_match"}, "weights": {"a": math.inf}}, "must be finite"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            RewardConfig.model_validate(table)
+    with pytest.raises(ValidationError, match="there are none"):
+        RewardConfig(weights={"short": 1.0})
+    with pytest.raises(ValidationError, match="must be finite"):
+        RewardConfig(functions={"a": "exact_match"}, weights={"a": math.inf})
 
 
 async def test_cancelling_is_no_error_of_the_function() -> None:
@@ -168,12 +154,16 @@ async def test_cancelling_is_no_error_of_the_function() -> None:
         await task
 
 
-def test_a_function_of_an_installed_package_and_names_that_find_none(tmp_path: Path) -> None:
+def test_a_function_of_an_installed_package_and_names_that_find_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert load_function("meshrl.rewards:exact_match") is load_function("exact_match")
     (tmp_path / "broken.py").write_text("def reward(:\n", "utf-8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, message in {
         ":reward": "importing failed: ValueError",
         f"{tmp_path / 'broken.py'}:reward": "broken.py, line 1",
+        "reasoning_gym": r"needs reasoning_gym: pip install 'meshrl\[tasks\]'",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_function(name)
@@ -186,9 +176,3 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("from neighbour_of_rewards import VALUE\ndef reward(p, c, row): return VALUE\n", "utf-8")
     assert load_function(f"{path}:reward")("", "", {}) == 2.0
     assert Path(str(sys.modules["random"].__file__)) != path, "a user's random.py is not the library's"
-
-
-def test_reasoning_gym_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs reasoning_gym: pip install 'meshrl\[tasks\]'"):
-        load_function("reasoning_gym")

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +18,6 @@ ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 LONG = Limits(timeout=300.0, memory_mib=128, processes=8, output_bytes=4096)
 SHORT = LONG.model_copy(update={"timeout": 0.5})
-
-
-def left_running(mark: str) -> list[Path]:
-    found: list[Path] = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it ended just now
-            found += [command] if mark.encode() in command.read_bytes() else []
-    return found
 
 
 def zombie() -> object:
@@ -77,38 +67,20 @@ async def test_the_environment_is_empty_and_the_folder_its_own(monkeypatch: pyte
     monkeypatch.setenv("SECRET_OF_MINE", "1")
     code = """
 import os, sys
-names, here, back = dict(os.environ), os.getcwd(), sys.stdin.read()
-held = os.listdir(here)
+found = [name for name in os.environ if name == "SECRET_OF_MINE"] + os.listdir() + sys.stdin.readlines()
 open("a", "w").write("b")
-print(here)
+print(os.getcwd())
 """
-    tests = [
-        "assert 'SECRET_OF_MINE' not in names",
-        "assert (held, back) == ([], '')",
-        "assert open('a').read() == 'b'",
-    ]
-    done = await run_tests(code, tests)
+    done = await run_tests(code, ["assert found == []", "assert open('a').read() == 'b'"])
     assert done.outcome == "passed", done.output
     assert not Path(done.output.strip()).exists()
 
 
-async def test_no_network() -> None:
-    if not enforced().network:
-        pytest.skip("neither namespaces nor seccomp on this machine")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        done = await run_tests(f"import socket\nsocket.create_connection({address}, timeout=1)", ["pass"], LONG)
-    assert done.outcome == "failed"
-    assert "OSError" in done.output or "ConnectionRefused" in done.output or "PermissionError" in done.output
-
-
-async def test_processes_are_bounded_and_none_is_left() -> None:
+async def test_processes_are_bounded_and_waited_for() -> None:
     if not enforced().processes:
         pytest.skip("no namespaces on this machine")
-    mark = f"meshrl-left-{os.getpid()}"
-    code = f"""
-import os, subprocess, sys, time
-subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{mark}'], start_new_session=True)
+    code = """
+import os, time
 count = 0
 try:
     while True:
@@ -121,30 +93,27 @@ except OSError:
 """
     done = await run_tests(code, ["assert 1 <= count <= 8, count"], LONG)
     assert done.outcome == "passed", done.output
-    assert left_running(mark) == []
     bomb = await run_tests("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ["pass"], SHORT)
     assert bomb.outcome == "timeout"
     assert zombie() is None
 
 
 def test_code_of() -> None:
-    for completion, code in {
+    codes = {
         "I think:\n```python\nx = 1\n```\nand\n```python\nx = 2\n```": "x = 1\n",
         "```\nx = 1\n```": "x = 1\n",
         "```py\nx = 1": "x = 1",
         "x = 1": "x = 1",
-    }.items():
-        assert code_of(completion) == code
+    }
+    assert {completion: code_of(completion) for completion in codes} == codes
 
 
 async def test_as_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "Limits", lambda: LONG)  # on a busy machine a process may be long in starting
     reward = FunctionReward(RewardConfig(function="code_tests"))
-    rows: list[object] = [{"tests": TESTS}, {"tests": TESTS[0]}, {"tests": []}, {}]
-    completions = [f"```python\n{ADD}```", "def add(a, b): return 0", ADD, ADD]
-    scored = await reward.score(Batch.of(prompt=["add"] * 4, completion=completions, row=rows))
-    assert scored.rewards.tolist() == [1, 0, 0, 0]
+    rows: list[object] = [{"tests": TESTS}, {"tests": TESTS[0]}, {"tests": []}]
+    completions = [f"```python\n{ADD}```", "def add(a, b): return 0", ADD]
+    scored = await reward.score(Batch.of(prompt=["add"] * 3, completion=completions, row=rows))
+    assert scored.rewards.tolist() == [1, 0, 0]
     assert scored.rewards.dtype == np.float32
-    errors = scored.objects("reward_error")
-    assert errors[:2] == (None, None)
-    assert str(errors[3]).startswith("ValueError: the row has no `tests` to run")
+    assert scored.objects("reward_error")[:2] == (None, None)

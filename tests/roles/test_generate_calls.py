@@ -43,13 +43,12 @@ async def drive(
     An interruption is a load, or with True an abort.
     """
     places: list[Batch] = []
+    running: list[asyncio.Task[Batch]] = []
 
-    async def generate() -> list[Batch]:
-        running: list[asyncio.Task[Batch]] = []
+    async def generate() -> None:
         for delay in calls:
             await turns(delay)
             running.append(asyncio.create_task(collected(made, PROMPTS)))
-        return list(await asyncio.gather(*running))
 
     async def interrupt() -> None:
         for version, (delay, is_abort) in enumerate(interruptions):
@@ -59,9 +58,9 @@ async def drive(
             else:
                 places.append(await made.load(weights(version)))
 
-    given, _ = await asyncio.gather(generate(), interrupt())
-    places.append(await made.load(weights(0)))
-    return given, Batch.concat(places)
+    await asyncio.gather(generate(), interrupt())
+    drawn = await asyncio.gather(*running)
+    return drawn, Batch.concat([*places, await made.load(weights(0))])
 
 
 DELAYS = st.lists(st.integers(0, 12), min_size=4, max_size=4)
@@ -94,12 +93,8 @@ async def test_a_load_returns_where_the_calls_stood() -> None:
     await anext(first)
     await anext(second)
     places = await made.load(weights(1))
-    assert {name: places.row(name).tolist() for name in places.names} == {
-        "rank": [0, 0, 0],
-        "load": [0, 0, 0],
-        "call": [0, 1, 2],
-        "steps": [2, 1, -1],
-    }
+    found = [places.row(name).tolist() for name in ("rank", "load", "call", "steps")]
+    assert found == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [2, 1, -1]]
     assert [len([part async for part in stream]) for stream in (first, second)] == [4, 5]
     places = await made.load(weights(2))
     assert [places.row(name).tolist() for name in ("load", "call", "steps")] == [[1], [2], [-1]]
@@ -115,8 +110,10 @@ async def test_calls_beside_training_are_as_if_they_were_not_there() -> None:
         assert (places.row("call").tolist(), places.row("steps").tolist()) == ([0, 1], [0, -1])
         await calls.abort()
         assert [await call.step() for call in (first, other, second)] == [True, False, True]
-    async with calls.begin(beside=True) as third, calls.begin() as another:
-        assert (third.turn, another.turn) == (-1, 0)
+    for turn in (0, 1):
+        async with calls.begin(beside=True) as third, calls.begin() as another:
+            assert (third.turn, another.turn) == (-1 - turn, turn), "since the last load, which an abort is not"
+        await calls.abort()
 
 
 async def test_calls_beside_training_wait_for_no_place_of_a_record() -> None:
@@ -128,20 +125,6 @@ async def test_calls_beside_training_wait_for_no_place_of_a_record() -> None:
     await again.replay(Batch.concat(places))
     drawn = [part async for part in again.generate(PROMPTS, beside)]  # before any load, which others wait for
     assert sum(map(len, drawn)) == 6
-
-
-async def test_calls_are_counted_from_the_last_load_of_weights() -> None:
-    calls = GenerateCalls()
-    turns: list[int] = []
-    for interruption in ("", "", "load", "abort", "load", ""):
-        if interruption == "load":
-            async with calls.loading():
-                pass
-        if interruption == "abort":
-            await calls.abort()
-        async with calls.begin() as call:
-            turns.append(call.turn)
-    assert turns == [0, 1, 0, 1, 0, 1]
 
 
 async def test_aborted_rows_go_on() -> None:
@@ -164,13 +147,11 @@ async def test_aborted_rows_go_on() -> None:
 
 @pytest.mark.parametrize("close", [False, True])
 async def test_a_load_that_waits_for_a_call_that_ends_tells_so(close: bool) -> None:
-    made = sampler()
+    made, again = sampler(), sampler()
     stream = made.generate(PROMPTS, SAMPLING)
     for _ in range(5):
         await anext(stream)
-    record = await made.load(weights(1))
-    again = sampler()
-    await again.replay(record)
+    await again.replay(await made.load(weights(1)))
     stream = again.generate(PROMPTS if close else PROMPTS.select([0]), SAMPLING)
     assert isinstance(stream, AsyncGenerator)
     await anext(stream)
@@ -195,13 +176,9 @@ async def test_records_that_cannot_be_replayed() -> None:
 
 
 async def test_a_policy_refuses_tokens_of_weights_to_come() -> None:
-    made = sampler()
     policy = FakePolicy(PolicyConfig(backend="fake", model="none"))
-    batches: list[Batch] = []
-    for version in (0, 2):
-        await made.load(weights(version))
-        rows = await collected(made, PROMPTS)
-        batches.append(rows.assign(advantages=np.ones(len(rows), np.float32)))
-    await policy.update(batches[0], ClippedLoss())
+    drawn = await collected(sampler(), PROMPTS)
+    rows = drawn.assign(advantages=np.ones(len(drawn), np.float32))
+    await policy.update(rows, ClippedLoss())
     with pytest.raises(DataError, match="`oldest_version` is 2 in a row and this policy has made 1 updates"):
-        await policy.update(batches[1], ClippedLoss())
+        await policy.update(rows.assign(oldest_version=np.full(len(rows), 2, np.int32)), ClippedLoss())

@@ -116,10 +116,7 @@ async def test_a_crash_loop_before_the_first_checkpoint_keeps_one_folder(tmp_pat
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [0]
     assert not list(folder.glob("events-*.jsonl"))
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
-
-
-async def test_a_run_that_finished_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
-    for _ in range(2):
+    for _ in range(2):  # one that has finished is no part of the loop
         await run(counting(3), tmp_path, checkpoint_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
     assert len(lines(tmp_path / "mine-1/metrics.jsonl")) == 3
@@ -179,77 +176,54 @@ async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one
 async def test_what_is_measured_once_is_in_the_checkpoint(tmp_path: Path) -> None:
     measured: list[str] = []
 
-    def script(dies: bool) -> Script:
-        async def measure(name: str) -> dict[str, float]:
-            measured.append(name)
-            return {"greedy": 0.1 + 0.2, "sampled": math.nan}
+    async def measure(name: str) -> dict[str, float]:
+        measured.append(name)
+        return {"greedy": 0.1 + 0.2, "sampled": math.nan}
 
-        async def counted(run: rl.Run) -> None:
+    for dies_in in (4, -1):
+
+        async def script(run: rl.Run, dies_in: int = dies_in) -> None:
             before = await run.once("before", lambda: measure("before"))
             assert before["greedy"] == 0.1 + 0.2
             assert math.isnan(before["sampled"])
-            await counting(9, dies_in=4 if dies else -1)(run)
+            await counting(9, dies_in)(run)
             await run.once("after", lambda: measure("after"))
 
-        return counted
-
-    await run(script(dies=True), tmp_path)
-    await run(script(dies=False), tmp_path)
+        await run(script, tmp_path)
     assert measured == ["before", "after"]
 
 
-async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
+async def test_a_script_of_two_loops_goes_on_in_either_with_rows_that_it_looks_at_before(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, list[int]]] = []
 
-    def script(dies_in: int) -> Script:
+    def script(dies: tuple[int, int] | None) -> Script:
         async def two(run: rl.Run) -> None:
             policy = await run.spawn(rl.Policy, FAKE)
             first, second = TASK.batches(2, run.seed), TASK.batches(2, run.seed + 1)
-            for name, rows, count in (("first", first, 3), ("second", second, 5)):
+            assert next(first).groups.tolist() == [0, 1]
+            for loop, (rows, count) in enumerate(((first, 3), (second, 5))):
                 async for step in run.steps(count):
                     batch = next(rows)
                     await teach(policy, batch)
-                    seen.append((name, step, int(batch.groups[0]) % 2**40))
-                    if name == "second" and step == dies_in:
+                    seen.append((loop, step, (batch.groups % 2**40).tolist()))
+                    if (loop, step) == dies:
                         raise Killed
 
         return two
 
-    folder = await run(script(dies_in=2), tmp_path)
-    assert names(folder) == ["step-000003", "step-000004"], "one after the last of a loop"
-    assert seen[-1] == ("second", 2, 4)
-    seen.clear()
-    await run(script(dies_in=-1), tmp_path)
-    assert seen == [("second", step, 2 * step) for step in range(1, 5)]
-    events = (read_events(folder / name, []) for name in ("events-1.jsonl", "events.jsonl"))
-    assert [[(each.loop, each.step) for each in found if isinstance(each, Step)] for found in events] == [
-        [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)],
-        [(1, step) for step in range(1, 5)],
-    ]
-
-
-async def test_rows_that_a_script_looks_at_before_its_loop_are_the_same_again(tmp_path: Path) -> None:
-    looked: list[list[int]] = []
-    trained: list[int] = []
-
-    def script(dies_in: int) -> Script:
-        async def looking(run: rl.Run) -> None:
-            await run.spawn(rl.Policy, FAKE)
-            rows = TASK.batches(2, run.seed)
-            looked.append(next(rows).groups.tolist())
-            async for step in run.steps(5):
-                trained.extend(next(rows).groups.tolist())
-                if step == dies_in:
-                    raise Killed
-
-        return looking
-
-    await run(script(dies_in=2), tmp_path)
-    assert trained == [2, 3, 4, 5, 6, 7]
-    trained.clear()
-    await run(script(dies_in=3), tmp_path)
-    assert trained == [6, 7, 8, 9]
-    assert looked == [[0, 1], [0, 1]]
+    for dies, begins, kept in (
+        ((0, 2), (0, 0), ["step-000002"]),
+        ((1, 2), (0, 2), ["step-000003", "step-000004"]),  # one after the last of a loop
+        (None, (1, 1), ["step-000006", "step-000008"]),
+    ):
+        seen.clear()
+        folder = await run(script(dies), tmp_path)
+        every = [(loop, step) for loop, count in enumerate((3, 5)) for step in range(count)]
+        done = [each for each in every if begins <= each <= (dies or each)]
+        assert seen == [(loop, step, [2 * (step + 1 - loop), 2 * (step + 1 - loop) + 1]) for loop, step in done]
+        events = read_events(folder / "events.jsonl", [])
+        assert [(each.loop, each.step) for each in events if isinstance(each, Step)] == done
+        assert names(folder) == kept
 
 
 async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Configuration: TOML, overrides, and mistakes told all at once."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pytest
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, RunConfig, SamplerConfig
 from meshrl import PolicyConfig as PolicyTable
@@ -36,30 +36,6 @@ class PolicyConfig(Config):
     optimizer: Optimizer = Optimizer()
 
 
-class FunctionConfig(Config):
-    backend: str = "function"
-    function: str = "exact"
-
-    @field_validator("backend")
-    @classmethod
-    def _calls(cls, backend: str) -> str:
-        if backend == "torch":
-            raise ValueError("holds a model")
-        return backend
-
-
-class JudgeConfig(Config):
-    backend: str = "torch"
-    model: str | NewModel
-    optimizer: Optimizer = Optimizer()
-
-    @model_validator(mode="after")
-    def _holds(self) -> Self:
-        if self.backend == "function":
-            raise ValueError("a function has no model")
-        return self
-
-
 class Whole(Config):
     policy: PolicyConfig
     steps: int = 3
@@ -67,21 +43,20 @@ class Whole(Config):
     seeds: tuple[int, ...] = ()
     meshes: dict[str, Optimizer] = Field(default={})
     batch: Literal["auto"] | int = "auto"
-    reward: FunctionConfig | JudgeConfig = FunctionConfig()
 
 
 MODEL = "[policy]\nmodel = 'folder'\n"
 
 
-def read(folder: Path, text: str, *overrides: str) -> Whole:
+def read(folder: Path, text: str, *overrides: str, form: type[Config] = Whole) -> Any:
     path = folder / "x.toml"
     path.write_text(text, "utf-8")
-    return validate(Whole, load_toml(path, overrides), "x.toml", overrides)
+    return validate(form, load_toml(path, overrides), "x.toml", overrides)
 
 
-def mistakes(folder: Path, text: str, *overrides: str) -> list[str]:
+def mistakes(folder: Path, text: str, *overrides: str, form: type[Config] = Whole) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        read(folder, text, *overrides)
+        read(folder, text, *overrides, form=form)
     lines = str(caught.value).splitlines()
     if len(lines) > 1:
         assert lines[0] == f"{len(lines) - 1} mistakes:"
@@ -122,9 +97,7 @@ def test_an_override_is_toml_or_else_text_and_the_last_one_wins(tmp_path: Path) 
 def test_a_mistake_in_a_file_is_told_with_its_place_and_what_is_expected(tmp_path: Path) -> None:
     table = {
         MODEL + "optimizer = { lr = -1 }": "policy.optimizer.lr = -1: must be greater than 0",
-        MODEL + "optimiser = {}": "policy.optimiser: no such key; did you mean policy.optimizer?",
-        "lr = 1\n" + MODEL: "lr: no such key; did you mean policy.optimizer.lr?",
-        "zzz = 1\n" + MODEL: "zzz: no such key; the file has batch, greedy, meshes, policy, reward, seeds, steps",
+        "zzz = 1\n" + MODEL: "zzz: no such key; the file has batch, greedy, meshes, policy, seeds, steps",
         "steps = 1": "policy: is missing",
         "policy = 3": "policy = 3: must be a table",
         "[policy]\nmodel = 3": "policy.model = 3: must be text in quotes, or must be a table",
@@ -132,7 +105,6 @@ def test_a_mistake_in_a_file_is_told_with_its_place_and_what_is_expected(tmp_pat
         "[policy.model]\ncharacters = 'a'\nhiden = 1": (
             "policy.model.hiden: no such key; did you mean policy.model.hidden?"
         ),
-        "reward = 3\n" + MODEL: "reward = 3: must be a table",
     }
     assert {text: mistakes(tmp_path, text) for text in table} == {
         text: [f"x.toml: {told}"] for text, told in table.items()
@@ -165,25 +137,25 @@ def test_a_mistake_in_an_override_is_told_with_its_place_and_what_is_expected(tm
     assert len(long) < 130, "a long value is cut"
 
 
+class Rewarded(Config):
+    reward: RewardConfig | RewardModelConfig = RewardConfig()
+
+
 def test_a_table_of_several_forms_is_judged_as_the_one_that_fits_best(tmp_path: Path) -> None:
     table = {
         "fnction = 'x'": ["reward.fnction: no such key; did you mean reward.function?"],
-        "backend = 'torch'": ["reward.model: is missing"],
-        "backend = 'function'\nmodel = 'x'": ["reward: a function has no model"],
         "backend = 'torch'\nmodl = 'x'": [
             "reward.model: is missing",
             "reward.modl: no such key; did you mean reward.model?",
         ],
-        "model.hidden = 3": ["reward.model.characters: is missing"],
+        "model.layers = 3": ["reward.model.characters: is missing"],
         "model = 3": ["reward.model = 3: must be text in quotes, or must be a table"],
-        "model = 'x'\noptimizer.lr = 0": ["reward.optimizer.lr = 0: must be greater than 0"],
-        "function = 'x'\nmodel = 'x'": [
-            "reward.model: no such key together with the others; with these reward has backend, function"
-        ],
+        "model = 'x'\nmicro_batch_tokens = 0": ["reward.micro_batch_tokens = 0: must be greater than 0"],
     }
-    assert {reward: mistakes(tmp_path, f"{MODEL}[reward]\n{reward}") for reward in table} == {
+    assert {reward: mistakes(tmp_path, f"[reward]\n{reward}", form=Rewarded) for reward in table} == {
         reward: [f"x.toml: {line}" for line in told] for reward, told in table.items()
     }
+    assert mistakes(tmp_path, "reward = 3", form=Rewarded) == ["x.toml: reward = 3: must be a table"]
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
@@ -200,20 +172,16 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         validate(RunConfig, {"meshes": {"main": {"gpu": 1}}}, "mine.toml")
 
 
-def test_a_folder_and_a_file_in_no_folder_cannot_be_read(tmp_path: Path) -> None:
-    for path, told in {"missing/x.toml": r"missing/x\.toml: no such file$", "": "is a folder, not a TOML file"}.items():
-        with pytest.raises(ConfigError, match=told):
-            load_toml(tmp_path / path)
+class Special(Config):
+    big: float
+    day: str
 
 
-def test_special_numbers_and_dates_survive(tmp_path: Path) -> None:
-    class Special(Config):
-        big: float
-        day: str
-
-    path = tmp_path / "x.toml"
-    path.write_text("big = inf\nday = 2026-01-02", "utf-8")
-    assert validate(Special, load_toml(path), path) == Special(big=float("inf"), day="2026-01-02")
+def test_a_folder_is_no_file_and_special_numbers_and_dates_survive(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder, not a TOML file"):
+        load_toml(tmp_path)
+    special = read(tmp_path, "big = inf\nday = 2026-01-02", form=Special)
+    assert special == Special(big=float("inf"), day="2026-01-02")
 
 
 class Trained(AlgorithmConfig):

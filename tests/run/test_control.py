@@ -123,12 +123,12 @@ def test_a_run_that_is_paused_waits_until_it_is_told_to_go_on(tmp_path: Path) ->
     assert (steps, checkpoints(run)) == ([2], ["step-000002", "step-000004"])
 
 
-def has_waits(file: Path) -> bool:
-    return file.exists() and bool(msgspec.json.decode(file.read_bytes(), type=Now).waits)
-
-
 def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) -> None:
     found: list[Now] = []
+
+    def has_waits(file: Path) -> bool:
+        found[:] = [msgspec.json.decode(file.read_bytes(), type=Now)] if file.exists() else []
+        return any(now.waits for now in found)
 
     async def wait(run: Run) -> None:
         said = iter(["nothing is ready"])  # it raises StopIteration from the first look on
@@ -137,7 +137,6 @@ def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) 
             waiting("the trainer", "a batch", lambda: next(said)),
         ):
             await until(lambda: has_waits(run.folder / NOW))  # a look before may still write the file
-            found.append(msgspec.json.decode((run.folder / NOW).read_bytes(), type=Now))
 
     run = play(tmp_path, wait)
     (now,) = found

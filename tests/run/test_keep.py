@@ -84,17 +84,14 @@ async def test_what_is_kept_has_the_name_of_the_checkpoint(tmp_path: Path) -> No
 
 
 async def test_what_could_not_be_kept_is_refused_at_once(tmp_path: Path) -> None:
-    class Memory:
-        async def checkpoint(self, folder: str, wait: bool = True) -> None: ...
-
     async def unfit(run: rl.Run) -> None:
-        await run.keep("memory", Memory())  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+        await run.keep("memory", tmp_path)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
 
     async def late(run: rl.Run) -> None:
         async for _ in run.steps(2):
             await run.keep("memory", Replay())
 
-    with pytest.raises(DataError, match=r"Memory has no written, restore: derive it from `meshrl\.Stateful`"):
+    with pytest.raises(DataError, match=r"Path has no checkpoint, written, restore: derive it from `meshrl\.Stateful`"):
         await run(unfit, tmp_path)
     with pytest.raises(DataError, match=r"the loop has begun.*: call it before `run\.steps`"):
         await run(late, tmp_path)

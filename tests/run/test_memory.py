@@ -43,15 +43,9 @@ def _told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(**changes: object) -> RolloutConfig:
-    table = {
-        "task": {"source": "meshrl:spell_backward", "prompt": "{word}>"},
-        "policy": {"model": NEW},
-        "sampler": {},
-        "reward": {"function": "exact_match"},
-        "reference": {},
-        **changes,
-    }
-    return validate(RolloutConfig, table, "test")
+    task = {"source": "meshrl:spell_backward", "prompt": "{word}>"}
+    good = {"task": task, "policy": {"model": NEW}, "sampler": {}, "reward": {}, "reference": {}}
+    return validate(RolloutConfig, {**good, **changes}, "test")
 
 
 def test_a_rank_holds_what_is_always_there_and_the_call_that_takes_most() -> None:

@@ -74,7 +74,8 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
     assert "unwatched" not in told[0]
 
 
-async def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:
+async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path: Path) -> None:
+    """Which are spread over the batch."""
     count = 64
     batch = Batch.of(
         prompt=[f"p{index}" for index in range(count)],
@@ -82,12 +83,18 @@ async def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:
         answer=["a"] * count,
         rewards=np.arange(count, dtype=np.float32),
         reward_error=[None] * (count - 1) + ["ValueError: no"],
+        tokens=Ragged.of([[1, 2]] * 32 + [[3]] * 32, np.int32),
+        staleness=np.array([0, 2, 2, 3] * 16, np.int32),
     )
     batches = iter([batch, batch.select(np.arange(2)).only("prompt"), batch.select(np.arange(0))])
+    metrics = Metrics.of(correction=(6.0, 8.0), correction_squared=(9.0, 8.0))
     with capture_logs():
         async with Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:
             async for _ in run.steps(3):
-                await run.record(Metrics.of(), next(batches))
+                await run.record(metrics, next(batches), lr=0.5)
+    step = lines(run.folder / "metrics.jsonl")[0]
+    assert (step["staleness"], step["staleness_max"], step["effective_sample_size"]) == (1.75, 3.0, 0.5)
+    assert (step["rows"], step["tokens"], step["reward"], step["lr"]) == (64.0, 96.0, 31.5, 0.5)
     found = lines(run.folder / "samples.jsonl")
     assert len(found) == 10
     said = {"completion": "c", "answer": "a", "reward_error": None, "reward": 0.0}
@@ -140,20 +147,3 @@ async def test_a_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [line for line in logs if line["event"].startswith("step ")]
     assert "2/2" in screen.getvalue()
     assert "reward=0.75" in screen.getvalue()
-
-
-async def test_what_a_run_adds_to_the_numbers_of_a_step(tmp_path: Path) -> None:
-    metrics = Metrics.of(correction=(6.0, 8.0), correction_squared=(9.0, 8.0))
-    batch = Batch.of(
-        tokens=Ragged.of([[1, 2], [3, 4], [5], [6]], np.int32),
-        staleness=np.array([0, 2, 2, 3], np.int32),
-        rewards=np.array([1, 0, 1, 1], np.float32),
-    )
-    with capture_logs():
-        async with Run(RunConfig(name="mine", folder=str(tmp_path))) as run:
-            async for _ in run.steps(1):
-                await run.record(metrics, batch, lr=0.5)
-    (step,) = lines(run.folder / "metrics.jsonl")
-    assert (step["staleness"], step["staleness_max"]) == (1.75, 3.0)
-    assert step["effective_sample_size"] == 0.5
-    assert (step["rows"], step["tokens"], step["reward"], step["lr"]) == (4.0, 6.0, 0.75, 0.5)

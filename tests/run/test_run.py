@@ -13,23 +13,19 @@ def config(folder: Path) -> rl.RunConfig:
     return rl.RunConfig(folder=str(folder), meshes={"main": rl.MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
 
 
-@pytest.mark.parametrize(
-    ("meshes", "engine"),
-    [
+def test_meshes_that_would_wait_for_each_other_in_one_process_have_several() -> None:
+    table: list[tuple[dict[str, dict[str, object]], str]] = [
         ({}, "local"),
         ({"main": {"ranks": 4}}, "local"),
         ({"main": {"gpus": 1}}, "processes"),
         ({"main": {}, "sampler": {}}, "processes"),
-    ],
-)
-def test_meshes_that_would_wait_for_each_other_in_one_process_have_several(
-    meshes: dict[str, dict[str, object]], engine: str
-) -> None:
-    assert rl.RunConfig.model_validate({"meshes": meshes}).engine == engine
-    assert rl.RunConfig.model_validate({"meshes": meshes, "engine": "ray"}).engine == "ray"
+    ]
+    for meshes, engine in table:
+        assert rl.RunConfig.model_validate({"meshes": meshes}).engine == engine, meshes
+        assert rl.RunConfig.model_validate({"meshes": meshes, "engine": "ray"}).engine == "ray"
 
 
-async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path) -> None:
+async def test_roles_see_the_ranks_of_one_mesh_as_different_axes_and_hand_weights_on(tmp_path: Path) -> None:
     async with rl.Run(config(tmp_path)) as run:
         policy = await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
         critic = await run.spawn(rl.Critic, rl.CriticConfig(backend="fake", model="none", axes={"pp": 2, "dp": 2}))
@@ -38,12 +34,6 @@ async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path)
         assert [rank.axes for rank in rl.ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
         assert [rank.axes for rank in rl.ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
         assert [rank.axes for rank in rl.ranks(reference)] == [{"dp": dp} for dp in range(4)]
-
-
-async def test_a_fake_reference_takes_a_fake_policys_weights(tmp_path: Path) -> None:
-    async with rl.Run(config(tmp_path)) as run:
-        policy = await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
-        reference = await run.spawn(rl.Reference, rl.ReferenceConfig(backend="fake", model="none"))
         await reference.load(await policy.weights())
         with pytest.raises(rl.RankFailed, match=r"version 3 are of another model: .* and these have strange"):
             await reference.load(rl.Weights(3, {"strange": np.zeros(1)}))

@@ -1,12 +1,10 @@
 """Runs of `grpo` and `ppo` on roles without a model, and what has to hold when they have ended."""
 
 import gc
-import json
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from itertools import chain, product
 from pathlib import Path
@@ -17,10 +15,9 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, Loss, MeshConfig, Metrics, PolicyConfig, RunConfig, Task
+from meshrl import Batch, Loss, Metrics, PolicyConfig, RunConfig, Task
 from meshrl.config import validate
 from meshrl.run import Job, audit_run, run_job
-from meshrl.run.jobs import Script, load_script, shipped_scripts
 from meshrl.testing import (
     FakeCritic,
     FakePolicy,
@@ -32,6 +29,7 @@ from meshrl.testing import (
     delayed,
     simulate,
 )
+from tests.algorithms.pages import FAKE, FAKES, lines, numbers, script
 
 STEPS, PROMPTS = 3, 2
 
@@ -101,7 +99,8 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     }
     for name, role in roles.items():
         monkeypatch.setattr(f"meshrl.testing.{name}", role)
-    monkeypatch.setattr(Task, "load", lambda _: task())
+    task = Task(train=numbers(0, 5), held_out=numbers(0, 2))  # the second epoch begins in the last step
+    monkeypatch.setattr(Task, "load", lambda _: task)
     return takes
 
 
@@ -119,20 +118,6 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@cache
-def task() -> Task:
-    def rows(count: int) -> Batch:
-        sums = {"prompt": [f"{n}+1=" for n in range(count)], "answer": [f"{n + 1}" for n in range(count)]}
-        return Batch.of(**sums, row=[{}] * count)
-
-    return Task(train=rows(5), held_out=rows(2))  # the second epoch begins in the last step
-
-
-@cache
-def script(name: str) -> Script:
-    return load_script(shipped_scripts()[name])
 
 
 @dataclass(frozen=True)
@@ -158,12 +143,9 @@ class Setting:
         return logged
 
     def job(self, folder: Path, restarts: int = 0) -> Job[RunConfig]:
-        fake = {"backend": "fake", "model": "none"}
         table = {
-            "task": {"source": "none"},
-            **dict.fromkeys(("policy", "sampler", "reference"), fake),
-            **({"critic": fake} if self.algorithm == "ppo" else {}),
-            "reward": {"backend": "fake"},
+            **FAKES,
+            **dict.fromkeys(("reference", "critic") if self.algorithm == "ppo" else ("reference",), FAKE),
             "sampling": {"n": 2},
             "prompts": PROMPTS,
             "minibatches": 2,
@@ -173,16 +155,9 @@ class Setting:
             "steps": STEPS,
         }
         config = validate(script(self.algorithm).schema, table, "test")
-        settings = RunConfig(
-            folder=str(folder),
-            meshes={"main": MeshConfig(cpus=0)},
-            log=[],
-            samples_every=1,
-            checkpoint_every=1,
-            checkpoint_async=self.meanwhile,
-            resume=not restarts,
-            restarts=restarts,
-        )
+        every_step = {"samples_every": 1, "checkpoint_every": 1, "checkpoint_async": self.meanwhile}
+        given = {"folder": str(folder), "meshes": {"main": {"cpus": 0}}, "log": [], **every_step}
+        settings = RunConfig.model_validate({**given, "resume": not restarts, "restarts": restarts})
         resolved: dict[str, object] = {**config.model_dump(mode="json"), "run": settings.model_dump(mode="json")}
         return Job(Path("test"), script(self.algorithm), settings, config, resolved)
 
@@ -190,16 +165,17 @@ class Setting:
 SETTINGS = [Setting(*each) for each in product(("grpo", "ppo"), (0, 1, 3), (False, True))]
 FEW = [Setting("grpo", 0, True), Setting("ppo", 0, False), Setting("grpo", 3, False), Setting("ppo", 1, True)]
 """Each two values beside each other."""
-SOME_OR_ALL = [
-    pytest.param(FEW, 6, id="some"),
-    *(
-        pytest.param(
-            [each for each in SETTINGS if each.ahead == ahead], None, marks=pytest.mark.wide, id=f"all-{ahead}"
-        )
-        for ahead in (0, 1, 3)
-    ),
-]
-"""Settings, and at how many places each is disturbed: all where there is no number."""
+
+
+def some_or_all(some: list[Setting], places: int, **all_of: list[Setting]) -> pytest.MarkDecorator:
+    """`settings`, and at how many places (`most`) each is disturbed: all where there is no number, in `wide`."""
+    wide = [pytest.param(each, None, marks=pytest.mark.wide, id=name) for name, each in all_of.items()]
+    return pytest.mark.parametrize(("settings", "most"), [pytest.param(some, places, id="some"), *wide])
+
+
+SOME_OR_ALL = some_or_all(
+    FEW, 6, **{f"all-{ahead}": [each for each in SETTINGS if each.ahead == ahead] for ahead in (0, 1, 3)}
+)
 
 
 def spread(count: int, most: int | None) -> Sequence[int]:
@@ -244,15 +220,10 @@ def check_kept(folder: Path, setting: Setting) -> None:
 def outcome(folder: Path, setting: Setting) -> dict[str, object]:
     """All that a run leaves but for times, and how it came there."""
     run = folder / "run"
-
-    def lines(name: str) -> list[dict[str, object]]:
-        rows = [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
-        return [{key: row[key] for key in row if key not in ("seconds", "step_s")} for row in rows]
-
     return {
-        **{name: lines(name) for name in ("metrics.jsonl", "samples.jsonl")},
+        **{name: lines(run / name) for name in ("metrics.jsonl", "samples.jsonl")},
         # What an evaluation finds for which nothing waits hangs on when it draws.
-        "evaluations": [row["step"] if setting.meanwhile else row for row in lines("evaluations.jsonl")],
+        "evaluations": [row["step"] if setting.meanwhile else row for row in lines(run / "evaluations.jsonl")],
         "summary": {key: told for key, told in summary(folder).items() if key not in ("wall_s", "restarts")},
         "model": {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())},
         "states": {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("checkpoints/*/*/*"))},

@@ -9,7 +9,7 @@ import ast
 import asyncio
 import shutil
 import types
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl.testing import KillPoints, simulate
-from tests.schedules.conftest import SOME_OR_ALL, Setting, check_kept, disturbed, outcome, script, spread
+from tests.algorithms.pages import script
+from tests.schedules.conftest import SOME_OR_ALL, Setting, check_kept, disturbed, outcome, some_or_all, spread
 
 
 def awaits(path: Path) -> Iterator[range]:
@@ -48,7 +49,7 @@ def go_on(folder: Path, setting: Setting, whole: dict[str, object], after: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "most"), SOME_OR_ALL)
+@SOME_OR_ALL
 def test_a_run_that_is_killed_at_any_await_goes_on(settings: list[Setting], most: int | None, tmp_path: Path) -> None:
     for number, setting in enumerate(settings):
         runs = tmp_path / f"{number}"
@@ -61,22 +62,8 @@ def test_a_run_that_is_killed_at_any_await_goes_on(settings: list[Setting], most
             go_on(points.remains[at].folder, setting, whole, f"killed after {points.remains[at].after}")
 
 
-def half_written(points: KillPoints) -> Sequence[Path]:
-    """States of the disk in which a checkpoint is whole and the next is not."""
-    return [left.folder for left in points.remains if left.after == "half of write(run.json)"][1:]
-
-
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        pytest.param([Setting("ppo", 0, False)], 10, id="some"),
-        pytest.param(
-            [Setting(name, ahead, False) for name in ("grpo", "ppo") for ahead in (0, 3)],
-            None,
-            marks=pytest.mark.wide,
-            id="all",
-        ),
-    ],
+@some_or_all(
+    [Setting("ppo", 0, False)], 10, all=[Setting(name, ahead, False) for name in ("grpo", "ppo") for ahead in (0, 3)]
 )
 def test_a_run_that_goes_on_and_is_killed_again_at_any_await_goes_on(
     settings: list[Setting], most: int | None, tmp_path: Path
@@ -86,7 +73,8 @@ def test_a_run_that_goes_on_and_is_killed_again_at_any_await_goes_on(
         runs.mkdir()
         first = watched(setting, runs)
         whole = outcome(runs, setting)
-        shutil.copytree(half_written(first)[0], again)
+        half = [left.folder for left in first.remains if left.after == "half of write(run.json)"]
+        shutil.copytree(half[1], again)  # a checkpoint is whole there, and the next is not
         remains = watched(setting, again).remains
         for at in spread(len(remains), most):
             go_on(remains[at].folder, setting, whole, f"killed again after {remains[at].after}")
@@ -94,7 +82,7 @@ def test_a_run_that_goes_on_and_is_killed_again_at_any_await_goes_on(
 
 @types.coroutine
 def interrupted(main: Coroutine[object, object, None], at: int, stood: list[str]) -> Generator[object, object, None]:
-    """The program, cancelled at one of its awaits as by Ctrl-C; `stood` gets where it waits, an await after another."""
+    """The program, cancelled at one of its awaits as by Ctrl-C; `stood` gets the task of each."""
     raised: BaseException | None = None
     while True:
         try:
@@ -114,20 +102,25 @@ def interrupted(main: Coroutine[object, object, None], at: int, stood: list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "most"), SOME_OR_ALL)
+@SOME_OR_ALL
 def test_a_run_that_is_interrupted_at_any_await_goes_on(
     settings: list[Setting], most: int | None, tmp_path: Path
 ) -> None:
-    async def main(setting: Setting, folder: Path, at: int, stood: list[str]) -> None:
-        await interrupted(setting.run(folder), at, stood)
+    def run(setting: Setting, folder: Path, at: int = 0) -> int:
+        """How many awaits there were."""
+        stood: list[str] = []
+
+        async def main() -> None:
+            await interrupted(setting.run(folder), at, stood)
+
+        with capture_logs(), suppress(asyncio.CancelledError):
+            simulate(main)
+        return len(stood)
 
     for number, setting in enumerate(settings):
-        base, stood = tmp_path / f"{number}", list[str]()
-        with capture_logs():
-            simulate(lambda: main(setting, base / "whole", 0, stood))  # noqa: B023 -- called at once, here and below
+        base = tmp_path / f"{number}"
+        count = run(setting, base / "whole")
         whole = outcome(base / "whole", setting)
-        for at in spread(len(stood), most):
-            folder = base / str(at)
-            with capture_logs(), suppress(asyncio.CancelledError):
-                simulate(lambda: main(setting, folder, at + 1, []))  # noqa: B023
-            go_on(folder, setting, whole, f"interrupted at await {at} of {len(stood)}")
+        for at in spread(count, most):
+            run(setting, base / str(at), at + 1)
+            go_on(base / str(at), setting, whole, f"interrupted at await {at} of {count}")

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,17 @@ from meshrl.events import Event, Restart
 from meshrl.report import read_run, render
 from meshrl.run import Run, run_job
 from meshrl.testing import simulate
-from tests.schedules.conftest import SETTINGS, Faults, Setting, check_kept, disturbed, outcome, spread, summary
+from tests.schedules.conftest import (
+    SETTINGS,
+    Faults,
+    Setting,
+    check_kept,
+    disturbed,
+    outcome,
+    some_or_all,
+    spread,
+    summary,
+)
 
 
 def died() -> EngineDied:
@@ -29,12 +39,8 @@ def rank_died() -> RankDied:
     return RankDied("Policy", 0, {"dp": 0}, "update", 7, "host", "killed by signal 9")
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        pytest.param([Setting("grpo", 0, False), Setting("ppo", 3, False)], 8, id="some"),
-        pytest.param([each for each in SETTINGS if not each.meanwhile], None, marks=pytest.mark.wide, id="all"),
-    ],
+@some_or_all(
+    [Setting("grpo", 0, False), Setting("ppo", 3, False)], 8, all=[each for each in SETTINGS if not each.meanwhile]
 )
 def test_a_fault_at_any_await_of_a_role_costs_nothing(
     settings: list[Setting], most: int | None, tmp_path: Path, faults: Faults
@@ -59,22 +65,7 @@ def test_a_fault_at_any_await_of_a_role_costs_nothing(
                     assert outcome(folder, setting) == whole
 
 
-def test_a_restart_is_told(tmp_path: Path, faults: Faults) -> None:
-    faults.at, faults.error = 40, died
-    logged = SETTINGS[0].simulate(tmp_path, restarts=3)
-    told = [line for line in logged if "a machine failed" in line["event"]]
-    assert [line["event"] for line in told] == ["a machine failed: the run is restarted, number 1 of 3 (run.restarts)"]
-    assert "the process of the engine has ended" in told[0]["error"]
-    decoder = msgspec.json.Decoder(Event)
-    events = [decoder.decode(line) for line in (tmp_path / "run/events.jsonl").read_bytes().splitlines()]
-    (restart,) = [event for event in events if isinstance(event, Restart)]
-    assert restart.number == 1
-    assert "the process of the engine has ended" in restart.error
-    assert (tmp_path / "run/events-1.jsonl").exists()
-    assert "the run was begun again (restart 1)" in render(read_run(tmp_path / "run"))
-
-
-def test_what_a_failed_run_held_is_let_go_before_the_next_begins(tmp_path: Path, faults: Faults) -> None:
+def test_a_restart_is_told_and_begins_when_what_the_failed_run_held_is_let_go(tmp_path: Path, faults: Faults) -> None:
     faults.at, faults.error = 40, died
     runs: list[weakref.ref[Run]] = []
     held: list[bool] = []
@@ -85,11 +76,20 @@ def test_what_a_failed_run_held_is_let_go_before_the_next_begins(tmp_path: Path,
 
     gc.disable()
     try:
-        with capture_logs():
-            simulate(lambda: run_job(SETTINGS[0].job(tmp_path, restarts=1), begun))
+        with capture_logs() as logged:
+            simulate(lambda: run_job(SETTINGS[0].job(tmp_path, restarts=3), begun))
     finally:
         gc.enable()
     assert held == [False]
+    (told,) = [line for line in logged if "a machine failed" in line["event"]]
+    assert told["event"] == "a machine failed: the run is restarted, number 1 of 3 (run.restarts)"
+    events = (tmp_path / "run/events.jsonl").read_bytes().splitlines()
+    (restart,) = [event for line in events if isinstance(event := msgspec.json.decode(line, type=Event), Restart)]
+    assert restart.number == 1
+    for error in (told["error"], restart.error):
+        assert "the process of the engine has ended" in error
+    assert (tmp_path / "run/events-1.jsonl").exists()
+    assert "the run was begun again (restart 1)" in render(read_run(tmp_path / "run"))
 
 
 def test_a_run_ends_by_the_fault_that_no_restart_is_left_for(tmp_path: Path, faults: Faults) -> None:
@@ -116,27 +116,22 @@ def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Fa
         assert "restarts" not in msgspec.json.decode((folder / "run-1/summary.json").read_bytes())
 
 
-@dataclass
-class Cluster:
-    """Machines of which one fails, and comes back so many virtual seconds later: until then a mesh finds no room."""
+def machine_fails(faults: Faults, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """At a call, for so many virtual seconds: until then a mesh finds no room."""
+    really, back = LocalEngine.reserve, 0.0
 
-    seconds: float
-    failed: float | None = None
+    async def reserve(engine: LocalEngine, count: int, resources: Resources, log: str) -> Sequence[LocalSlot]:
+        if asyncio.get_running_loop().time() < back:
+            raise NoRoom("a mesh asks for 1 ranks with 1 CPU each, and the cluster has room for 0")
+        return await really(engine, count, resources, log)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        really = LocalEngine.reserve
-
-        async def reserve(engine: LocalEngine, count: int, resources: Resources, log: str) -> Sequence[LocalSlot]:
-            now = asyncio.get_running_loop().time()
-            if self.failed is not None and now < self.failed + self.seconds:
-                raise NoRoom("a mesh asks for 1 ranks with 1 CPU each, and the cluster has room for 0")
-            return await really(engine, count, resources, log)
-
-        monkeypatch.setattr(LocalEngine, "reserve", reserve)
-
-    def fail(self) -> EngineDied:
-        self.failed = asyncio.get_running_loop().time()
+    def fail() -> EngineDied:
+        nonlocal back
+        back = asyncio.get_running_loop().time() + seconds
         return died()
+
+    monkeypatch.setattr(LocalEngine, "reserve", reserve)
+    faults.at, faults.calls, faults.error = 40, 0, fail
 
 
 def test_a_restart_waits_for_the_machine_that_failed(
@@ -144,9 +139,7 @@ def test_a_restart_waits_for_the_machine_that_failed(
 ) -> None:
     setting = SETTINGS[0]
     setting.simulate(tmp_path / "whole", restarts=1)
-    cluster = Cluster(seconds=100)
-    cluster.install(monkeypatch)
-    faults.at, faults.calls, faults.error = 40, 0, cluster.fail
+    machine_fails(faults, monkeypatch, seconds=100)
     logged = setting.simulate(tmp_path, restarts=1)
     assert outcome(tmp_path, setting) == outcome(tmp_path / "whole", setting)
     told = [line["event"] for line in logged if "no room" in line["event"]]
@@ -156,9 +149,7 @@ def test_a_restart_waits_for_the_machine_that_failed(
 
 
 def test_a_restart_does_not_wait_for_ever(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(seconds=float("inf"))
-    cluster.install(monkeypatch)
-    faults.at, faults.error = 40, cluster.fail
+    machine_fails(faults, monkeypatch, seconds=float("inf"))
     told = r"the mesh 'main' found no room in the 600 s of run.restart_wait: a mesh asks for 1 ranks .* room for 0"
     with pytest.raises(NoRoom, match=told):
         SETTINGS[0].simulate(tmp_path, restarts=3)
@@ -184,32 +175,32 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
         (from_cause(ValueError("of the user's"), rank_died()), False),
         (ConfigError("wrong"), False),
     ]
-    wrong: list[str] = []
-    for number, (error, again) in enumerate(table):
+
+    def lived(error: Exception, folder: Path) -> tuple[int, Exception | None]:
+        """How often a run began whose first life ends so, and what it raised."""
         lives: list[object] = []
-        raised: Exception | None = None
 
         async def fails_once(run: object, _: object) -> None:
-            lives.append(run)  # noqa: B023 -- called at once, here and below
-            if len(lives) == 1:  # noqa: B023
-                raise error  # noqa: B023
+            lives.append(run)
+            if len(lives) == 1:
+                raise error
 
-        job = SETTINGS[0].job(tmp_path / f"{number}", restarts=1)
+        job = SETTINGS[0].job(folder, restarts=1)
         job = replace(job, script=replace(job.script, function=fails_once))
         try:
-            with capture_logs():
-                simulate(lambda: run_job(job))  # noqa: B023
-        except Exception as of_the_run:  # noqa: BLE001 -- whichever it is
-            raised = of_the_run
-        right = len(lives) == 1 + again and raised is (None if again else error)
-        wrong += [] if right else [f"{error!r}: {len(lives)} lives, and it raised {raised!r}"]
-    assert not wrong
+            simulate(lambda: run_job(job))
+        except Exception as raised:  # noqa: BLE001 -- whichever it is
+            return len(lives), raised
+        return len(lives), None
+
+    with capture_logs():
+        for number, (error, again) in enumerate(table):
+            expected = (2, None) if again else (1, error)
+            assert lived(error, tmp_path / f"{number}") == expected, repr(error)
 
 
 def test_restarts_need_checkpoints_and_no_schedule() -> None:
     with pytest.raises(ValueError, match=r"restarts = 2 needs a checkpoint to restart from, and none is written: set"):
         RunConfig(restarts=2)
-    with pytest.raises(
-        ValueError, match=r"deterministic = true records .* but restarts = 2 continues from the middle of one"
-    ):
+    with pytest.raises(ValueError, match=r"deterministic = true records .* but restarts = 2 continues from the middle"):
         RunConfig(restarts=2, checkpoint_every=1, deterministic=True)

@@ -19,22 +19,11 @@ CONFIG = """
 algorithm = "grpo"
 prompts = 4
 steps = 24
-
-[task]
-source = "words.jsonl"
-held_out = 0
-
-[policy]
-model = "nowhere"
-
-[reward]
-function = "exact_match"
-
-[sampling]
-n = 2
-
-[run.meshes.rollout]
-cpus = 1
+task = {source = "words.jsonl", held_out = 0}
+policy.model = "nowhere"
+reward.function = "exact_match"
+sampling.n = 2
+run.meshes.rollout.cpus = 1
 """
 
 MINE = """
@@ -78,22 +67,27 @@ def forecast(source: Path, *overrides: str, rollout: float = 2.0, train: float =
         return simulate_job(job(source, *overrides), rollout=rollout, train=train, seed=seed)
 
 
-def record(folder: Path, events: Sequence[Event], config: str = "ahead = 0\n[sampling]\nn = 2\n") -> Path:
+def predict(source: Path, recorded: Path, *overrides: str, folder: Path | None = None, seed: int = 0) -> Forecast:
+    with capture_logs():
+        return simulate_job(job(source, *overrides), record=recorded, folder=folder, seed=seed)
+
+
+def record(folder: Path, events: Sequence[Event]) -> Path:
     folder.mkdir()
     (folder / "events.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(events))
-    (folder / "config.toml").write_text(config, "utf-8")
+    (folder / "config.toml").write_text("ahead = 0\nsampling.n = 2\n", "utf-8")
     return folder
 
 
-def synchronous(steps: int, *, rows: int = 4) -> list[Event]:
+def synchronous(steps: int) -> list[Event]:
     """Steps of 4 s: 2 s of generation, 0.25 s until the script has it, 0.5 s of rewards, 1 s of training, 0.25 s."""
     events: list[Event] = []
     for step in range(steps):
         t = 4.0 * step
         parts = [
-            ("FunctionReward", "score", 2.0, 2.5, 2 * rows),
-            ("TorchSampler", "generate", 0.0, 2.0, rows),
-            ("TorchPolicy", "update", 2.75, 3.75, 2 * rows),
+            ("FunctionReward", "score", 2.0, 2.5, 8),
+            ("TorchSampler", "generate", 0.0, 2.0, 4),
+            ("TorchPolicy", "update", 2.75, 3.75, 8),
             ("TorchPolicy", "weights", 3.75, 3.75, None),
             ("TorchSampler", "load", 3.75, 3.75, None),
         ]
@@ -148,7 +142,7 @@ def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(so
 def scripted(source: Path, script: str) -> Path:
     """The source of a script of one's own that has no reward."""
     source.with_name("mine.py").write_text(script, "utf-8")
-    text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
+    text = CONFIG.replace('"grpo"', '"mine.py"').replace('reward.function = "exact_match"', "")
     source.write_text(text, "utf-8")
     return source
 
@@ -176,20 +170,18 @@ def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
         for each in synchronous(9)
     ]
     run = record(tmp_path / "recorded", slow)
-    with capture_logs():
-        found = simulate_job(job(source, "ahead=1", "sampler.mesh=rollout", "reward.mesh=judge"), record=run)
+    found = predict(source, run, "ahead=1", "sampler.mesh=rollout", "reward.mesh=judge")
     assert "scoring" in found.bound
     assert "training" not in found.bound
 
 
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
     run = record(tmp_path / "recorded", synchronous(9))
-    with capture_logs():
-        found = simulate_job(job(source), record=run)
-        apart = simulate_job(job(source, "ahead=2", "sampler.mesh=rollout"), record=run)
-        twice = simulate_job(job(source, "prompts=8"), record=run, folder=tmp_path / "twice")
-        (kept,) = (tmp_path / "twice").rglob("config.toml")
-        again = simulate_job(job(source, "prompts=8"), record=kept.parent)
+    found = predict(source, run)
+    apart = predict(source, run, "ahead=2", "sampler.mesh=rollout")
+    twice = predict(source, run, "prompts=8", folder=tmp_path / "twice")
+    (kept,) = (tmp_path / "twice").rglob("config.toml")
+    again = predict(source, kept.parent, "prompts=8")
     assert found.measured == pytest.approx(4.0)
     assert found.ratio == pytest.approx(1.0)
     assert dict(twice.lines())[f"measured in {run}"].startswith("4.00 s, this setting / recorded setting")
@@ -236,12 +228,12 @@ def test_time_grows_with_rows_as_the_record_tells() -> None:
 
 
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
-    events = [event for event in synchronous(9) if not isinstance(event, Span)]
-    spans = [event for event in synchronous(9) if isinstance(event, Span)]
-    uneven = [msgspec.structs.replace(span, ended=span.ended - 0.01 * (span.call % 7)) for span in spans]
-    run = record(tmp_path / "recorded", [*events, *uneven])
-    with capture_logs():
-        one, same, other = (simulate_job(job(source), record=run, seed=seed) for seed in (1, 1, 2))
+    uneven = [
+        msgspec.structs.replace(each, ended=each.ended - 0.01 * (each.call % 7)) if isinstance(each, Span) else each
+        for each in synchronous(9)
+    ]
+    run = record(tmp_path / "recorded", uneven)
+    one, same, other = (predict(source, run, seed=seed) for seed in (1, 1, 2))
     assert msgspec.structs.replace(one, simulated_in=0.0) == msgspec.structs.replace(same, simulated_in=0.0)
     assert one.step_seconds != other.step_seconds
 
@@ -249,18 +241,16 @@ def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
 def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rollout SECONDS"):
         simulate_job(job(source))
-    short = record(tmp_path / "short", synchronous(2))
-    with pytest.raises(DataError, match="the run has 2 steps, and its first 2"):
-        simulate_job(job(source), record=short)
-    empty = record(tmp_path / "empty", [])
-    with pytest.raises(DataError, match="nothing to simulate from"):
-        simulate_job(job(source), record=empty)
-    run = record(tmp_path / "recorded", synchronous(9))
+    short, empty = record(tmp_path / "short", synchronous(2)), record(tmp_path / "empty", [])
+    for run, told in ((short, "the run has 2 steps, and its first 2"), (empty, "nothing to simulate from")):
+        with pytest.raises(DataError, match=told):
+            predict(source, run)
     (short / "config.toml").unlink()
     with pytest.raises(DataError, match=r"there is no config\.toml"):
-        simulate_job(job(source), record=short)
-    with capture_logs(), pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
-        simulate_job(job(source, "loss.kl=0.1"), record=run)
+        predict(source, short)
+    run = record(tmp_path / "recorded", synchronous(9))
+    with pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
+        predict(source, run, "loss.kl=0.1")
 
 
 def test_the_command_prints_a_forecast_and_writes_it(source: Path) -> None:

@@ -24,8 +24,8 @@ NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def to_file(*rows: object, name: str = "data.jsonl") -> str:
-        path = tmp_path / name
+    def to_file(*rows: object) -> str:
+        path = tmp_path / "data.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
         return str(path)
 
@@ -36,16 +36,14 @@ def sums(count: int) -> list[dict[str, object]]:
     return [{"question": f"{n}+1=", "answer": str(n + 1), "metadata": {"n": n}} for n in range(count)]
 
 
-def test_a_json_lines_file(write: Write, tmp_path: Path) -> None:
-    task = Task.load(TaskConfig(source=write(*sums(3), *sums(2)), held_out=0))
-    assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1="), "a repeated prompt counts once"
-    assert task.train.objects("answer") == ("1", "2", "3")
-    assert task.train.objects("row") == tuple(sums(3))
+def test_a_json_lines_file(write: Write) -> None:
+    more: list[dict[str, object]] = [{"question": "a", "answer": None}, {"question": "b", "answer": 2}]
+    task = Task.load(TaskConfig(source=write(*sums(3), *sums(2), *more), held_out=0))
+    assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1=", "a", "b"), "a repeated prompt counts once"
+    assert task.train.objects("answer") == ("1", "2", "3", "", "2")
+    assert task.train.objects("row") == (*sums(3), *more)
     assert len(task.held_out) == 0
     assert task.held_out.names == task.train.names
-    path = tmp_path / "blank.jsonl"
-    path.write_text('{"question": "a", "answer": null}\n\n{"question": "b", "answer": 2}\n', "utf-8")
-    assert Task.load(TaskConfig(source=str(path), held_out=0)).train.objects("answer") == ("", "2")
 
 
 def test_a_parquet_file(tmp_path: Path) -> None:
@@ -65,9 +63,7 @@ def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
     assert ours.train.only("prompt", "answer") == theirs.train.only("prompt", "answer")
     assert ours.held_out.only("prompt", "answer") == theirs.held_out.only("prompt", "answer")
     assert len(theirs.held_out) == 9
-    assert [f"{str(answer)[::-1]}>" for answer in theirs.train.objects("answer")] == list(
-        theirs.train.objects("prompt")
-    )
+    assert [f"{answer}"[::-1] + ">" for answer in ours.train.objects("answer")] == list(ours.train.objects("prompt"))
     seedless = other.model_copy(update={"options": {"size": 200}})
     assert Task.load(seedless).train == Task.load(seedless).train, "without a seed of one's own, too"
 
@@ -101,6 +97,8 @@ def test_held_out_prompts_are_apart_and_stay_so(write: Write) -> None:
     more_train, _ = split(sums(400)[::-1], 40)
     assert not more_train & held_out
     assert train < more_train
+    with pytest.raises(DataError, match="no prompt is left to train on"):
+        Task.load(TaskConfig(source=write(*sums(1)), held_out=1, held_out_fraction=0.999999))
 
 
 def test_batches_deal_each_prompt_once_an_epoch(write: Write) -> None:
@@ -136,40 +134,23 @@ def test_templates() -> None:
     assert {template: (row, fill(template, row, "here")) for template, (row, _) in cases.items()} == cases
 
 
-def test_a_template_that_does_not_fit(write: Write) -> None:
-    source = write(*sums(2))
-    for template, message in {
-        "{word}": "needs 'word', which the row lacks; it has 'question', 'answer', 'metadata'",
-        "{metadata[word]}": "needs 'word', which the row lacks",
-        "{}": "does not fit the row",
-        "{question.size}": "does not fit the row",
-        "{question:d}": "does not fit the row",
-    }.items():
-        for read in (Task.load, first_row):
-            with pytest.raises(DataError, match=rf"data\.jsonl, line 1: prompt: .*{message}"):
-                read(TaskConfig(source=source, prompt=template, held_out=0))
-
-
-def test_a_source_that_cannot_be_read(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_told_with_its_file_and_line_and_a_check_reads_the_first_row_alone(write: Write) -> None:
+    source = write(*sums(2), "oops")
     spell = {"min_word_len": 7, "max_word_len": 4}
-    cases: list[tuple[str, dict[str, int], str]] = [
-        ("missing.jsonl", {}, r"there is no file /.*missing\.jsonl"),
-        ("meshrl:spell_backward", spell, "it has no rows"),
-        ("reasoning_gym:zzzzzzzz", {}, "no dataset of this name among its"),
-        ("reasoning_gym:spell_backward", spell, "do not fit: max_word_len must be >= min_word_len"),
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"prompt": "{metadata[word]}"}, r"data\.jsonl, line 1: prompt: .*needs 'word', which the row lacks"),
+        ({"prompt": "{}"}, "does not fit the row"),
+        ({"prompt": "{question.size}"}, "does not fit the row"),
+        ({"prompt": "{question:d}"}, "does not fit the row"),
+        ({"source": "meshrl:spell_backward", "options": spell}, "it has no rows"),
+        ({"source": "reasoning_gym:zzzzzzzz"}, "no dataset of this name among its"),
+        ({"source": "reasoning_gym:spell_backward", "options": spell}, "do not fit: max_word_len must be >="),
     ]
-    for source, options, message in cases:
+    for table, message in cases:
         for read in (Task.load, first_row):
             with pytest.raises(DataError, match=message):
-                read(TaskConfig.model_validate({"source": source, "options": options}))
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "a", "answer": "b"}\noops\n', "utf-8")
-    first_row(TaskConfig(source=str(path)))  # a check reads the first row alone
-
-
-def test_nothing_left_to_train_on(write: Write) -> None:
-    with pytest.raises(DataError, match="no prompt is left to train on"):
-        Task.load(TaskConfig(source=write(*sums(1)), held_out=1, held_out_fraction=0.999999))
+                read(TaskConfig.model_validate({"source": source, "held_out": 0, **table}))
+    first_row(TaskConfig(source=source))
 
 
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import signal
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from meshrl.errors import ConfigError
 from meshrl.testing import ScriptedChat, ScriptedSampler
 from tests.tasks.verifiers_standin import modules
 
+pytestmark = pytest.mark.usefixtures("library")
 SOURCE = "verifiers:guess-number"
 SYSTEM = {"role": "system", "content": "Numbers only."}
 ROWS = [
@@ -73,27 +75,21 @@ def agent(**options: object) -> Agent:
 
 
 def prompts() -> Batch:
-    config = TaskConfig.model_validate(
-        {"source": SOURCE, "held_out": 0, "prompt": "{system} {question}", "answer": "{answer}"}
-    )
-    return Task.load(config).train
+    return Task.load(TaskConfig(source=SOURCE, held_out=0, prompt="{system} {question}", answer="{answer}")).train
 
 
-async def played(*said: str) -> Episode:
-    """The first row, to which the model says this."""
-    gateway = Gateway(ScriptedSampler(said), ScriptedChat())
-    row = cast("dict[str, object]", prompts().objects("row")[0])
-    return await agent().play(gateway, row, Sampling(max_tokens=200))
+async def played(*said: str, row: Mapping[str, object] | None = None) -> Episode:
+    """A row, or the first, to which the model says this."""
+    first = cast("dict[str, object]", prompts().objects("row")[0])
+    return await agent().play(Gateway(ScriptedSampler(said), ScriptedChat()), row or first, Sampling(max_tokens=200))
 
 
-@pytest.mark.usefixtures("library")
 def test_a_task_has_the_rows_of_the_environment() -> None:
     batch = prompts()
     assert list(batch.objects("prompt")) == ["Numbers only. 1 to 9?", "Numbers only. 1 to 8?"]
     assert list(batch.objects("answer")) == ["3", "5"]
 
 
-@pytest.mark.usefixtures("library")
 async def test_its_rollout_plays_and_its_rubric_judges() -> None:
     episode = await played("7", "3")
     assert (episode.error, episode.turns) == (None, 2)
@@ -103,34 +99,23 @@ async def test_its_rollout_plays_and_its_rubric_judges() -> None:
     assert [sum(row) for row in episode.rows.loss_mask] == [4]
 
 
-@pytest.mark.usefixtures("library")
 async def test_what_it_raises_is_data() -> None:
     with capture_logs():
-        raised, told = await played("no number"), await played("fail")
-        other = await agent().play(Gateway(ScriptedSampler([]), ScriptedChat()), {"prompt": "a"}, Sampling())
+        raised, told, other = await played("no number"), await played("fail"), await played(row={"prompt": "a"})
     assert (raised.reward, raised.error) == (0.0, "ValueError: invalid literal for int() with base 10: 'no number'")
     assert (told.reward, told.error) == (0.0, "Error: told in the state")
-    assert other.error == (
-        "DataError: the row has no 'verifiers': set task.source = \"verifiers:guess-number\", as of the environment"
-    )
+    assert "the row has no 'verifiers': set task.source = \"verifiers:guess-number\"" in str(other.error)
 
 
-@pytest.mark.usefixtures("library")
 async def test_signals_stay_with_the_script_and_it_may_be_loaded_in_a_thread() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = list(map(signal.getsignal, numbers))
     await asyncio.to_thread(agent)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert list(map(signal.getsignal, numbers)) == before
 
 
-@pytest.mark.usefixtures("library")
 def test_an_environment_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="its rubric judges the rollouts of a prompt together"):
         agent(kind="group")
     with pytest.raises(ConfigError, match=r"cannot be loaded with options {'most': 1}: "):
         agent(most=1)
-
-
-def test_a_task_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigError, match=r"needs verifiers: pip install 'meshrl\[verifiers\]'"):
-        prompts()

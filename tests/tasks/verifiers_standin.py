@@ -3,14 +3,12 @@
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
 class OpenAIChatCompletionsClient:
-    """Asks a server for the model's words."""
-
     def __init__(self, client: Any) -> None:
         self.client = client
 
@@ -42,8 +40,9 @@ class MultiTurnEnv:
     """Asks the client and the environment by turns."""
 
     score_rollouts = True
+    env_response: Callable[..., Coroutine[Any, Any, list[dict[str, str]]]]
 
-    def __init__(self, dataset: list[dict[str, Any]], rubric: Rubric, max_turns: int = -1) -> None:
+    def __init__(self, dataset: list[dict[str, Any]], rubric: Rubric, max_turns: int) -> None:
         told = sys.modules["verifiers.envs.environment"].signal
         told.signal(told.SIGINT, told.default_int_handler)
         self.dataset, self.rubric, self.max_turns = dataset, rubric, max_turns
@@ -54,9 +53,6 @@ class MultiTurnEnv:
 
     def get_dataset(self, n: int = -1) -> list[dict[str, Any]]:
         return self.dataset[:n] if n > 0 else self.dataset
-
-    async def env_response(self, messages: list[Any], state: dict[str, Any]) -> list[dict[str, str]]:
-        raise NotImplementedError
 
     async def rollout(self, given: Any, client: Any, model: str, sampling_args: Any) -> dict[str, Any]:
         messages = [SimpleNamespace(**each) for each in given["prompt"]]
@@ -75,7 +71,6 @@ class MultiTurnEnv:
 
 
 def load_environment(env_id: str, **env_args: object) -> MultiTurnEnv:
-    """As the library's."""
     found: MultiTurnEnv = importlib.import_module(env_id.replace("-", "_")).load_environment(**env_args)
     return found
 

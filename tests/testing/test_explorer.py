@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -10,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
 from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources, log
 from meshrl.errors import ConfigError
+from meshrl.events import Call, Event, Gauge, Span
 from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
 from meshrl.testing import (
     Crash,
@@ -77,12 +78,10 @@ def test_lognormal_and_recorded_latencies_have_the_mean_they_say(tmp_path: Path)
     assert np.mean(drawn) == pytest.approx(3, rel=0.05)
     assert np.std(np.log(drawn)) == pytest.approx(0.8, rel=0.05)
 
-    call = {"kind": "call", "id": 0, "actor": "FakePolicy", "endpoint": "update", "began": 1, "ended": 9}
-    span = {"kind": "span", "call": 0, "mesh": "main", "rank": 0, "actor": "FakePolicy", "endpoint": "update"}
-    gauge = {"kind": "gauge", "name": "ready", "at": 1, "value": 2}
-    lines = [call, gauge, span | {"began": 1.5, "ended": 4}, span | {"began": 5, "ended": 6}]
+    spans = [Span(0, "main", 0, "FakePolicy", "update", *times) for times in ((1.5, 4), (5, 6))]
+    noted: list[Event] = [Call(0, "FakePolicy", "update", 1, 9), Gauge("ready", 1, 2), *spans]
     events = tmp_path / "events.jsonl"
-    events.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    events.write_bytes(msgspec.json.Encoder().encode_lines(noted))
     recorded = Recorded.of(events, "FakePolicy.update")
     assert {recorded.draw(random, None) for _ in range(50)} == {2.5, 1}
     with pytest.raises(DataError, match=r"no call of Policy\.update; it has calls of FakePolicy\.update"):

@@ -1,56 +1,25 @@
 """The page in a real browser: what it shows is what the files say, and it asks this machine alone."""
 
-import json
-import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from meshrl.run import NOW
 from meshrl.watch import Watcher, live
-from tests.watch.test_serving import append
+from tests.watch.files import append, events, metrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from playwright.async_api import Browser
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
 expect = playwright.expect
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="module")]
+expect.set_options(timeout=600_000)  # each test has a limit as a whole
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("browser")]
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 HOSTILE = "</script><img src=x onerror=window.hit=1><b onmouseover='window.hit=1'>&amp;"
-
-
-def step(number: int, reward: float) -> dict[str, object]:
-    numbers = {"reward": reward, "loss": number / 4, "staleness": 1.5, "tokens": 600.0, "step_s": 2.0}
-    return {"step": number, "seconds": 2.0 + 2 * number, **numbers}
-
-
-def events(number: int) -> list[dict[str, object]]:
-    began = 2.0 * number
-    span = {"kind": "span", "call": number, "rank": 0}
-    return [
-        {**span, "mesh": "sampler", "actor": "Sampler", "endpoint": "generate", "began": began, "ended": began + 1},
-        {**span, "mesh": "main", "actor": "Policy", "endpoint": "update", "began": began + 1, "ended": began + 2},
-        {"kind": "step", "step": number, "began": began, "ended": began + 2},
-    ]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def browser() -> "AsyncGenerator[Browser]":
-    """One for all, each in a page of its own."""
-    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
-        pytest.skip("there is no chromium on the PATH")
-    expect.set_options(timeout=600_000)  # each test has a limit as a whole
-    async with playwright.async_playwright() as driver:
-        launched = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield launched
-        await launched.close()
 
 
 @pytest.fixture
@@ -58,12 +27,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.toml").write_text(f"ahead = 2\n[run]\nname = '{HOSTILE.replace(chr(39), '')}'\n", "utf-8")
-    append(folder / "metrics.jsonl", step(0, 0.125), step(1, 0.25))
+    append(folder / "metrics.jsonl", *metrics(2, first=1))
     append(folder / "samples.jsonl", {"step": 0, "prompt": HOSTILE, "completion": "ok", "reward": 1.0})
-    append(folder / "events.jsonl", *events(0), *events(1))
+    append(folder / "events.jsonl", *events(2, first=1))
     waits = [{"who": "trainer", "what": "a batch", "on": f"3 of 64 groups {HOSTILE}", "seconds": 1.5}]
     calls = [{"where": "Sampler.generate", "ranks": "rank 0 (process 7 on here)", "seconds": 2.5}]
-    (folder / NOW).write_text(json.dumps({"at": 4.0, "waits": waits, "calls": calls}), "utf-8")
+    append(folder / NOW, {"at": 4.0, "waits": waits, "calls": calls})
     monkeypatch.setattr(live, "SILENT", 1e9)  # it lives on, however long the test takes
     return folder
 
@@ -78,23 +47,23 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
         await page.goto(watcher.address)
         await expect(page.locator("header")).to_contain_text("0.125 → 0.25")
         await expect(page.locator(".pill")).to_have_text("running")
-        await expect(page.locator(".now")).to_contain_text("steps a minute30")
-        await expect(page.locator(".now")).to_contain_text("tokens a second300")
+        await expect(page.locator(".now")).to_contain_text("steps a minute60")
+        await expect(page.locator(".now")).to_contain_text("tokens a second30")
         await expect(page.locator(".now")).to_contain_text("staleness1.5publications behind, at most 2 (ahead)")
         await expect(page.locator(".now")).to_contain_text(f"trainer waits for a batch 1.5 s3 of 64 groups {HOSTILE}")
         await expect(page.locator(".now")).to_contain_text("Sampler.generate 2.5 srank 0 (process 7 on here)")
         await expect(page.locator(".sample .prompt")).to_have_text(HOSTILE)
         await expect(page.locator("pre")).to_contain_text("onerror=window.hit=1")
 
-        append(run / "metrics.jsonl", step(2, 0.5))
-        append(run / "events.jsonl", *events(2))
+        append(run / "metrics.jsonl", *metrics(1, first=3))
+        append(run / "events.jsonl", *events(1, first=3))
         append(run / "samples.jsonl", {"step": 2, "prompt": "newer", "completion": "ok", "reward": 0.0})
-        await expect(page.locator("header")).to_contain_text("0.125 → 0.5")
-        await expect(page.locator("h3", has_text="reward")).to_contain_text("0.5")
+        await expect(page.locator("header")).to_contain_text("0.125 → 0.375")
+        await expect(page.locator("h3", has_text="reward")).to_contain_text("0.375")
         await expect(page.locator(".sample .prompt")).to_have_text("newer")
         assert await page.evaluate("data.steps.length") == 3
-        assert await page.evaluate("data.lanes.map(({ began }) => began)") == [[1, 3, 5], [0, 2, 4]]
-        assert await page.evaluate("data.curves[0].y") == [0.125, 0.25, 0.5]
+        assert await page.evaluate("data.lanes.map(({ began }) => began)") == [[2.5, 3.5, 4.5], [2, 3, 4]]
+        assert await page.evaluate("data.curves[0].y") == [0.125, 0.25, 0.375]
 
         (run / NOW).unlink()
         (run / "summary.json").write_text('{"status": "finished", "steps": 3, "wall_s": 9.0}', "utf-8")
@@ -109,9 +78,8 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
 async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide_as_its_window(
     run: Path, browser: "Browser"
 ) -> None:
-    for number in range(2, 30):
-        append(run / "metrics.jsonl", step(number, number / 32))
-        append(run / "events.jsonl", *events(number))
+    append(run / "metrics.jsonl", *metrics(28, first=3))
+    append(run / "events.jsonl", *events(28, first=3))
     append(run / "samples.jsonl", {"step": 20, "prompt": "newer", "completion": "ok", "reward": 0.0})
     page = await browser.new_page()
     async with Watcher(run).serving() as watcher:
@@ -123,8 +91,8 @@ async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide
         await page.keyboard.press("ArrowLeft")
         await expect(page.locator(".chooser")).to_contain_text("step 0")
         append(run / "samples.jsonl", {"step": 40, "prompt": "newest", "completion": "ok", "reward": 0.0})
-        append(run / "metrics.jsonl", step(30, 0.75))
-        await expect(page.locator("header")).to_contain_text("0.125 → 0.75")
+        append(run / "metrics.jsonl", *metrics(1, first=32))
+        await expect(page.locator("header")).to_contain_text("0.125 → 4")
         await expect(page.locator(".chooser input")).to_have_attribute("max", "2")
         await expect(page.locator(".chooser")).to_contain_text("step 0")
         await expect(page.locator(".chooser input")).to_be_focused()

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshrl.watch
-from meshrl.events import Delivery, Event, Restart, Span, Step
+from meshrl.events import Restart
 from meshrl.report import Line, make_content, read_run
 from meshrl.run import NOW, Now, ask
 from meshrl.watch import live as live_module
@@ -20,32 +20,9 @@ from meshrl.watch.live import EVENTS, SAMPLES, Live
 from meshrl.watch.patches import difference
 from meshrl.watch.tail import Tail
 from meshrl.watch.thinned import POINTS, Thinned
+from tests.watch.files import append, events, lines, metrics
 
 ROOM = Path(meshrl.watch.__file__).parent
-
-
-def lines(*values: object) -> bytes:
-    return msgspec.json.Encoder().encode_lines(values)
-
-
-def events(steps: int) -> list[Event]:
-    made: list[Event] = []
-    for step in range(steps):
-        began = 1.0 + step
-        made += [
-            Span(step, "main", 0, "Sampler", "generate", began, began + 0.4),
-            Span(step, "main", 0, "Policy", "update", began + 0.4, began + 0.9),
-            Delivery(step, began + 0.4, 4, [3, 1], {"stale": 1}),
-            Step(step, began, began + 1),
-        ]
-    return made
-
-
-def metrics(steps: int, first: int = 0) -> list[Line]:
-    return [
-        {"step": at, "seconds": 1.0 + at, "reward": at / 8, "tokens": 30.0, "lr": None if at else 0.5}
-        for at in range(first, first + steps)
-    ]
 
 
 def write(folder: Path, steps: int = 6) -> Path:
@@ -58,19 +35,11 @@ def write(folder: Path, steps: int = 6) -> Path:
     return folder
 
 
-def append(file: Path, content: bytes) -> None:
-    with file.open("ab") as opened:
-        opened.write(content)
-
-
 def shown(live: Live) -> Any:
     """What the page has after all that is new was read."""
     while live.look()[1]:
         pass
     return live.content()
-
-
-# --- files that grow ---------------------------------------------------------------------------------
 
 
 def test_each_whole_line_is_read_once_and_a_file_that_is_cut_replaced_or_gone_anew(tmp_path: Path) -> None:
@@ -80,7 +49,7 @@ def test_each_whole_line_is_read_once_and_a_file_that_is_cut_replaced_or_gone_an
     file.write_bytes(b"one\ntwo\nthr")
     assert tail.read() == ([b"one", b"two"], True, False)
     assert tail.read() == ([], False, False)
-    append(file, b"ee\n")
+    file.write_bytes(file.read_bytes() + b"ee\n")
     assert tail.read() == ([b"three"], False, False)
     file.write_bytes(b"one\n2\nthree\nfour\n")  # cut, and longer than before by now
     assert tail.read() == ([b"one", b"2", b"three", b"four"], True, False)
@@ -101,9 +70,6 @@ def test_a_look_is_bounded_and_a_line_without_end_is_left_behind(tmp_path: Path)
         assert sum(map(len, grown.lines)) <= 4 << 20
     assert looks == 3
     assert found[-1] == b"short"
-
-
-# --- bounded memory ----------------------------------------------------------------------------------
 
 
 def test_numbers_are_the_files_own_until_there_are_too_many_and_then_means() -> None:
@@ -129,13 +95,14 @@ def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
     found = live.content()
     report = msgspec.to_builtins(make_content(read_run(folder)))
     assert {key: found[key] for key in report} == report
-    assert found["pace"] == {"steps_per_minute": 60.0, "tokens_per_second": 30.0}
+    pace = {"steps_per_minute": 60.0, "tokens_per_second": 30.0, "staleness": 1.5, "step_s": 1.0}
+    assert found["pace"] == pace
     assert live.look() == (False, False)
 
 
 def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", steps=4 * EVENTS)
-    append(folder / "samples.jsonl", lines(*({"step": at, "prompt": "a"} for at in range(1000))))
+    append(folder / "samples.jsonl", *({"step": at, "prompt": "a"} for at in range(1000)))
     found = shown(Live(folder))
     assert found["steps"][-1] == (4 * EVENTS - 1, 4.0 * EVENTS, 4.0 * EVENTS + 1)
     assert sum(len(lane["began"]) for lane in found["lanes"]) <= EVENTS
@@ -155,7 +122,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert shown(live)["status"] == "running"
     ask(folder, "checkpoint")
     assert shown(live)["asked"] == ["checkpoint"]
-    append(folder / "events.jsonl", lines(Restart(3.0, 1, "a rank died")))
+    append(folder / "events.jsonl", Restart(3.0, 1, "a rank died"))
     assert any("a rank died" in note for note in shown(live)["notes"])
     (folder / "summary.json").write_bytes(b'{"status":"failed","error":"all is lost"}')
     (folder / NOW).unlink()
@@ -168,25 +135,21 @@ def test_whether_a_run_lives_is_seen_here_whatever_its_clock_says(
     folder, clock = write(tmp_path / "mine"), [5.0]
     monkeypatch.setattr(live_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
     seen = Live(folder)
-
-    def status() -> str:
-        seen.look()
-        return seen.status
-
     for number, behind in enumerate((60, -3600)):
         (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0 + number, [], [])))
         os.utime(folder / NOW, (2e9 - behind, 2e9 - behind))
-        assert (status(), seen.is_under_way()) == ("running", True)
-        clock[0] += live_module.SILENT / 2
-        assert (status(), seen.is_under_way()) == ("running", True)
-        clock[0] += live_module.SILENT / 2
-        assert (status(), seen.is_under_way(), seen.now) == ("silent", False, None)
+        for status in ("running", "running", "silent"):
+            seen.look()
+            assert (seen.status, seen.is_under_way()) == (status, status == "running")
+            clock[0] += live_module.SILENT / 2
+    assert seen.now is None
 
 
 def test_a_reward_that_is_none_stops_nothing(tmp_path: Path) -> None:
     for number, reward in enumerate(("1" + "0" * 400, "[" * 100_000, '{"a":1}', "true")):
         folder = write(tmp_path / f"{number}")
-        append(folder / "metrics.jsonl", f'{{"step":6,"reward":{reward}}}\n{{"step":7,"reward":0.5}}\n'.encode())
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step":6,"reward":{reward}}}\n{{"step":7,"reward":0.5}}\n')
         summary = shown(Live(folder))["summary"]
         assert (summary["first_reward"], summary["last_reward"]) == (0.0, 0.5)
 
@@ -203,8 +166,6 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew_where_its_files_were_
     assert reward["y"] == [0, 0.125, 7.0]
     assert found["steps"] == [(0, 1.0, 2.0)]
 
-
-# --- what changed ------------------------------------------------------------------------------------
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),

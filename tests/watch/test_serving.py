@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -17,101 +16,48 @@ from meshrl.errors import ConfigError
 from meshrl.run import NOW, Now
 from meshrl.watch import Watcher, live, run_to_watch
 from meshrl.watch.live import Live
-
-Message: TypeAlias = tuple[str, dict[str, object]]
-
-
-def append(file: Path, *lines: object) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as opened:
-        opened.writelines(json.dumps(line) + "\n" for line in lines)
+from tests.watch.files import append
 
 
-@asynccontextmanager
-async def looking(watcher: Watcher) -> AsyncGenerator[AsyncIterator[Message]]:
-    """The messages to one browser."""
-    async with (
-        httpx.AsyncClient(timeout=None) as client,  # noqa: S113 -- the test has a limit
-        client.stream("GET", f"http://127.0.0.1:{watcher.port}/events") as response,
-    ):
-        assert response.headers["content-type"].startswith("text/event-stream")
-        yield _messages(response)
-
-
-async def _messages(response: httpx.Response) -> AsyncIterator[Message]:
-    name = ""
-    async for line in response.aiter_lines():
-        kind, _, text = line.partition(": ")
-        if kind == "event":
-            name = text
-        elif kind == "data":
-            yield name, json.loads(text)
-
-
-async def first(messages: AsyncIterator[Message], holds: Callable[[Message], bool]) -> Message:
-    """The first message that is meant."""
-    async for message in messages:
-        if holds(message):
-            return message
+async def sent(page: AsyncIterator[bytes], part: str) -> tuple[str, Any]:
+    """The name and the data of the first message to a page with a text in it."""
+    async for messages in page:
+        for message in messages.decode().split("\n\n"):
+            if part in message:
+                event, data = message.splitlines()
+                return event.removeprefix("event: "), json.loads(data.removeprefix("data: "))
     raise AssertionError("the stream has ended")
 
 
-def has_curves(message: Message) -> bool:
-    return "curves" in message[1]
-
-
-async def test_a_browser_is_sent_the_whole_and_then_what_is_new(tmp_path: Path) -> None:
-    run = tmp_path / "mine"
-    async with Watcher(run).serving() as watcher, looking(watcher) as messages:
-        name, whole = await anext(messages)
+async def test_pages_are_sent_the_whole_and_then_what_is_new_but_the_whole_again_when_far_behind(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine" / "metrics.jsonl"
+    watcher = Watcher(file.parent)
+    quick, slow = together = watcher.events(), watcher.events()
+    for name, whole in await asyncio.gather(*(sent(page, "curves") for page in together)):
         assert (name, whole["status"], whole["curves"]) == ("whole", "not begun", [])
-        append(run / "metrics.jsonl", {"step": 0, "seconds": 1.0, "reward": 0.25})
-        name, patch = await first(messages, has_curves)
-        (reward,) = cast("list[list[dict[str, object]]]", patch["curves"])[0]
+    append(file, {"step": 0, "seconds": 1.0, "reward": 0.25})
+    for page in together:
+        name, patch = await sent(page, "curves")
+        (reward,) = patch["curves"][0]
         assert (name, reward["x"], reward["y"]) == ("patch", [0.0], [0.25])
-        append(run / "metrics.jsonl", {"step": 1, "seconds": 2.0, "reward": 0.5})
-        _, patch = await first(messages, has_curves)
-        assert patch["curves"] == {"0": {"x": [0, 1, [1.0]], "y": [0, 1, [0.5]]}}
-        assert "config" not in patch
-        async with looking(watcher) as late:  # who comes later has it all at once
-            _, whole = await anext(late)
-            (reward,) = cast("list[dict[str, object]]", whole["curves"])
-            assert reward["y"] == [0.25, 0.5]
-            append(run / "metrics.jsonl", {"step": 2, "seconds": 3.0, "reward": 1.0})
-            for each in (messages, late):
-                _, patch = await first(each, has_curves)
-                assert patch["curves"] == {"0": {"x": [0, 2, [2.0]], "y": [0, 2, [1.0]]}}
-
-
-async def sent(page: AsyncIterator[bytes], part: bytes) -> bytes:
-    """The first message to a page with a text in it."""
-    async for message in page:
-        if part in message:
-            return message
-    raise AssertionError("the stream has ended")
-
-
-async def test_pages_that_open_together_miss_nothing_and_who_is_far_behind_is_sent_the_whole(tmp_path: Path) -> None:
-    run = tmp_path / "mine"
-    append(run / "metrics.jsonl", {"step": 0, "reward": 0.125})
-    watcher = Watcher(run)
-    quick, slow = watcher.events(), watcher.events()
-    for whole in await asyncio.gather(anext(quick), anext(slow)):
-        assert whole.startswith(b"event: whole")
-        assert b"0.125" in whole
-    append(run / "metrics.jsonl", {"step": 1, "reward": 0.25})
-    for page in (quick, slow):
-        assert (await sent(page, b"0.25")).startswith(b"event: patch")
+    append(file, {"step": 1, "seconds": 2.0, "reward": 0.5})
+    _, patch = await sent(quick, "curves")
+    assert patch["curves"] == {"0": {"x": [0, 1, [1.0]], "y": [0, 1, [0.5]]}}
+    assert "config" not in patch
+    late = watcher.events()
+    name, whole = await sent(late, "curves")
+    assert (name, whole["curves"][0]["y"]) == ("whole", [0.25, 0.5])
     for step in range(2, 30):
-        append(run / "metrics.jsonl", {"step": step, "reward": step + 0.5})
-        await sent(quick, f"{step + 0.5}".encode())
-    whole = await anext(slow)
-    assert whole.startswith(b"event: whole")
-    assert b"29.5" in whole
-    append(run / "metrics.jsonl", {"step": 30, "reward": 0.75})
-    assert (await sent(slow, b"0.75")).startswith(b"event: patch")
-    await quick.aclose()
-    await slow.aclose()
+        append(file, {"step": step, "reward": step + 0.5})
+        await sent(quick, f"{step + 0.5}")
+    name, whole = await sent(slow, "curves")
+    assert (name, whole["curves"][0]["y"][-1]) == ("whole", 29.5)
+    append(file, {"step": 30, "reward": 0.75})
+    assert (await sent(slow, "0.75"))[0] == "patch"
+    for page in (quick, slow, late):
+        await page.aclose()
 
 
 async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
@@ -163,6 +109,9 @@ async def test_a_request_that_names_another_host_or_comes_from_another_site_is_r
                 assert (await client.request(method, f"{here}{path}", headers=headers)).status_code == 421
         assert (await client.get(f"{here}/", headers={"host": f"localhost:{watcher.port}"})).status_code == 200
         assert (await client.get(f"{here}/events", headers={"Sec-Fetch-Site": "cross-site"})).status_code == 403
+        async with client.stream("GET", f"{here}/events", timeout=600) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert await anext(response.aiter_lines()) == "event: whole"
 
 
 async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp_path: Path) -> None:
@@ -170,9 +119,6 @@ async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp
         assert watcher.address == f"http://127.0.0.1:{watcher.port}/"
         with pytest.raises(ConfigError, match=rf"port {watcher.port} of 127\.0\.0\.1: .*--port"):
             await another.enter_async_context(Watcher(tmp_path).serving(watcher.port))
-
-
-# --- what may be asked -------------------------------------------------------------------------------
 
 
 async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +132,7 @@ async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pyte
             return (await client.post(address, content=command, headers=headers)).status_code
 
         assert await post("pause") == 409  # there is no run yet
-        append(run / NOW, msgspec.to_builtins(Now(3.0, [], [])))
+        append(run / NOW, Now(3.0, [], []))
         assert [await post("pause", token) for token in (None, "guess")] == [401] * 2
         assert [await post(command) for command in ("rm", "../stop", "x" * 10_000)] == [400, 400, 413]
         assert not (run / "control").exists()
@@ -200,9 +146,6 @@ async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pyte
         answer = await client.post("/control", content="stop", headers={"Authorization": "Bearer None"})
     assert (answer.status_code, watcher.token) == (403, None)
     assert "--control" in answer.text
-
-
-# --- which run ---------------------------------------------------------------------------------------
 
 
 def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

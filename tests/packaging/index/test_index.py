@@ -1,7 +1,8 @@
-"""What a user's index gives: the wheel in an empty environment of each Python, and each extra's packages."""
+"""What the index of pip gives: the wheel in an empty environment of each Python, and each extra's packages."""
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ APART = ("gpu", "sglang", "vllm")
 NEWEST = {"sglang": "3.13"}
 """Extras whose packages are not there for the newest Python, and the newest for which they are."""
 
+SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+"""What pip calls them, and uv."""
 FROM_SOURCE = """
 [[dependency-metadata]]
 name = "flash-attn"
@@ -28,6 +31,24 @@ name = "transformer-engine-torch"
 requires-dist = ["torch"]
 """
 """What packages need that say so only when they are built, for which they want a compiler for GPUs."""
+
+
+@pytest.fixture(scope="session")
+def index() -> dict[str, str]:
+    """The environment in which uv uses pip's index, and takes the newest version of all its parts, as pip does."""
+    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for line in told.stdout.splitlines():
+        key, _, value = line.partition("=")
+        setting = key.rpartition(".")[2]
+        if setting in SETTINGS:
+            found[SETTINGS[setting]] = " ".join(value.strip("'").replace("\\n", " ").split())
+        elif setting == "cert":
+            found["SSL_CERT_FILE"] = value.strip("'")
+    asked = uv("pip", "install", "--dry-run", "--reinstall", "--no-deps", "--python", sys.executable, "xxhash", **found)
+    if asked.returncode != 0:
+        pytest.skip(f"no package index answers: {asked.stderr.strip().splitlines()[-1]}")
+    return found
 
 
 def interpreter(version: str) -> str | None:

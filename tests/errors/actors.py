@@ -2,26 +2,24 @@
 # mypy: disable-error-code="empty-body, override, type-var, no-untyped-def"
 # pyright: reportReturnType=false, reportIncompatibleMethodOverride=false, reportInvalidTypeForm=false
 # pyright: reportInvalidTypeArguments=false, reportUnknownParameterType=false
-"""Mistakes in an actor's endpoints, told when it is spawned, and in calls, told before anything is sent."""
+"""Mistakes in an actor's endpoints, in calls, and on the ranks, and backends that cannot be had."""
 
 import inspect
+import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 import meshrl as rl
+from meshrl.roles import implementation
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
-BATCH = rl.Batch.of(rewards=np.arange(4, dtype=np.float32))
-
-
-async def _spawn(cls: type) -> None:
-    async with rl.Run(rl.RunConfig()) as run:
-        await (await run.mesh(2)).spawn(cls)
+BATCH = rl.Batch.of(rewards=np.arange(4, dtype=np.float32), tokens=rl.Ragged.of([[1, 2], [3], [4], [5]], np.int32))
 
 
 class Wrong:
@@ -64,11 +62,11 @@ def _has(name: str, mistake: Callable[..., object], base: type = rl.Actor) -> Ca
     """Spawns a class that has the mistake as its endpoint, under the name `Class.endpoint`."""
     owner, _, method = name.partition(".")
     mistake.__name__ = method
-    return lambda: _spawn(type(base)(owner, (base,), {method: rl.endpoint(mistake)}))
+    return lambda: _mesh(2, lambda mesh: mesh.spawn(type(base)(owner, (base,), {method: rl.endpoint(mistake)})))
 
 
 class Worker(rl.Actor):
-    """An actor in which nothing is wrong."""
+    """An actor whose contract is right."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -76,8 +74,10 @@ class Worker(rl.Actor):
     @rl.endpoint
     async def scaled(
         self, batch: rl.Shard[rl.Batch], factors: rl.Shard[np.ndarray] | None = None
-    ) -> rl.Gather[rl.Batch]:
-        return batch.assign(rewards=batch.rewards * np.float32(self.scale))
+    ) -> rl.Gather[rl.Batch]: ...
+
+    @rl.endpoint
+    async def hold(self, what: object) -> None: ...
 
     @rl.endpoint
     async def stream(self, batch: rl.Shard[rl.Batch]) -> AsyncIterator[rl.Gather[rl.Batch]]:
@@ -91,22 +91,77 @@ class Worker(rl.Actor):
     async def total(self, batch: rl.Shard[rl.Batch]) -> rl.Gather[np.ndarray]:
         return np.array([batch.rewards.sum()])
 
+    @rl.endpoint
+    async def index(self) -> rl.Same[int]:
+        return rl.current_rank().index
 
-async def _call(endpoint: str, *arguments: object) -> None:
+    @rl.endpoint
+    async def divide(self, batch: rl.Shard[rl.Batch]) -> rl.Gather[np.ndarray]:
+        return np.ones(len(batch)) / (1 // (1 - rl.current_rank().index))
+
+    @rl.endpoint
+    async def write(self, batch: rl.Shard[rl.Batch]) -> None:
+        batch.tokens.values[0] = 0
+
+    @rl.endpoint
+    async def make(self) -> rl.Gather[rl.Batch]:
+        return rl.Batch.of(tokens=rl.Ragged.of([np.zeros(40_000)], np.int32))
+
+    @rl.endpoint
+    async def weights(self) -> rl.Same[rl.Weights]:
+        return rl.Weights(3, {"embedding": np.zeros((200, 200), np.float32)})
+
+
+class Memory(rl.Actor):
+    """Not a role."""
+
+
+async def _mesh(count: int, use: Callable[[Any], Any], resources: rl.Resources | None = None) -> None:
     async with rl.Run(rl.RunConfig()) as run:
-        worker = await (await run.mesh(2)).spawn(Worker)
-        await getattr(worker, endpoint)(*arguments)
-
-
-async def _mesh(count: int, use: Callable[[Any], Any]) -> None:
-    async with rl.Run(rl.RunConfig()) as run:
-        if inspect.isawaitable(used := use(await run.mesh(count))):
+        if inspect.isawaitable(used := use(await run.mesh(count, resources))):
             await used
 
 
-async def _worker(use: Callable[[Any], object]) -> None:
+async def _worker(use: Callable[[Any], Any], ranks: int = 2) -> Any:
     async with rl.Run(rl.RunConfig()) as run:
-        use(await (await run.mesh(2)).spawn(Worker))
+        used = use(await (await run.mesh(ranks)).spawn(Worker))
+        return await used if inspect.isawaitable(used) else used
+
+
+async def _spawn(role: type[rl.Actor], config: rl.RoleConfig) -> None:
+    async with rl.Run(rl.RunConfig()) as run:
+        await run.spawn(role, config)
+
+
+def constructor_that_raises() -> object:
+    class Worker(rl.Actor):
+        def __init__(self, device: int) -> None:
+            raise OSError(f"no device {device}")
+
+    return _mesh(2, lambda mesh: mesh.spawn(Worker, device=2))
+
+
+async def _stopped(worker: Worker) -> None:
+    await rl.stop(worker)
+    await worker.index()
+
+
+async def _made(worker: Worker) -> rl.Ragged:
+    return (await worker.make()).tokens
+
+
+async def _weights(worker: Worker) -> object:
+    return (await worker.weights()).tensors
+
+
+def backend_without_its_package() -> None:
+    # A package as pip installs one, which announces a backend that imports what is not there.
+    about = Path("slow-1.0.dist-info")
+    about.mkdir()
+    (about / "METADATA").write_text("Name: slow\nVersion: 1.0\n", "utf-8")
+    (about / "entry_points.txt").write_text("[meshrl.backends]\nslow = slow_backend\n", "utf-8")
+    Path("slow_backend.py").write_text("import jaxx\n", "utf-8")
+    implementation(cast("Any", rl.Policy), "slow")
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -124,18 +179,29 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "changed-parameters": _has("MyPolicy.update", Wrong.changed_parameters, Started),
     "one-parameter-more": _has("MyPolicy.update", Wrong.one_parameter_more, Started),
     "no-actor": _has("Counter.count", Wrong.no_actor, object),
-    "abstract-role": lambda: _spawn(Started),
-    "wrong-arguments": lambda: _call("scaled", BATCH, None, 3),
-    "unknown-endpoint": lambda: _call("scale", BATCH),
-    "rows-that-are-none": lambda: _call("scaled", ["a", "b"]),
-    "misaligned-rows": lambda: _call("scaled", BATCH, np.ones(3)),
-    "rows-that-do-not-come-back": lambda: _call("fewer", BATCH),
-    "elements-that-do-not-come-back": lambda: _call("total", BATCH),
+    "abstract-role": lambda: _mesh(2, lambda mesh: mesh.spawn(Started)),
     "mesh-shape": lambda: _mesh(4, lambda mesh: mesh.shape(dp=2, tp=3)),
     "no-ranks": lambda: _mesh(0, lambda mesh: mesh),
+    "gpus-without-a-cluster": lambda: _mesh(2, lambda mesh: mesh, rl.Resources(gpus=1)),
     "an-instance-is-spawned": lambda: _mesh(1, lambda mesh: mesh.spawn(Worker())),
     "wrong-constructor-arguments": lambda: _mesh(1, lambda mesh: mesh.spawn(Worker, factor=2)),
+    "wrong-arguments": lambda: _worker(lambda worker: worker.scaled(BATCH, None, 3)),
+    "unknown-endpoint": lambda: _worker(lambda worker: worker.scale(BATCH)),
+    "rows-that-are-none": lambda: _worker(lambda worker: worker.scaled(["a", "b"])),
+    "misaligned-rows": lambda: _worker(lambda worker: worker.scaled(BATCH, np.ones(3))),
+    "rows-that-do-not-come-back": lambda: _worker(lambda worker: worker.fewer(BATCH)),
+    "elements-that-do-not-come-back": lambda: _worker(lambda worker: worker.total(BATCH)),
+    "ranks-that-disagree": lambda: _worker(lambda worker: worker.index()),
+    "rank-that-raises": lambda: _worker(lambda worker: worker.divide(BATCH)),
+    "rank-that-writes-its-argument": lambda: _worker(lambda worker: worker.write(BATCH), ranks=1),
+    "lock-as-an-argument": lambda: _worker(lambda worker: worker.hold(threading.Lock()), ranks=1),
+    "column-that-was-not-loaded": lambda: _worker(_made),
+    "weights-that-were-not-loaded": lambda: _worker(_weights, ranks=1),
+    "stopped-actor": lambda: _worker(_stopped),
     "each-of-a-stream": lambda: _worker(lambda worker: rl.each(worker.stream)),
     "no-such-rank": lambda: _worker(lambda worker: rl.at(worker, dp=2)),
     "ranks-of-a-plain-object": lambda: rl.ranks(Worker()),
+    "unknown-backend": lambda: _spawn(rl.Policy, rl.PolicyConfig(backend="torhc", model="none")),
+    "backend-without-the-role": lambda: _spawn(rl.Sampler, rl.SamplerConfig(backend="fsdp", model="none")),
+    "own-actor-as-a-role": lambda: _spawn(Memory, rl.RoleConfig(backend="fake")),
 }
