@@ -14,10 +14,16 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def small(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def model_of(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`model_of(config)`: what `random_model` writes, in a folder of its own."""
+    return lambda config, **how: random_model(config, tmp_path_factory.mktemp("model"), **how)
+
+
+@pytest.fixture(scope="session")
+def small(model_of: Callable[..., str]) -> str:
     """The folder of a model of two layers, far from its initialisation."""
     from transformers import LlamaConfig  # noqa: PLC0415 -- slow to import
 
     from tests.backends.material import SHAPE  # noqa: PLC0415
 
-    return random_model(LlamaConfig(**SHAPE), tmp_path_factory.mktemp("small") / "model")
+    return model_of(LlamaConfig(**SHAPE))

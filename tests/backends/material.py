@@ -1,7 +1,7 @@
 """What tests of backends share: small models, rows for them, and what transformers alone computes of each row."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -10,28 +10,24 @@ from numpy.typing import NDArray
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, Ragged
+from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, Policy, Ragged, Weights
 from meshrl.losses import TokenLoss
 
+ModelOf: TypeAlias = Callable[..., str]
+"""Of the fixture `model_of`."""
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 48,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+    "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 48, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
 """Of a configuration of transformers, for the tokenizer that `random_model` writes."""
-RANKS_OF_MEGATRON = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.megatron,
-    pytest.mark.process,
-    pytest.mark.xdist_group("warm"),
-]
+GPT2: dict[str, Any] = {
+    "vocab_size": 11, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48, "bos_token_id": None,
+    "eos_token_id": 1,
+}  # fmt: skip
+"""The same of one with learned positions, and dropout in its configuration."""
+_SESSION, _GROUP = pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("warm")
+RANKS_OF_MEGATRON = [_SESSION, pytest.mark.megatron, pytest.mark.process, _GROUP]
 """Marks of tests that run Megatron on the session's warm processes."""
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
@@ -70,6 +66,18 @@ def norm_of(network: Any) -> float:
     """The norm of all gradients of a model."""
     gradients = [each.grad for each in network.parameters() if each.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def near(found: Weights, expected: Weights, atol: float) -> None:
+    """They are the same weights but for rounding."""
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, array in expected.tensors.items():
+        np.testing.assert_allclose(floats(found.tensors[name]), floats(array), rtol=0, atol=atol, err_msg=name)
+
+
+async def updated(*policies: Policy, seed: int = 0) -> list[dict[str, float]]:
+    """What each policy tells of an update."""
+    return [dict((await each.update(rollouts(seed=seed), ClippedLoss())).means()) for each in policies]
 
 
 def columns_of(batch: Batch, names: Sequence[str], row: int) -> dict[str, Tensor]:

@@ -1,9 +1,13 @@
 """Weights that a policy's ranks broadcast: they come whole whatever the layout is, by each way, or it is told."""
 
 import json
+import os
+import secrets
+import signal
+import socket
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,50 +18,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
-from meshrl.errors import ModelError
-from meshrl_hf import broadcast, collective
+from meshrl import PolicyConfig
+from meshrl.errors import ConfigError, ModelError
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import broadcast, collective, fp8, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Line
 from meshrl_hf.fingerprints import fingerprint
+from meshrl_hf.handover import Desk, Handing, Slots, Taking, Unopened, desk_of, open_slots
 from meshrl_hf.live_weights import LiveWeights, offered
-from meshrl_hf.offer import Part
-from meshrl_hf.reach import Where
+from meshrl_hf.offer import FP8, SCALE
+from meshrl_hf.reach import Where, on_gpus, routes
 from meshrl_hf.reading import Reader
 from meshrl_inference.assembly import read
 from meshrl_inference.naming import Naming
-from tests.backends.material import SHAPE
+from tests.backends.material import GPT2, SHAPE, ModelOf
 from tests.senders import Senders, sending
 
 LIMIT = 1 << 10
 GLOO, MEMORY = "by gloo", "through shared memory"
 
 
-class Places:
-    """A model whose tensors a reader fills."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.device = torch.device("cpu")
-        self._tensors = tensors
-
-    def begin(self) -> None:
-        """Nothing is kept of an attempt that failed."""
-        for tensor in self._tensors.values():
-            tensor.zero_()
-
-    def place(self, part: Part) -> Tensor:
-        ends = [start + length for start, length in zip(part.offsets, part.shape, strict=True)]
-        return self._tensors[part.name][tuple(map(slice, part.offsets, ends))]
-
-    def arrived(self, part: Part) -> None:
-        """It is where it belongs."""
-
-
 def received(reader: Reader, weights: LiveWeights, places: Mapping[str, Tensor]) -> str:
     """How a reader got weights, at its first attempt."""
     failed: list[str] = []
-    way = reader.read(weights.offer, 1, Places(places), lambda _, error: failed.append(error))
+    model = live_weights._InPlace(places, lambda: None)
+    way = reader.read(weights.offer, 1, model, lambda _, error: failed.append(error))
     assert not failed
     return way
 
@@ -114,9 +102,7 @@ def test_ranks_with_more_buckets_than_others_keep_nobody_waiting_and_round_to_th
     assert all(torch.equal(place, part.float()) for place, part in zip(places.values(), parts, strict=True))
 
 
-def test_tensors_of_damaged_buckets_are_named_and_the_next_weights_arrive(
-    policy: Senders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_tensors_are_named_and_others_arrive(policy: Senders, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {name: torch.randn(2 * len(policy.each), LIMIT // 4) for name in ("first", "third")}
     known = {"first": known["first"], "second": torch.full_like(known["first"], 7.0), "third": known["third"]}
     places = {name: torch.zeros_like(each) for name, each in known.items()}
@@ -134,9 +120,7 @@ def test_tensors_of_damaged_buckets_are_named_and_the_next_weights_arrive(
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_in_files(
-    policy: Senders, tmp_path: Path, experts: int
-) -> None:
+def test_an_engine_loads_whole_layers_as_they_are_in_files(policy: Senders, tmp_path: Path, experts: int) -> None:
     config = MixtralConfig(**SHAPE, num_local_experts=experts) if experts else LlamaConfig(**SHAPE)
     config.save_pretrained(tmp_path)
     network = AutoModelForCausalLM.from_config(config)
@@ -148,8 +132,7 @@ def test_an_engine_loads_the_tensors_of_a_layer_when_all_have_come_as_they_are_i
 
     offer = policy.offer(known, 0).offer
     outcome = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
-    assert outcome.begun
-    assert outcome.way in (GLOO, MEMORY)
+    assert (outcome.begun, outcome.way in (GLOO, MEMORY)) == (True, True)
     came = {name: tensor for each in loaded for name, tensor in each.items()}
     assert {name: list(each.shape) for name, each in came.items()} == naming.filed()
     for name, tensor in naming.in_files(known.items()):
@@ -201,18 +184,13 @@ class Dying:
         self._store, self._did = store, list[str]()
 
     def __getattr__(self, name: str) -> Any:
-        def do(*said: object) -> object:
-            if self._did:
-                raise KeyboardInterrupt
-            self._did.append(name)
-            return getattr(self._store, name)(*said)
-
-        return do
+        if self._did:
+            raise KeyboardInterrupt
+        self._did.append(name)
+        return getattr(self._store, name)
 
 
-def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_dies_while_it_asks_does_not_hold_up_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     with sending(KEPT + 1, LIMIT) as policy:
         policy.offer(tensors(0, len(policy.each)), 0)
         line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], Where.of(torch.device("cpu"))))
@@ -222,3 +200,220 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
         for module in (broadcast, collective):
             monkeypatch.setattr(module, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
         policy.end()
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1e-40, 1e-3, 1.0, 1e20]))
+def test_in_fp8_numbers_are_near_and_the_largest_stay_so(rows: int, columns: int, seed: int, size: float) -> None:
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
+    numbers, scales = fp8.quantized(matrix)
+    assert (numbers.dtype, scales.shape) == (getattr(torch, FP8), (rows, 1))
+    back = numbers.double() * scales.double()
+    # Half of the last of 3 bits, or of the smallest number.
+    assert ((back - matrix).abs() <= (matrix.double().abs() * 2**-4).maximum(scales.double() * 2**-9)).all()
+    if size >= 1e-3:
+        assert numbers.float().abs().amax(1).tolist() == [448] * rows
+
+
+def test_rows_of_zeros_stay_zeros_and_scales_are_float32_whatever_the_default_is() -> None:
+    numbers, scales = fp8.quantized(torch.tensor([[0.0, 0.0], [1.0, torch.nan]]))
+    assert (numbers[0].float() == 0).all()
+    assert (scales[0] > 0).all()
+    assert (numbers[1].float() * scales[1]).isnan().any()
+    matrix = torch.randn(3, 5)
+    known = fp8.quantized(matrix)[1]
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads a model
+    try:
+        assert torch.equal(fp8.quantized(matrix)[1], known)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_matrices_in_fp8_are_linear_layers_without_the_head_and_other_models_are_refused(model_of: ModelOf) -> None:
+    network = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, tie_word_embeddings=False))
+    found = fp8.matrices(network)
+    assert ("lm_head.weight" in dict(network.named_parameters()), len(found)) == (True, 2 * 7)
+    assert all(".layers." in name and name.endswith("proj.weight") for name in found)
+    for tied in (True, False):
+        network = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+        assert fp8.refusal(network) == ""
+    mixture = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=4))
+    assert "such as model.layers.0.mlp" in fp8.refusal(mixture)
+    config = PolicyConfig(model=model_of(GPT2Config(**GPT2)), weight_sync="broadcast", weight_sync_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"FP8: 8 of its tensors .*, such as transformer\.h\.0\..*Remove"):
+        FsdpPolicy(config)
+
+
+def test_an_engine_gets_matrices_in_fp8_with_their_layers_and_others_refuse_them(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE)
+    config.save_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_config(config)
+    known, naming = dict(network.named_parameters()), Naming(str(tmp_path))
+    came: dict[str, Tensor] = {}
+    with sending(3, 1 << 14, naming.matrices) as policy:
+        weights = policy.offer(known, 1)
+        size = sum(each.numel() * (1 if name in naming.matrices else 4) for name, each in known.items())
+        scales = sum(len(known[name]) * 4 for name in naming.matrices)
+        assert weights.nbytes == size + scales
+        outcome = read(weights.offer, 1, naming, torch.device("cpu"), came.clear, came.update)
+        assert outcome.way
+        for refused in (lambda: weights.pour(known, lambda: None), lambda: weights.tensors):
+            with pytest.raises(ModelError, match=r"version 1 come in FP8, .* Remove policy.weight_sync_dtype"):
+                refused()
+    assert came.keys() == known.keys() | {name + SCALE for name in naming.matrices}
+    for name, tensor in known.items():
+        if name in naming.matrices:
+            numbers, there = fp8.quantized(tensor.detach())
+            assert torch.equal(came[name].view(torch.uint8), numbers.view(torch.uint8))
+            assert torch.equal(came[name + SCALE], there)
+        else:
+            assert torch.equal(came[name], tensor)
+
+
+CPU = torch.device("cpu")
+LONG = 600.0
+"""Seconds that nothing takes."""
+places = st.builds(
+    lambda machine, gpu, seen: Where(machine, machine + gpu, [machine + each for each in {gpu, *seen}]),
+    st.sampled_from(["", "host1", "host2"]),
+    st.sampled_from("abc"),
+    st.lists(st.sampled_from("abc")),
+)
+
+
+@given(st.lists(places, min_size=1, max_size=4), st.lists(places, min_size=1, max_size=4), st.booleans())
+def test_readers_get_buckets_of_memory_they_open(policy: list[Where], readers: list[Where], gpus: bool) -> None:
+    for reader, route in zip(readers, routes(policy, readers, gpus), strict=True):
+        near = [rank for rank, each in enumerate(policy) if reader.opens(each, gpus)]
+        assert len(route) == (len(policy) if near else 0)
+        assert set(route) <= set(near)
+        if own := {rank for rank in near if gpus and policy[rank].gpu == reader.gpu}:
+            assert set(route) == own
+        else:
+            assert all(route[rank] == rank for rank in near)
+            assert len({by for rank, by in enumerate(route) if rank not in near}) <= 1
+
+
+HERE, THERE = [Where("here", f"gpu{each}", [f"gpu{each}"]) for each in range(2)], Where("there", "gpu9", ["gpu9"])
+
+
+def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
+    for policy, readers, together in (
+        (HERE, HERE, True),  # each on the GPU of a rank, which receives the other's buckets for it
+        (HERE, [THERE], True),
+        (HERE, [THERE, HERE[0]], True),
+        (HERE, [THERE, THERE], False),  # two members of each group on one GPU
+        (HERE, [HERE[0]._replace(machine="")], False),  # on a rank's GPU, and it may not open its memory
+        (HERE, [Where("here")], False),
+        ([Where("here")], HERE, False),
+        ([HERE[0], HERE[0]], HERE[:1], True),  # no group is needed
+        ([HERE[0], HERE[0]], [THERE], False),
+    ):
+        assert on_gpus(policy, readers) == together, (policy, readers)
+
+
+class Ranks(NamedTuple):
+    """Desks of a policy's ranks in this process, each of which admits in a thread."""
+
+    names: str
+    threads: ThreadPoolExecutor
+
+    def admit(self, *tokens: str, rank: int = 0, seconds: float = LONG) -> "Future[Handing]":
+        """Make a rank's desk, and admit readers to three slots, whose bytes are 10, 11 and 12."""
+        slots = Slots(3, 64, CPU, shared=True)
+        slots.tensor.copy_(torch.arange(10, 13, dtype=torch.uint8)[:, None])
+        desk = Desk(desk_of(self.names, rank))
+        return self.threads.submit(desk.admit, "key", tokens, slots, seconds)
+
+    def taking(self, token: str) -> Taking:
+        """A reader at the first rank's desk."""
+        made = Taking(desk_of(self.names, 0), "key", token, CPU, LONG)
+        made.open()
+        return made
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks(secrets.token_hex(8), ThreadPoolExecutor())
+
+
+def test_buckets_that_come_before_their_turn_are_kept_and_freed_by_slot(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
+    with ranks.taking("a") as reader, admitted.result() as handing:
+        for slot, (rank, number) in enumerate([(1, 0), (0, 0), (1, 1)]):
+            handing.give(["a"], rank, number, slot)
+        assert reader.bucket(0, 0, 5).tolist() == [11] * 5
+        reader.done()
+        handing.wait(["a"], 1)
+        assert reader.bucket(1, 0, 64).tolist() == [10] * 64
+        assert reader.bucket(1, 1, 1).tolist() == [12]
+        reader.done()
+        handing.wait(["a"], 2)
+
+
+def test_strangers_and_readers_of_earlier_passes_are_sent_away(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
+    said = [b"", b"\0", b"\5\0\0\0junk!", b"\2\0\0\0{}"]
+    said += [len(each).to_bytes(4, "little") + each for each in (b'["key", "b"]', b'["old", "a"]', b'["key"]')]
+    for each in said:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(f"\0{desk_of(ranks.names, 0)}")
+            stranger.sendall(each)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    with ranks.taking("a") as reader, admitted.result() as handing:
+        handing.give(["a"], 0, 0, 2)
+        assert reader.bucket(0, 0, 1).tolist() == [12]
+
+
+def test_another_users_processes_are_sent_away(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 123456)
+    admitted = ranks.admit("a", seconds=0.2)
+    with pytest.raises(ConnectionError, match="belongs to another user"):
+        ranks.taking("a")
+    with pytest.raises(TimeoutError):
+        admitted.result()
+
+
+def test_each_side_sees_that_the_other_is_gone(ranks: Ranks) -> None:
+    admitted = ranks.admit("a", "b")
+    with ranks.taking("a") as reader:
+        with ranks.taking("b"):
+            handing = admitted.result()
+            handing.give(["a", "b"], 0, 0, 0)
+        with handing, pytest.raises(ConnectionError, match="a reader has ended its part"):
+            handing.wait(["b"], 0)
+        reader.bucket(0, 0, 64)
+        with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
+            reader.bucket(0, 1, 64)
+
+
+def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(ranks: Ranks) -> None:
+    admitted = ranks.admit("a")
+    with ranks.taking("a") as reader:
+        handing = admitted.result()
+        child = os.fork()
+        if not child:
+            signal.pause()
+        try:
+            with handing:  # the rank ends its part
+                pass
+            with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
+                reader.bucket(0, 0, 64)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(ranks: Ranks) -> None:
+    waiting = [ranks.admit("a", rank=rank) for rank in (0, 2)]
+    with ExitStack() as stack, pytest.raises(Unopened, match=r"cannot be opened: .* refused"):
+        open_slots(stack, ranks.names, range(3), "key", "a", CPU, LONG)
+
+    def use(admitted: "Future[Handing]") -> None:
+        with admitted.result() as handing:
+            handing.give(["a"], 0, 0, 0)
+            handing.wait(["a"], 0)
+
+    for each in waiting:
+        with pytest.raises(ConnectionError):
+            use(each)

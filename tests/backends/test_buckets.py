@@ -1,23 +1,33 @@
-"""The buckets of a broadcast: which part of which tensor is where in them, and copies of parts."""
+"""Parts of tensors: in the buckets of a broadcast, in files in any tiling, copied, and their fingerprints."""
 
+import tempfile
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.errors import ModelError
 from meshrl_hf import fp8
-from meshrl_hf.boxes import Box
+from meshrl_hf.boxes import Box, Boxes, Ranges, write_boxes
 from meshrl_hf.buckets import planned
 from meshrl_hf.collective import Flight, copy, place_in, view
+from meshrl_hf.fingerprints import fingerprint
 from meshrl_hf.offer import SCALE
 
 LIMIT = 1 << 10
-
-
 QUANTISED = frozenset({"matrix", "tall", "columns", "none"})
 
 
@@ -45,9 +55,7 @@ def boxes() -> list[Box]:
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, LIMIT), (torch.bfloat16, LIMIT), (torch.bfloat16, 1 << 16)]
 )
-def test_buckets_have_every_number_once_keep_to_their_size_and_round_rows_as_the_whole_matrix_would(
-    dtype: torch.dtype, limit: int
-) -> None:
+def test_buckets_have_every_number_once_keep_to_their_size_and_round_whole_rows(dtype: torch.dtype, limit: int) -> None:
     came, flight, numbers = dict[str, Tensor](), Flight(), Counter[str]()
     plan = planned(boxes(), dtype, limit, QUANTISED)
     flight.begin(max(bucket.layout.nbytes for bucket in plan), torch.device("cpu"))
@@ -99,3 +107,155 @@ def test_copies_that_need_others_between_devices_are_small() -> None:
             copy(torch.empty(shape, dtype=torch.bfloat16, device="meta"), tensor)
         assert sum(copies.sizes) == tensor.nbytes
         assert max(copies.sizes) <= 1 << 20, shape
+
+
+SIGN = -(1 << 15)
+
+
+def whole(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_is_of_the_bytes_wherever_they_lie(dtype: torch.dtype) -> None:
+    for shape in [(), (7,), (300, 2000), (999, 5), (3, 40_001), (0, 4), (4 * 1021,), (4 * 1020 + 1,)]:
+        tensor = whole(shape).to(dtype)
+        known = fingerprint(tensor)
+        assert (known.dtype, known.shape) == (torch.int64, ())
+        shifted = torch.empty(tensor.numel() + 1, dtype=dtype)[1:].copy_(tensor.reshape(-1))  # at an odd offset
+        assert fingerprint(tensor.clone()) == fingerprint(shifted) == known, shape
+        # If neither numbers nor fingerprints ever arrive, both are zeros.
+        assert fingerprint(torch.zeros(shape, dtype=dtype)) != 0, shape
+
+
+DAMAGES: Mapping[str, Callable[[Tensor], object]] = {
+    "a bit": lambda bits: bits[57, 3].bitwise_xor_(1),
+    "two signs": lambda bits: bits[57, 3:8:4].bitwise_xor_(SIGN),
+    "every fourth sign": lambda bits: bits[:, 3::4].bitwise_xor_(SIGN),
+    # A sum that is linear in the bits misses one of 2^33 such pairs: this one.
+    "two signs far apart": lambda bits: bits.view(-1)[4 * 341_841 + 1 :: 4 * 51_498][:2].bitwise_xor_(SIGN),
+    "two rows swapped": lambda bits: bits[:2].copy_(bits[:2].flip(0)),
+    "all shifted by one of the integers that are summed": lambda bits: bits.copy_(bits.roll(4)),
+    "zeros": Tensor.zero_,
+}
+
+
+def test_damage_changes_the_fingerprint() -> None:
+    for name, damage in DAMAGES.items():
+        tensor = whole((1200, 2000)).bfloat16()
+        known = fingerprint(tensor)
+        damage(tensor.view(torch.int16))
+        assert fingerprint(tensor) != known, name
+
+
+def test_for_a_fingerprint_the_host_reads_nothing_of_a_tensor_elsewhere() -> None:
+    """A tensor on torch's device "meta" refuses each copy to the host, and has no number to read."""
+    made = fingerprint(torch.empty(8000, 5000, dtype=torch.bfloat16, device="meta"))
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.int64, ())
+
+
+def tiled(draw: st.DrawFn, ranges: Ranges, depth: int) -> list[Ranges]:
+    """A rectangle cut in two, and each part again."""
+    dim = draw(st.integers(0, len(ranges) - 1))
+    start, end = ranges[dim]
+    if not depth or end - start < 2:
+        return [ranges]
+    cut = draw(st.integers(start + 1, end - 1))
+    return [
+        tile
+        for side in pairwise((start, cut, end))
+        for tile in tiled(draw, (*ranges[:dim], side, *ranges[dim + 1 :]), draw(st.integers(0, depth - 1)))
+    ]
+
+
+def boxed(name: str, whole: Tensor, tile: Ranges) -> Box:
+    part = whole
+    for dim, (start, end) in enumerate(tile):
+        part = part.narrow(dim, start, end - start)
+    return Box(name, tuple(whole.shape), tuple(start for start, _ in tile), part)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[list[Box]], list[Box]]:
+    """Tensors; the boxes of each file, some cut further; boxes of NaN to read into."""
+    tensors: dict[str, Tensor] = {}
+    files: list[list[Box]] = [[] for _ in range(9)]
+    wanted: list[Box] = []
+    for number in range(draw(st.integers(1, 3))):
+        size = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        name, whole = f"tensor{number}", torch.arange(1.0, prod(size) + 1).reshape(size)
+        tensors[name], everything = whole, tuple((0, length) for length in size)
+        order = draw(st.permutations(files))
+        for file, tile in zip(order, tiled(draw, everything, 3), strict=False):
+            file.extend(boxed(name, whole, each) for each in draw(st.permutations(tiled(draw, tile, 2))))
+        target = torch.full(size, torch.nan)
+        wanted.extend(boxed(name, target, tile) for tile in tiled(draw, everything, 3))
+    return tensors, files, wanted
+
+
+@given(tilings())
+def test_what_one_tiling_writes_another_reads(drawn: tuple[dict[str, Tensor], list[list[Box]], list[Box]]) -> None:
+    tensors, files, wanted = drawn
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, boxes in enumerate(files):
+            write_boxes(folder / f"{number}.safetensors", boxes)
+        assert len(list(folder.iterdir())) == sum(map(bool, files))
+        found = Boxes(folder)
+        assert found.sizes == {name: tuple(whole.shape) for name, whole in tensors.items()}
+        assert not any(found.missing(name) or found.overlaps(name) for name in tensors)
+        found.read(wanted)
+        for box in wanted:
+            assert torch.equal(box.tensor, boxed(box.name, tensors[box.name], box.ranges).tensor)
+
+
+WHOLE = torch.arange(12.0).reshape(4, 3)
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> list[Path]:
+    """A tensor [4, 3] in two files."""
+    files = [tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files):
+        write_boxes(file, [Box("model/w", (4, 3), (2 * number, 0), WHOLE[2 * number : 2 * number + 2])])
+    return files
+
+
+def test_whole_tensors_are_read_in_parts_and_cast(tmp_path: Path) -> None:
+    save_file({"w": WHOLE.bfloat16(), "none": torch.zeros(0, 3)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"other": WHOLE, "w": WHOLE.bfloat16()}, tmp_path / "model-00002-of-00002.safetensors")
+    target, found = torch.zeros(2, 1), Boxes(tmp_path)
+    assert [found.overlaps(name) for name in ("w", "none", "other")] == [True, False, False]
+    found.read([Box("w", (4, 3), (1, 2), target), Box("none", (0, 3), (0, 0), torch.zeros(0, 3))])
+    assert torch.equal(target, WHOLE[1:3, 2:])
+
+
+def test_what_is_missing_is_told_and_nothing_is_read(tmp_path: Path, halves: list[Path]) -> None:
+    halves[0].unlink()
+    found = Boxes(tmp_path)
+    assert found.missing("model/w") == [((0, 2), (0, 3))]
+    there, half = (Box("model/w", (4, 3), (start, 0), torch.zeros(2, 3)) for start in (2, 1))
+    for wrong, words in (
+        (half, r"the files of .* lack the part \[1:2, 0:3\] of `model/w`, \[4, 3\]"),
+        (replace(half, size=(8, 3)), r"have `model/w` as \[4, 3\], not \[8, 3\]"),
+        (replace(half, name="model/v"), "lack the tensor `model/v`"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            found.read([there, wrong])
+    assert not there.tensor.any()
+    found.read([there])
+    assert there.tensor.all()
+
+
+def test_what_cannot_be_written_or_read_is_told(tmp_path: Path, halves: list[Path]) -> None:
+    found = Boxes(tmp_path)
+    halves[0].write_bytes(halves[0].read_bytes()[:50])
+    with pytest.raises(SafetensorError):
+        Boxes(tmp_path)
+    with pytest.raises(ModelError, match=rf"{tmp_path} cannot be read: SafetensorError"):
+        found.read([Box("model/w", (4, 3), (0, 0), torch.zeros(4, 3))])
+    box = Box("w", (2,), (0,), torch.zeros(2))
+    with pytest.raises(ModelError, match=rf"{tmp_path / 'absent'} cannot be written: "):
+        write_boxes(tmp_path / "absent" / "file.safetensors", [box])
+    with pytest.raises(ValueError, match="the 2 parts of w do not make up one rectangle"):
+        write_boxes(tmp_path / "file.safetensors", [box, Box("w", (5,), (3,), torch.zeros(2))])

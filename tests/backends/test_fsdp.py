@@ -1,32 +1,46 @@
-"""FSDP2 on one rank: what its options change, and what they do not."""
+"""FSDP2 on one rank: what its options change, and what they do not; adapters; what a step of a backend waits for."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig
+from meshrl import Batch, ClippedLoss, CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, SamplerConfig, Sampling
+from meshrl import rollout as drawn_by
+from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
+from meshrl.losses import TokenLoss
+from meshrl.roles import Policy
+from meshrl.run import AlgorithmConfig
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.world import grid_of
 from meshrl_hf.boxes import write_boxes
+from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
-from tests.backends.material import MODEL, Late, floats, rollouts
+from meshrl_torch.sampler import TorchSampler
+from tests.backends.material import MODEL, Counted, Late, floats, near, rollouts, updated
+
+QUICK = OptimizerConfig(lr=1e-2)
 
 
 def policy(**changes: object) -> FsdpPolicy:
-    return FsdpPolicy(PolicyConfig.model_validate({"model": MODEL, "optimizer": {"lr": 1e-2}, **changes}))
+    return FsdpPolicy(PolicyConfig.model_validate({"model": MODEL, "optimizer": QUICK, **changes}))
 
 
 def logprobs(batch: Batch) -> NDArray[np.float32]:
@@ -38,12 +52,10 @@ def logprobs(batch: Batch) -> NDArray[np.float32]:
     [{"fsdp": {"reshard_after_forward": False}}, {"activation_checkpointing": True, "micro_batch_tokens": 8}],
     ids=str,
 )
-async def test_options_for_speed_and_memory_leave_the_numbers(
-    small: str, tmp_path: Path, changes: dict[str, object]
-) -> None:
+async def test_options_for_speed_or_memory_keep_numbers(small: str, tmp_path: Path, changes: dict[str, object]) -> None:
     made, other, fresh = policy(model=small), policy(model=small, **changes), policy(model=small, **changes)
     for seed in range(3):  # each call may leave parameters whole, which the next must not take for new ones
-        told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (made, other)]
+        told = await updated(made, other, seed=seed)
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-6)
         one, two = [logprobs(await each.logprobs(rollouts(seed=9))) for each in (made, other)]
         np.testing.assert_allclose(one, two, atol=1e-4)
@@ -69,12 +81,10 @@ def on_host(of: FsdpPolicy) -> list[bool]:
     [({"gradient_sync": "last"}, "float32"), ({"prefetch": 2}, "bfloat16"), ({"offload_moments": True}, "bfloat16")],
     ids=str,
 )
-async def test_when_ranks_talk_and_where_moments_are_changes_no_bit(
-    options: dict[str, object], dtype: str, tmp_path: Path
-) -> None:
+async def test_when_ranks_talk_changes_no_bit(options: dict[str, object], dtype: str, tmp_path: Path) -> None:
     plain, other = (policy(micro_batch_tokens=20, dtype=dtype, **each) for each in ({}, {"fsdp": options}))
     for seed in range(3):
-        told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (plain, other)]
+        told = await updated(plain, other, seed=seed)
         assert told[0] == told[1]
         assert set(on_host(other)) == {"offload_moments" in options}
         await other.checkpoint(str(tmp_path / "state"))  # from which training continues, whatever the options are
@@ -89,6 +99,8 @@ def test_the_neighbours_that_keep_parameters_divide_the_ranks() -> None:
         grid_of({"dp": 8}, FsdpConfig(reshard_after_forward=3))
     with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
         grid_of({"dp": 8}, FsdpConfig(replicate=2, reshard_after_forward=8))
+    with pytest.raises(ConfigError, match="this rank has none"):
+        policy(fsdp=FsdpConfig(cpu_offload=True))
 
 
 async def test_a_step_that_was_given_up_leaves_no_gradient_behind() -> None:
@@ -96,14 +108,14 @@ async def test_a_step_that_was_given_up_leaves_no_gradient_behind() -> None:
         made, fresh = (policy(micro_batch_tokens=20, fsdp={"gradient_sync": sync}) for _ in range(2))
         with pytest.raises(ZeroDivisionError):
             await made.update(rollouts(), Late())
-        told = [(await each.update(rollouts(seed=1), ClippedLoss())).means() for each in (made, fresh)]
+        told = await updated(made, fresh, seed=1)
         assert told[0] == told[1], sync
 
 
 async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:
     half, full = policy(dtype="bfloat16"), policy()
     for seed in range(3):
-        told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (half, full)]
+        told = await updated(half, full, seed=seed)
         assert told[0]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=0.1)
         assert told[0] != told[1]
     assert {array.dtype.name for array in (await half.weights()).tensors.values()} == {"bfloat16"}
@@ -135,20 +147,14 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     backend: type[FsdpPolicy | TorchPolicy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updated, waited = Event(), list[bool]()
+    for place, write in (("meshrl_hf.state.save_file", save_file), ("meshrl_hf.spread_state.write_boxes", write_boxes)):
 
-    def later(write: Callable[..., None]) -> Callable[..., None]:
-        def writing(*arguments: object) -> None:
+        def later(*arguments: Any, write: Callable[..., None] = write) -> None:
             waited.append(updated.wait(60))
             write(*arguments)
 
-        return writing
-
-    monkeypatch.setattr("meshrl_hf.state.save_file", later(save_file))
-    monkeypatch.setattr("meshrl_hf.spread_state.write_boxes", later(write_boxes))
-    made, other = (
-        backend(PolicyConfig.model_validate({"model": MODEL, "optimizer": {"lr": 1e-2}, "seed": seed}))
-        for seed in range(2)
-    )
+        monkeypatch.setattr(place, later)
+    made, other = (backend(PolicyConfig(model=MODEL, optimizer=QUICK, seed=seed)) for seed in range(2))
     await made.update(rollouts(), ClippedLoss())
     await made.checkpoint(str(tmp_path), wait=False)
     then = (await made.weights()).fingerprint()
@@ -192,6 +198,123 @@ async def test_a_checkpoint_that_does_not_tell_its_files_is_read_by_torch_too(tm
         np.testing.assert_array_equal(taken[f"model/{name}"].numpy(), array)
 
 
-def test_offloading_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="this rank has none"):
-        policy(fsdp=FsdpConfig(cpu_offload=True))
+BACKENDS: Mapping[str, Callable[[PolicyConfig], Policy]] = {
+    "torch": TorchPolicy, "fsdp": FsdpPolicy, "megatron": MegatronPolicy,
+}  # fmt: skip
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
+"""What makes the host wait until a device has computed."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts what the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
+        self.reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.reads[name] += name in READS
+        return func(*args, **(kwargs or {}))
+
+
+class Curious(Counted):
+    """Looks at a number of each micro-batch."""
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        assert logprobs.sum().item() < 0
+        return super().__call__(logprobs, columns)
+
+
+async def reads(backend: str, budget: int, loss: Counted) -> tuple[int, int]:
+    """How many micro-batches the second step makes, and what the host waits for in it."""
+    table = {"model": MODEL, "backend": backend, "micro_batch_tokens": budget}
+    trainer = BACKENDS[backend](PolicyConfig.model_validate(table))
+    await trainer.update(rollouts(), ClippedLoss())
+    with Watch() as watch:
+        await trainer.update(rollouts(seed=1), loss)
+    return len(loss._calls), watch.reads.total()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_step_waits_as_often_for_many_micro_batches_as_for_one(backend: str) -> None:
+    """Between them the host goes on."""
+    once, often = await reads(backend, 4096, Counted()), await reads(backend, 20, Counted())
+    curious = await reads(backend, 20, Curious())
+    assert once[0] == 1
+    assert often[0] > 3
+    assert often[1] == once[1]
+    assert curious[1] == often[1] + curious[0], "a look that was planted is found"
+
+
+LORA = LoraConfig(rank=4, alpha=8)
+Backend: TypeAlias = type[TorchPolicy | FsdpPolicy]
+EACH = pytest.mark.parametrize("backend", [TorchPolicy, FsdpPolicy])
+
+
+def config(model: str, lora: LoraConfig | None = LORA) -> PolicyConfig:
+    return PolicyConfig.model_validate({"model": model, "lora": lora, "optimizer": {"lr": 1e-2}})
+
+
+async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> TorchPolicy | FsdpPolicy:
+    made = backend(config(small, lora))
+    for _ in range(3):
+        await made.update(rollouts(), ClippedLoss())
+    return made
+
+
+@EACH
+async def test_new_adapters_change_nothing_and_layers_that_are_not_there_are_told(backend: Backend, small: str) -> None:
+    plain, adapted = backend(config(small, None)), backend(config(small))
+    assert await plain.logprobs(rollouts()) == await adapted.logprobs(rollouts())
+    assert await plain.weights() == await adapted.weights()
+    with pytest.raises(ConfigError, match=r"lora.targets = \['nope'\]"):
+        backend(config(small, LoraConfig(targets=("nope",))))
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+async def test_what_is_saved_opens_in_peft_and_can_be_continued(backend: Backend, small: str, tmp_path: Path) -> None:
+    policy = await trained(backend, small)
+    await policy.save(str(tmp_path / "adapters"))
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small), str(tmp_path / "adapters"))
+    merged = opened.merge_and_unload().state_dict()
+    weights = await policy.weights()
+    assert "model.layers.0.mlp.up_proj.weight" in weights.tensors
+    for name, array in weights.tensors.items():
+        np.testing.assert_allclose(floats(array), merged[name].numpy(), atol=1e-6)
+    assert weights != (await backend(config(small)).weights()).with_version(weights.version)
+    near(weights, await (await trained(TorchPolicy, small)).weights(), 2e-5)
+    await policy.checkpoint(str(tmp_path / "state"))
+    again = backend(config(small))
+    await again.restore(str(tmp_path / "state"))
+    told, expected = await updated(again, policy)
+    assert told == expected
+    assert await policy.weights() == await again.weights()
+
+
+@EACH
+async def test_adapters_alone_give_the_same_rollouts(backend: Backend, small: str) -> None:
+    beside = LORA.model_copy(update={"sync": "adapters"})
+    prompts, sampling = Batch.of(prompt=["abc>", "de>"] * 4), Sampling(max_tokens=8)
+    drawn, sizes = list[Batch](), list[int]()
+    for lora, own in ((LORA, None), (beside, beside)):
+        weights = await (await trained(backend, small, lora)).weights()
+        sampler = TorchSampler(SamplerConfig(model=small, lora=own, seed=3))
+        await sampler.load(weights)
+        drawn.append(await drawn_by(sampler, prompts, sampling))
+        sizes.append(weights.nbytes)
+    assert drawn[0].objects("completion") == drawn[1].objects("completion")
+    assert sizes[1] < sizes[0] / 2
+    with pytest.raises(ModelError, match="another model"):
+        await TorchSampler(SamplerConfig(model=small)).load(weights)
+
+
+def test_an_algorithm_gives_its_sampler_what_it_needs() -> None:
+    class Own(AlgorithmConfig):
+        policy: PolicyConfig
+        sampler: SamplerConfig
+
+    for sync, filled in (("merged", None), ("adapters", LoraConfig(rank=4, sync="adapters"))):
+        table = {"policy": {"model": "folder", "lora": {"rank": 4, "sync": sync}}}
+        assert validate(Own, table, "test").sampler.lora == filled

@@ -4,10 +4,11 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -41,25 +42,22 @@ class Vllm(ThreadingHTTPServer):
         self.headers: list[str | None] = []
         self.folders: list[str] = []
         self.completions = 0
-        self.answers = threading.Event()
-        """Not set: it takes requests, and answers none."""
+        self.answers, self.updates, self.asked = threading.Event(), threading.Event(), threading.Event()
+        """Whether it answers any request, takes new weights, and was asked to take them."""
         self.answers.set()
-        self.updates = threading.Event()
-        """Not set: it takes no new weights."""
         self.updates.set()
-        self.asked = threading.Event()
-        """Whether it was asked to take new weights."""
         self.instead: Callable[[dict[str, Any], int], Answer | None] = lambda _body, _number: None
         """What it answers to a request for a completion, the first having the number 1; None: what it should."""
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
         self.answers.wait()
-        if path == "/v1/models":
-            return 200, {"data": [self.model]}
-        if path == "/version":
-            return 200, {"version": "0"}
+        plain: dict[str, object] = {"/v1/models": {"data": [self.model]}, "/version": {"version": "0"}}
+        if path in plain:
+            return 200, plain[path]
         if path == "/v1/completions":
-            return self._complete(body)
+            self.completions += 1
+            echoed = [None, *[-1.0] * (len(body["prompt"]) - 1)] if body.get("echo") else []
+            return self.instead(body, self.completions) or chosen(*echoed, *[-1.0] * int(body["max_tokens"]))
         if self.tag is None:
             return 404, {"detail": "Not Found"}
         if path == "/collective_rpc":
@@ -70,23 +68,16 @@ class Vllm(ThreadingHTTPServer):
             self.tag = body["new_version"]
         return 200, {"weight_version": self.tag}
 
-    def _complete(self, body: dict[str, Any]) -> Answer:
-        self.completions += 1
-        instead = self.instead(body, self.completions)
-        if instead is not None:
-            return instead
-        count, prompt = int(body["max_tokens"]), len(body["prompt"])
-        values: list[float | None] = [-1.0] * count
-        if body.get("echo"):
-            values = [None, *[-1.0] * (prompt - 1), *values]
-        logprobs = {"token_logprobs": values}
-        return 200, {"choices": [{"token_ids": [3] * count, "logprobs": logprobs, "finish_reason": "length"}]}
+
+def chosen(*logprobs: float | None, **other: object) -> Answer:
+    """A completion of tokens with these log-probs."""
+    told = {"token_ids": [3] * len(logprobs), "logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"}
+    return 200, {"choices": [{**told, **other}]}
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Vllm  # pyright: ignore[reportIncompatibleVariableOverride]
-    quiet: ClassVar = True
 
     def log_message(self, *arguments: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Nothing."""
@@ -114,14 +105,12 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving() -> Generator[Vllm]:
     """A server that answers from another thread."""
-    with Vllm() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with Vllm() as made, ThreadPoolExecutor() as thread:
+        thread.submit(made.serve_forever, 0.01)
         try:
             yield made
         finally:
             made.shutdown()
-            thread.join()
 
 
 @pytest.fixture
@@ -136,14 +125,9 @@ def config(*urls: str, **options: object) -> SamplerConfig:
     )
 
 
-@contextmanager
-def sampling(*urls: str, **options: object) -> Generator[HttpSampler]:
+def sampling(*urls: str, **options: object) -> closing[HttpSampler]:
     """A sampler before these servers."""
-    made = HttpSampler(config(*urls, **options))
-    try:
-        yield made
-    finally:
-        made.close()
+    return closing(HttpSampler(config(*urls, **options)))
 
 
 def drawn(made: HttpSampler, how: Sampling = GREEDY) -> Batch:
@@ -179,40 +163,20 @@ def test_what_may_be_answered_the_next_time_is_asked_again(server: Vllm) -> None
         for words in (r"no answer from http://127.*never again.*patience = 0.5", "respawn the sampler"):
             with pytest.raises(EngineDied, match=words):
                 drawn(impatient)
-
-
-def test_rows_go_to_the_servers_that_answer(server: Vllm) -> None:
+    server.instead = lambda _body, _number: None
     with serving() as other, sampling(server.url, other.url) as sampler:
-        other.instead = lambda _body, _number: (503, {})
+        other.instead = lambda _body, _number: (503, {})  # rows go to the server that answers
         assert list(drawn(sampler).objects("completion")) == ["bbbb"] * 3
 
 
 def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm) -> None:
     for missing, what in (("token_ids", "token ids"), ("logprobs", "log-probs")):
-        lacking = chosen(-1.0) | {missing: None}
-        server.instead = lambda _body, _number, lacking=lacking: (200, {"choices": [lacking]})  # type: ignore[misc]
+        lacking = chosen(-1.0, **{missing: None})
+        server.instead = lambda _body, _number, lacking=lacking: lacking  # type: ignore[misc]
         with pytest.raises(ModelError, match=f"returns no {what} of its tokens"):
             HttpSampler(config(server.url))
         with pytest.raises(BackendError, match=f"returns no {what} of its tokens"):
             check_servers(config(server.url))
-
-
-def chosen(logprob: float) -> dict[str, object]:
-    """A choice of one token."""
-    return {"token_ids": [3], "logprobs": {"token_logprobs": [logprob]}, "finish_reason": "length"}
-
-
-def test_one_log_prob_that_a_server_reads_otherwise_says_nothing_of_how_it_draws(server: Vllm) -> None:
-    heated: list[int] = []
-
-    def rounded(body: dict[str, Any], number: int) -> Answer | None:
-        if body["temperature"] == 2.0:
-            heated.append(number)
-        return (200, {"choices": [chosen(-3.0)]}) if heated == [number] else None
-
-    server.instead = rounded
-    with sampling(server.url) as sampler, pytest.raises(DataError, match=r"at temperature 1, but .* sampled at 0.5"):
-        drawn(sampler, Sampling(temperature=0.5))
 
 
 def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
@@ -223,7 +187,7 @@ def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
     ):
         with sampling(server.url) as sampler, pytest.raises(DataError, match=words):
             drawn(sampler, how)
-        server.instead = lambda body, _number: (200, {"choices": [chosen(0.0)]}) if body["top_k"] == 1 else None
+        server.instead = lambda body, _number: chosen(0.0) if body["top_k"] == 1 else None
 
 
 def test_servers_that_cannot_be_used_are_told_before_a_run(server: Vllm, tmp_path: Path) -> None:
@@ -268,13 +232,11 @@ def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm,
     assert not list(tmp_path.iterdir()), "its folders go with it"
 
 
-def test_a_row_that_leaves_while_its_server_is_given_old_weights_again_keeps_no_new_ones_back(
-    server: Vllm, tmp_path: Path
-) -> None:
+def test_a_row_that_leaves_while_old_weights_are_given_holds_no_new_ones_up(server: Vllm, tmp_path: Path) -> None:
     server.tag = "default"
     old, new = new_weights(3), new_weights(4)
 
-    async def left(sampler: HttpSampler) -> None:
+    async def leave(sampler: HttpSampler) -> None:
         await sampler.load(old)
         server.tag = "default"  # it was started anew
         server.updates.clear()
@@ -290,7 +252,7 @@ def test_a_row_that_leaves_while_its_server_is_given_old_weights_again_keeps_no_
         await loaded
 
     with sampling(server.url, weights=str(tmp_path)) as sampler:
-        asyncio.run(left(sampler))
+        asyncio.run(leave(sampler))
     assert Path(server.folders[-1]).name.startswith("version-4-")
     assert str(server.tag).endswith("-version-4")
 
@@ -316,9 +278,7 @@ def test_weights_that_cannot_be_given_are_refused_and_can_be_given_again(
     assert Path(server.folders[-1]).name.startswith("version-3-")
 
 
-def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
-    server: Vllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_ends_the_sampler(server: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked whether it lives when an answer has been under way for a minute, which is short here."""
     monkeypatch.setattr("meshrl_http.client.SHORT", 0.2)
 

@@ -1,13 +1,29 @@
-"""What an engine's ranks share: which GPUs it is given, and memory that its process keeps mapped."""
+"""An engine's process, stood in for: the GPUs of its ranks, mapped memory, when it sleeps, and what SGLang adds."""
 
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import torch
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_inference.group import Place, gather_gpus, together
 from meshrl_inference.mapped import mapped
+from meshrl_inference.messages import Done, Generate, Leave, Load, Row, Rows, Start, encode, to_sampler
+from meshrl_inference.worker import Worker
+from meshrl_sglang.proof import read_back
 
 
 def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:
@@ -49,3 +65,170 @@ def test_memory_that_is_written_again_under_another_name_is_mapped_once_and_let_
         file.write_bytes(b"bytes")
         mapped(str(file))
         assert maps() == 1
+
+
+class Steps:
+    """An engine, as far as memory goes: a row ends after two steps, and from 100 on never."""
+
+    version, tokens, steps = "stand-in", 100, 0
+
+    def __init__(self, told: Connection) -> None:
+        self.told, self.processes, self.left = told, list[BaseProcess](), list[Done]()
+        self.rows, self.asleep = dict[int, int](), set[str]()
+
+    def note(self, what: str) -> None:
+        self.told.send_bytes(encode(Rows([Done(-1, b"", b"", [], what)])))
+
+    @property
+    def decodes(self) -> bool:
+        return bool(self.rows)
+
+    def sleep(self) -> None:
+        assert not self.rows
+        self.asleep |= {"weights", "kv_cache"}
+        self.note("sleep")
+
+    def wake(self, names: list[str]) -> None:
+        assert set(names) <= self.asleep
+        self.asleep.difference_update(names)
+        self.note(f"wake {' '.join(names)}")
+
+    def add(self, order: Generate, salt: str) -> None:
+        self.rows.update({row.number: 2 if row.number < 100 else sys.maxsize for row in order.rows})
+
+    def leave(self, rows: list[int], *, told: bool) -> None:
+        for number in rows:
+            del self.rows[number]
+
+    def take(self, order: Load) -> str:
+        assert "weights" not in self.asleep
+        self.note("take")
+        return ""
+
+    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+        assert not self.asleep
+        self.note("read")
+        return [0.0] * sum(len(each) - 1 for each in probe)
+
+    def step(self, orders: Connection) -> None:
+        assert not self.asleep
+        self.rows = {number: left - 1 for number, left in self.rows.items()}
+        ended = [number for number, left in self.rows.items() if not left]
+        self.left += [Done(number, b"", b"", [], "length") for number in ended]
+        for number in ended:
+            del self.rows[number]
+
+
+class Sampler(NamedTuple):
+    """The sampler's end of the connection."""
+
+    connection: Connection
+
+    def hear(self, count: int) -> list[str]:
+        """What the engine did and said next."""
+        heard: list[str] = []
+        while len(heard) < count:
+            answer = to_sampler.decode(self.connection.recv_bytes())
+            if isinstance(answer, Rows):
+                heard += [each.reason if each.number < 0 else f"row {each.number}" for each in answer.done]
+            else:
+                heard.append(type(answer).__name__)
+        return heard
+
+    def load(self, *probe: list[int]) -> None:
+        self.connection.send_bytes(encode(Load(1, [], recompute=True, probe=list(probe))))
+
+    def generate(self, *numbers: int) -> None:
+        rows = [Row(number, np.array([1], np.int32).tobytes(), 2, 0) for number in numbers]
+        self.connection.send_bytes(encode(Generate(rows, 1.0, 1.0, 0, [], [])))
+
+
+@pytest.fixture(params=[True])
+def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sampler]:
+    """Of an engine that sleeps, unless a test asks for one that does not."""
+    ours, theirs = Pipe()
+    naming = MagicMock(return_value=SimpleNamespace(held=lambda dtype: {}))
+    monkeypatch.setattr("meshrl_inference.naming.Naming", naming)
+    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={})
+
+    def run() -> None:
+        with pytest.raises(EOFError):
+            Worker(theirs, Steps(theirs), start).run()
+
+    thread = Thread(target=run)
+    thread.start()
+    yield Sampler(ours)
+    ours.close()
+    thread.join()
+
+
+def test_it_sleeps_before_the_last_rows_are_told_and_wakes_for_others(sampler: Sampler) -> None:
+    assert sampler.hear(2) == ["sleep", "Ready"]
+    for number in (0, 2):
+        sampler.generate(number, number + 1)
+        assert sampler.hear(4) == ["wake weights kv_cache", "sleep", f"row {number}", f"row {number + 1}"]
+    sampler.generate(100, 101)
+    sampler.connection.send_bytes(encode(Leave([100, 101], told=False)))  # nobody wants its rows
+    assert sampler.hear(2) == ["wake weights kv_cache", "sleep"]
+
+
+def test_new_weights_wake_the_weights_alone_and_their_probe_the_rest(sampler: Sampler) -> None:
+    sampler.load()
+    assert sampler.hear(5) == ["sleep", "Ready", "wake weights", "take", "Loaded"]
+    sampler.load()  # nobody has generated since: they are awake
+    assert sampler.hear(2) == ["take", "Loaded"]
+    sampler.generate(0)
+    assert sampler.hear(3) == ["wake kv_cache", "sleep", "row 0"]
+    sampler.load([1, 2])
+    assert sampler.hear(6) == ["wake weights", "take", "wake kv_cache", "read", "sleep", "Loaded"]
+
+
+@pytest.mark.parametrize("sampler", [False], indirect=True)
+def test_it_stays_awake_unless_told(sampler: Sampler) -> None:
+    sampler.generate(0)
+    sampler.load()
+    assert sampler.hear(4) in (["Ready", "take", "Loaded", "row 0"], ["Ready", "row 0", "take", "Loaded"])
+
+
+class Manager(NamedTuple):
+    """SGLang's, which tells what it was given."""
+
+    told: object
+
+    async def get_weights_by_name(self, asked: SimpleNamespace) -> object:
+        assert asked.name == "head"
+        return self.told
+
+
+async def test_a_tensor_that_is_another_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    asked = SimpleNamespace(GetWeightsByNameReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", asked)
+    sent = [("head", torch.arange(6.0).reshape(3, 2))]
+    await read_back(Manager([[0.0, 1.0], [2.0, 3.0]]), sent)
+    with pytest.raises(RuntimeError, match="another `head`"):
+        await read_back(Manager([[0.0, 1.0], [2.0, 4.0]]), sent)
+    with pytest.raises(RuntimeError, match="cannot tell `head`"):
+        await read_back(Manager(None), sent)
+
+
+def test_the_numbers_that_draws_hang_on_are_those_of_sglang() -> None:
+    """MurmurHash3's 32 bits, with the seed 0, of the little-endian bytes of seed (8), place (4) and column (4)."""
+    path = resources.files("meshrl_sglang") / "standins/sgl_kernel/__init__.py"
+    spec = spec_from_file_location("sgl_kernel", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module_from_spec(spec))
+    seeds, places = [0, 1, 2**32, 2**63 - 1, 1234567890123456789], [0, 1, 17, 2**31 - 1, 2**32 - 1]
+    found = torch.ops.sgl_kernel.murmur_hash32_cpu(
+        torch.tensor(seeds).to(torch.uint64), torch.tensor(places), torch.tensor([0, 3, 151_935])
+    )
+    assert found.dtype == torch.uint32
+    assert found.tolist() == [
+        [0x8134CDF8, 0x518A6E8E, 0x3F84409F],
+        [0x292ACAE6, 0x83F11A1F, 0x2CF31A89],
+        [0xCB89F728, 0xD4180260, 0x39699F1C],
+        [0x5180997A, 0xC4845DE0, 0xBE2D0608],
+        [0xE90FAE73, 0x3F8D6BF7, 0xDCE1C7C4],
+    ]

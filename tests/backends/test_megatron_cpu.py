@@ -28,30 +28,19 @@ FORMS = [
 ]
 
 
-def test_a_use_of_cuda_takes_its_cpu_form() -> None:
+def test_a_use_of_cuda_takes_its_cpu_form_on_its_line_and_an_unknown_one_is_refused() -> None:
     found = [(cuda, ast.unparse(cpu.rewritten(ast.parse(cuda), "megatron.core.part"))) for cuda, _ in FORMS]
     assert found == [(cuda, ast.unparse(ast.parse(plain))) for cuda, plain in FORMS]
-
-
-def test_an_unknown_use_of_cuda_is_refused_where_it_stands() -> None:
-    for unknown in (
-        "torch.cuda.made_up",
-        "x.cuda",
-        "'torch.cuda.ByteTensor'",
-        "torch.cuda",
-        "from torch.cuda import a",
-    ):
-        line = unknown if "import" in unknown else f"value = {unknown}"
-        with pytest.raises(BackendError) as refused:
-            cpu.rewritten(ast.parse(f"import torch\n\nclass Part:\n    {line}"), "megatron.core.part")
-        assert f"megatron.core.part, line 4: `{unknown}` has no CPU form" in str(refused.value)
-
-
-def test_lines_stay_where_they_were() -> None:
     made = cpu.rewritten(ast.parse("import torch\n\ntorch.cuda.synchronize(\n)\n1 / 0"), "megatron.core.part")
     with pytest.raises(ZeroDivisionError) as raised:
         exec(compile(made, "part.py", "exec"), {})  # noqa: S102
     assert raised.traceback[-1].lineno == 4  # counted from 0
+    cases = "torch.cuda.made_up", "x.cuda", "'torch.cuda.ByteTensor'", "torch.cuda", "from torch.cuda import a"
+    for unknown in cases:
+        line = unknown if "import" in unknown else f"value = {unknown}"
+        with pytest.raises(BackendError) as refused:
+            cpu.rewritten(ast.parse(f"import torch\n\nclass Part:\n    {line}"), "megatron.core.part")
+        assert f"megatron.core.part, line 4: `{unknown}` has no CPU form" in str(refused.value)
 
 
 def test_where_torch_has_a_gpu_nothing_is_rewritten_and_what_was_imported_as_it_is_cannot_run(

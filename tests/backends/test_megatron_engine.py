@@ -7,7 +7,7 @@ and weights are in the right places. They say nothing of the real kernels.
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from meshrl import ConfigError, NewModel, PolicyConfig
 from meshrl_megatron.policy import MegatronPolicy
-from tests.backends.material import SHAPE
+from tests.backends.material import SHAPE, ModelOf
 
 pytestmark = pytest.mark.megatron
 
@@ -75,8 +75,8 @@ def test_it_must_be_installed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.wide
-def test_its_modules_stand_in_the_places_of_ours(random_model: Callable[..., str], tmp_path: Path) -> None:
-    folders = [random_model(shape, tmp_path / shape.model_type, noise=0) for shape in (BIASED, EXPERTS)]
+def test_its_modules_stand_in_the_places_of_ours(model_of: ModelOf) -> None:
+    folders = [model_of(shape, noise=0) for shape in (BIASED, EXPERTS)]
     command = [sys.executable, "-c", SCRIPT, *folders]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

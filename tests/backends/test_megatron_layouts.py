@@ -1,15 +1,19 @@
-"""Megatron on several processes: layouts beside each other, and what moves from one to another.
+"""Megatron on several processes: layouts beside each other, what moves between them, and a vocabulary that they share.
 
 One layout at a time is held in tests/conformance/test_megatron.py.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import meshrl as rl
@@ -19,11 +23,13 @@ from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_megatron.critic import MegatronCritic
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_megatron.reference import MegatronReference
+from meshrl_megatron.vocabulary import logprobs as shared_logprobs
+from meshrl_megatron.world import World
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 from tests.backends import material
-from tests.backends.material import RANKS_OF_MEGATRON
+from tests.backends.material import RANKS_OF_MEGATRON, ModelOf, near
 
 pytestmark = RANKS_OF_MEGATRON
 
@@ -40,41 +46,27 @@ MODELS: Mapping[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**WIDE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**WIDE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
 }
-TWICE = {"megatron": {"virtual_stages": 2}}
 LAYOUTS: Mapping[str, Sequence[tuple[Mapping[str, int], Mapping[str, object]]]] = {
     "llama": [
-        ({"dp": 2, "tp": 2}, {}),
-        ({"dp": 1, "pp": 2, "tp": 2}, {}),
-        ({}, {}),
-        ({"dp": 2, "pp": 2}, {**TWICE, "activation_checkpointing": True}),
+        ({"dp": 2, "tp": 2}, {}), ({"dp": 1, "pp": 2, "tp": 2}, {}), ({}, {}),
+        ({"dp": 2, "pp": 2}, {"megatron": {"virtual_stages": 2}, "activation_checkpointing": True}),
     ],
     "qwen3": [
-        ({"dp": 1, "pp": 2, "cp": 2}, {}),
-        ({"dp": 2, "tp": 2}, {"megatron": {"sequence_parallel": False}}),
-        ({}, {}),
+        ({"dp": 1, "pp": 2, "cp": 2}, {}), ({"dp": 2, "tp": 2}, {"megatron": {"sequence_parallel": False}}), ({}, {}),
         ({"dp": 1, "pp": 4}, {}),
     ],
     "qwen2": [
-        ({"tp": 2, "dp": 2}, {}),
-        ({"dp": 1, "cp": 2, "tp": 2}, {}),
-        ({"dp": 2, "cp": 2}, {}),
-        ({"dp": 1, "tp": 4}, {}),
+        ({"tp": 2, "dp": 2}, {}), ({"dp": 1, "cp": 2, "tp": 2}, {}), ({"dp": 2, "cp": 2}, {}), ({"dp": 1, "tp": 4}, {}),
     ],
     "qwen3_moe": [
         ({"dp": 2, "cp": 2}, {"megatron": {"experts": 2}}),
         ({"dp": 2, "pp": 2}, {"megatron": {"experts": 2, "virtual_stages": 2}}),
     ],
-}
+}  # fmt: skip
 """Layouts of four ranks, each with what it may go wrong with: tied embeddings, norms of queries and keys, experts.
 
 One without axes is a rank of the backend fsdp.
 """
-
-
-@pytest.fixture
-def folder_of(random_model: Callable[..., str], tmp_path: Path) -> Callable[[str], str]:
-    """A model with random norms and biases, so that a gradient that is not summed over ranks is seen."""
-    return lambda kind: random_model(MODELS[kind], tmp_path / kind)
 
 
 def policy_of(model: object, **keys: object) -> rl.PolicyConfig:
@@ -104,6 +96,12 @@ async def values(critic: rl.Critic) -> np.ndarray:
     return await column(await critic.advantages(rollouts(), rl.Gae()), "values")
 
 
+async def same_updates(batch: rl.Batch, one: rl.Policy, other: rl.Policy) -> None:
+    """They tell the same of an update, and have the same weights after it."""
+    same(*[await each.update(batch, rl.ClippedLoss()) for each in (one, other)])
+    near(await loaded(one), await loaded(other), 1e-5)
+
+
 def same(found: rl.Metrics, expected: rl.Metrics) -> None:
     assert found.means() == pytest.approx(expected.means(), rel=1e-5, abs=1e-5)
 
@@ -112,18 +110,9 @@ async def loaded(policy: rl.Policy) -> rl.Weights:
     return await (await policy.weights()).load()
 
 
-async def same_weights(one: rl.Policy, other: rl.Policy) -> None:
-    found, expected = (await loaded(one)).tensors, (await loaded(other)).tensors
-    assert sorted(found) == sorted(expected)
-    for name, array in expected.items():
-        assert np.abs(found[name].astype(np.float64) - array.astype(np.float64)).max() <= 1e-5, name
-
-
 @pytest.mark.parametrize("kind", LAYOUTS)
-async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_one_rank(
-    warm: Warm, tmp_path: Path, folder_of: Callable[[str], str], kind: str
-) -> None:
-    four, folder = await warm(4), folder_of(kind)
+async def test_layouts_continue_others_checkpoints(warm: Warm, tmp_path: Path, model_of: ModelOf, kind: str) -> None:
+    four, folder = await warm(4), model_of(MODELS[kind])
     plain, kept = TorchPolicy(policy_of(folder)), None
     for step, (axes, options) in enumerate(LAYOUTS[kind]):
         config = policy_of(folder, **options)
@@ -133,10 +122,7 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
         if kept:
             await policy.restore(str(tmp_path / f"state-{step - 1}"))
             assert await loaded(policy) == kept, axes
-        same(
-            await policy.update(rollouts(step), rl.ClippedLoss()), await plain.update(rollouts(step), rl.ClippedLoss())
-        )
-        await same_weights(policy, plain)
+        await same_updates(rollouts(step), policy, plain)
         kept = await loaded(policy)
         await policy.checkpoint(str(tmp_path / f"state-{step}"), wait=step % 2 == 0)
         await policy.update(rollouts(), rl.ClippedLoss())  # a copy is written
@@ -145,23 +131,15 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
             await rl.stop(policy)
 
 
-async def test_roles_of_four_layouts_in_the_same_processes_compute_what_one_rank_does(
-    warm: Warm, tmp_path: Path, folder_of: Callable[[str], str]
-) -> None:
-    four, model = await warm(4), folder_of("llama")
-    policies: list[rl.Policy] = [
-        await four.shape(dp=2, tp=2).spawn(MegatronPolicy, policy_of(model)),
-        await four.shape(dp=1, pp=2, tp=2).spawn(MegatronPolicy, policy_of(model)),
-        TorchPolicy(policy_of(model)),
-    ]
-    critics: list[rl.Critic] = [
-        await four.shape(dp=2, pp=2).spawn(MegatronCritic, critic_of(model)),
-        TorchCritic(critic_of(model)),
-    ]
-    references: list[rl.Reference] = [
-        await four.shape(dp=4).spawn(MegatronReference, rl.ReferenceConfig(model=model)),
-        TorchReference(rl.ReferenceConfig(model=model)),
-    ]
+async def test_roles_of_several_layouts_equal_those_of_one_rank(warm: Warm, tmp_path: Path, model_of: ModelOf) -> None:
+    four, model = await warm(4), model_of(MODELS["llama"])
+    meshes = four.shape(dp=2, tp=2), four.shape(dp=1, pp=2, tp=2)
+    spread = [await mesh.spawn(MegatronPolicy, policy_of(model)) for mesh in meshes]
+    policies: list[rl.Policy] = [*spread, TorchPolicy(policy_of(model))]
+    critic = await four.shape(dp=2, pp=2).spawn(MegatronCritic, critic_of(model))
+    critics: list[rl.Critic] = [critic, TorchCritic(critic_of(model))]
+    frozen = rl.ReferenceConfig(model=model)
+    references = await four.shape(dp=4).spawn(MegatronReference, frozen), TorchReference(frozen)
     for seed in range(2):
         batch = rollouts(seed)
         told = await asyncio.gather(
@@ -172,20 +150,20 @@ async def test_roles_of_four_layouts_in_the_same_processes_compute_what_one_rank
             same(found, expected)
         one, two = [await column(await each.logprobs(batch), "reference_logprobs") for each in references]
         np.testing.assert_allclose(one, two, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(await values(critics[0]), await values(critics[1]), rtol=0, atol=1e-5)
     for policy in policies[:2]:
-        await same_weights(policy, policies[2])
+        near(await loaded(policy), await loaded(policies[2]), 1e-5)
 
     again = FsdpCritic(critic_of(model))  # which has the same names
-    await critics[0].checkpoint(str(tmp_path / "critic"))
+    await critic.checkpoint(str(tmp_path / "critic"))
     await again.restore(str(tmp_path / "critic"))
-    np.testing.assert_allclose(await values(again), await values(critics[0]), rtol=0, atol=1e-5)
-    same(*[await critic.update(rollouts(2), rl.ValueLoss()) for critic in (again, critics[0])])
+    for other in (critics[1], again):
+        np.testing.assert_allclose(await values(other), await values(critic), rtol=0, atol=1e-5)
+    same(*[await each.update(rollouts(2), rl.ValueLoss()) for each in (again, critic)])
 
 
-async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, folder_of: Callable[[str], str]) -> None:
+async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, model_of: ModelOf) -> None:
     """In each element, and in sums over ranks."""
-    config = policy_of(folder_of("llama"), dtype="bfloat16")
+    config = policy_of(model_of(MODELS["llama"]), dtype="bfloat16")
     halves, plain = await (await warm(4)).shape(dp=2, tp=2).spawn(MegatronPolicy, config), TorchPolicy(config)
     found, one = [(await each.update(rollouts(), rl.ClippedLoss())).means() for each in (halves, plain)]
     assert found["loss"] == pytest.approx(one["loss"], abs=0.02)
@@ -196,44 +174,41 @@ def new_model(characters: str = "abcdefgh>") -> rl.NewModel:
     return rl.NewModel(characters=characters, hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=48)
 
 
-async def test_a_checkpoint_that_is_not_whole_or_another_models_is_refused_and_nothing_taken(
-    warm: Warm, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_whole(warm: Warm, tmp_path: Path) -> None:
     two = (await warm(2)).shape(dp=1, tp=2)
     policy, twin = [await two.spawn(MegatronPolicy, policy_of(new_model())) for _ in range(2)]
     larger = await two.spawn(MegatronPolicy, policy_of(new_model("abcdefghi>")))
     folder = tmp_path / "state"
     await twin.update(rollouts(), rl.ClippedLoss())
     await twin.checkpoint(str(folder))
-    files = sorted(folder.glob("*.safetensors"))
-    one, other = [file.read_bytes() for file in files]
+    first, second = sorted(folder.glob("*.safetensors"))
+    one, other = first.read_bytes(), second.read_bytes()
 
     async def refused(asked: rl.Policy, words: str) -> None:
         with pytest.raises(rl.RankFailed, match=words):
             await asked.restore(str(folder))
 
     await refused(larger, r"of another policy: `model.embed_tokens.weight` is \[11, 16\] there and \[12, 16\] here")
-    files[0].write_bytes(one[:100])
+    first.write_bytes(one[:100])
     await refused(policy, "cannot be read as the state of a policy: SafetensorError.*Remove the checkpoint")
-    files[0].write_bytes(one)
-    files[1].unlink()
+    first.write_bytes(one)
+    second.unlink()
     await refused(policy, r"has the files of 1 ranks and not of 2\. Remove the checkpoint")
-    files[1].write_bytes(one)
+    second.write_bytes(one)
     await refused(policy, r"lacks a part of `model.embed_tokens.weight`, or has it twice")
-    files[1].write_bytes(other)
-    (tmp_path / "elsewhere" / files[1].name).mkdir(parents=True)
+    second.write_bytes(other)
+    (tmp_path / "elsewhere" / second.name).mkdir(parents=True)
     with pytest.raises(rl.RankFailed, match="elsewhere cannot be written"):
         await policy.checkpoint(str(tmp_path / "elsewhere"))
     fresh = await two.spawn(MegatronPolicy, policy_of(new_model()))
     assert await loaded(policy) == await loaded(fresh)
-    assert (await policy.update(rollouts(1), rl.ClippedLoss())).means() == (
-        await fresh.update(rollouts(1), rl.ClippedLoss())
-    ).means()
+    told = [(await each.update(rollouts(1), rl.ClippedLoss())).means() for each in (policy, fresh)]
+    assert told[0] == told[1]
     await policy.restore(str(folder))
     assert await loaded(policy) == await loaded(twin)
 
 
-async def test_a_policy_in_use_forgets_its_moments_for_a_checkpoint_without(tmp_path: Path) -> None:
+async def test_moments_are_forgotten_and_half_a_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, twin = [MegatronPolicy(policy_of(new_model())) for _ in range(2)]
     await policy.checkpoint(str(tmp_path))
     await policy.update(rollouts(), rl.ClippedLoss())
@@ -242,14 +217,72 @@ async def test_a_policy_in_use_forgets_its_moments_for_a_checkpoint_without(tmp_
     assert told[0] == told[1]
     assert await loaded(policy) == await loaded(twin)
 
-
-async def test_a_state_that_was_taken_in_part_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = MegatronPolicy(policy_of(new_model()))
-    await policy.checkpoint(str(tmp_path))
-
     def fail(*_: object) -> None:
         raise ModelError("the disk is gone")
 
     monkeypatch.setattr("meshrl_hf.boxes.Boxes.read", fail)
     with pytest.raises(ModelError, match=r"the disk is gone. The policy has loaded a part of it and cannot be used"):
         await policy.restore(str(tmp_path))
+
+
+TOKENS, VOCABULARY = 6, 11
+COLUMNS = {1: 12, 2: 6, 4: 4}
+"""Of each rank: 4 ranks have room for 16 tokens, so the last one knows none."""
+
+
+def part(logits: Tensor, first: int, columns: int) -> Tensor:
+    """A rank's columns of the logits, those beyond the vocabulary the highest of all."""
+    own = logits[:, first : first + columns]
+    padded = torch.full((len(logits), columns), 1e4, dtype=logits.dtype)
+    padded[:, : own.shape[1]] = own
+    return padded.requires_grad_()
+
+
+def check(group: ProcessGroup, dtype: torch.dtype, tempered: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(TOKENS, VOCABULARY, generator=generator) * 9).to(dtype)
+    temperature = torch.rand(TOKENS, generator=generator) + 0.5 if tempered else None
+    given = torch.randn(TOKENS, generator=generator)
+    chosen, rows = torch.tensor([0, 5, 10, 6, 3, 3]), torch.arange(TOKENS)
+    whole = logits.double().requires_grad_()
+    right = (whole if temperature is None else whole / temperature[:, None]).log_softmax(-1)
+    right[rows, chosen].backward(given.double())
+    assert whole.grad is not None
+
+    columns = COLUMNS[group.size()]
+    first = group.rank() * columns
+    known = max(0, min(columns, VOCABULARY - first))
+    own = part(logits, first, columns)
+    told = shared_logprobs(own, chosen, temperature, group, first, known)
+    values, entropy = told.unbind(1)
+    values.backward(given)
+    assert values.dtype == torch.float32
+    assert own.grad is not None
+    torch.testing.assert_close(values.double(), right[rows, chosen], rtol=2e-7, atol=2e-6)
+    rounding = 2e-6 if dtype == torch.float32 else 4e-3
+    slopes = whole.grad[:, first : first + columns]
+    torch.testing.assert_close(own.grad[:, :known].double(), slopes, rtol=rounding, atol=1e-6)
+    assert not own.grad[:, known:].any()
+    torch.testing.assert_close(entropy.double(), -(right.exp() * right).sum(-1), rtol=0, atol=2e-6)
+    with torch.no_grad():
+        assert torch.equal(shared_logprobs(own.detach(), chosen, temperature, group, first, known), values)
+
+
+class Sharer(rl.Actor):
+    """A rank that has a part of the vocabulary."""
+
+    def __init__(self) -> None:
+        self._group = World.of(rl.current_rank(), 1, 1).groups.tp
+
+    @rl.endpoint
+    async def check(self) -> None:
+        for dtype, tempered in product((torch.float32, torch.bfloat16), (False, True)):
+            check(self._group, dtype, tempered)
+        none = torch.empty(0, COLUMNS[self._group.size()])
+        assert shared_logprobs(none, torch.empty(0, dtype=torch.int64), None, self._group, 0, 1).shape == (0,)
+
+
+async def test_ranks_that_share_the_vocabulary_get_what_one_has(warm: Warm) -> None:
+    four = await warm(4)
+    for size in COLUMNS:
+        await (await four.shape(dp=4 // size, tp=size).spawn(Sharer)).check()

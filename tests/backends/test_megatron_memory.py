@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, Same, endpoint
 from meshrl.roles import Work, memory_of
 from meshrl_megatron.policy import MegatronPolicy
-from tests.backends.material import RANKS_OF_MEGATRON
+from tests.backends.material import RANKS_OF_MEGATRON, ModelOf
 from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, most, rollouts, told
 
 pytestmark = RANKS_OF_MEGATRON
@@ -40,7 +39,7 @@ RARE = ["dp", "cp", "virtual stages", "tp, recomputed"]
 
 
 class Measured(Actor):
-    """A rank of a policy."""
+    """A rank of a policy, and a process that is in no group."""
 
     @endpoint
     async def taken(self, config: PolicyConfig, rows: int) -> Gather[np.ndarray]:
@@ -52,10 +51,6 @@ class Measured(Actor):
                 await policy.update(rollouts(rows), ClippedLoss())
         return np.array([most(profiled)])
 
-
-class Teller(Actor):
-    """A process that is in no group."""
-
     @endpoint
     async def before(self, config: PolicyConfig, work: Work) -> Same[int]:
         """What is told of a policy before it is made."""
@@ -66,15 +61,12 @@ class Teller(Actor):
     "cases", [["pp and tp", "experts"], pytest.param(RARE, marks=pytest.mark.wide)], ids=["covering", "others"]
 )
 async def test_a_split_policys_memory_is_told_within_a_tenth(
-    warm: Callable[[int], Awaitable[Mesh]],
-    random_model: Callable[..., str],
-    tmp_path: Path,
-    cases: Sequence[str],
+    warm: Callable[[int], Awaitable[Mesh]], model_of: ModelOf, cases: Sequence[str]
 ) -> None:
     """Of the rank that took most; with experts of the mean, as their load is uneven."""
     four, apart = await warm(4), dict[str, tuple[int, int]]()
-    teller = await (await warm(1)).spawn(Teller)
-    folders = {name: random_model(shape, tmp_path / name, noise=0) for name, shape in MODELS.items()}
+    teller = await (await warm(1)).spawn(Measured)
+    folders = {name: model_of(shape, noise=0) for name, shape in MODELS.items()}
     for case in cases:
         model, axes, changes = CASES[case]
         table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}

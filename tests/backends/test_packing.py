@@ -1,23 +1,25 @@
 """Packed rows: each token is read after the tokens that are before it in its row, and what rows share is read once."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, CrossEntropy, OptimizerConfig, PolicyConfig, Ragged
 from meshrl_hf import packing
-from meshrl_hf.packing import MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_hf.attention import Packed
+from meshrl_hf.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
 from meshrl_megatron.balance import Balance
+from meshrl_megatron.parts import Part, part_of
 from meshrl_torch.policy import TorchPolicy
-from tests.backends.material import SHAPE, by_row, floats, norm_of
+from tests.backends.material import SHAPE, ModelOf, by_row, floats, norm_of
 
 LONG = packing._WORTH + 6
 EIGHT = Balance(per_token=1000.0, per_pair=16.0, fewest=8)
@@ -60,26 +62,20 @@ def contexts(micro: MicroBatch) -> list[list[int]]:
     return found
 
 
-@given(
-    st.randoms(use_true_random=True),
-    st.sampled_from([100, 300, 2000]),
-    st.sampled_from(["learned", "whole", "ends"]),
-    st.booleans(),
-    st.sampled_from(SPLITS),
-)
-def test_a_token_is_read_after_those_before_it(
-    random: Random, budget: int, asked: str, apart: bool, split: Split
-) -> None:
+BUDGETS, ASKED = st.sampled_from([100, 300, 2000]), st.sampled_from(["learned", "whole", "ends"])
+
+
+@given(st.randoms(use_true_random=True), BUDGETS, ASKED, st.booleans(), st.sampled_from(SPLITS))
+def test_a_token_is_read_after_those_before(random: Random, budget: int, asked: str, apart: bool, split: Split) -> None:
     batch = branches(random, conversations=6)
     tokens, mask = batch.tokens, batch.loss_mask
-    lasts = tokens.offsets[1:] - 1
     if asked == "learned":
         rows, wanted = learned(tokens, mask, apart=apart), np.flatnonzero(mask.values)
     elif asked == "whole":
         rows = whole(tokens, mask, apart=apart)
         wanted = np.setdiff1d(np.arange(len(tokens.values)), tokens.offsets[:-1])
     else:
-        rows, wanted = ends(tokens, np.minimum(tokens.lengths, 8)), lasts
+        rows, wanted = ends(tokens, np.minimum(tokens.lengths, 8)), tokens.offsets[1:] - 1
     predicted: list[int] = []
     for micro in split(tokens, rows, mask if asked == "learned" else None, budget):
         seen = contexts(micro)
@@ -125,11 +121,8 @@ def test_branches_meet_wherever_they_are_in_the_batch() -> None:
     assert [micro.ids.numel() for micro in micros] == [280 + 3 * 19] * 4
 
 
-async def test_log_probs_and_gradients_are_those_of_each_row_alone(
-    random_model: Callable[..., str], tmp_path: Path
-) -> None:
-    shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": 256}
-    folder = random_model(LlamaConfig(**shape), tmp_path / "model")
+async def test_log_probs_and_gradients_are_those_of_each_row_alone(model_of: ModelOf) -> None:
+    folder = model_of(LlamaConfig(**{**SHAPE, "max_position_embeddings": 256}))
     for seed in range(2):
         batch = branches(Random(seed))
         trainer = TorchPolicy(PolicyConfig(model=folder, optimizer=OptimizerConfig(max_grad_norm=None)))
@@ -142,25 +135,105 @@ async def test_log_probs_and_gradients_are_those_of_each_row_alone(
         assert metrics["grad_norm"] == pytest.approx(norm_of(network), rel=1e-5)
 
 
-def balanced(lengths: Sequence[int], prompts: Sequence[int], budget: int) -> list[MicroBatch]:
+def balanced(pairs: Sequence[tuple[int, int]], budget: int) -> list[MicroBatch]:
     """Micro-batches of rows of (prompt number, completion length); prompt `n` has n + 1 tokens."""
-    pairs = list(zip(prompts, lengths, strict=True))
     tokens = Ragged.of([np.concatenate([np.full(p + 1, p), np.full(n, 50)]) for p, n in pairs], np.int32)
     mask = Ragged.of([np.arange(p + 1 + n) > p for p, n in pairs], np.bool_)
     return list(EIGHT(tokens, learned(tokens, mask), mask, budget))
 
 
+def seen_by(part: MicroBatch | Part) -> float:
+    """How many keys all queries see together."""
+    groups = part.attend.groups
+    return sum(each.count * (each.queries * each.keys - each.queries * (each.queries - 1) / 2) for each in groups)
+
+
 def work(micro: MicroBatch) -> float:
-    groups = micro.attend.groups
-    seen = [each.count * (each.queries * each.keys - each.queries * (each.queries - 1) / 2) for each in groups]
-    return EIGHT.per_token * micro.ids.shape[1] + EIGHT.per_pair * sum(seen)
+    return EIGHT.per_token * micro.ids.shape[1] + EIGHT.per_pair * seen_by(micro)
 
 
 def test_a_pipeline_has_several_micro_batches_of_about_the_same_work_that_read_a_prompt_once_where_it_fits() -> None:
     generator = np.random.default_rng(0)
     lengths = np.exp(generator.uniform(np.log(8), np.log(400), 64)).astype(int).tolist()
-    micros = balanced(lengths, range(64), 1 << 14)
+    micros = balanced(list(enumerate(lengths)), 1 << 14)
     assert len(micros) == 8
     assert max(map(work, micros)) < 1.05 * np.mean(list(map(work, micros)))
     for budget, sizes in ((4, [8, 8, 8, 8]), (64, [6 + 4 * 2])):  # a prompt of 6, of each row 2 more are read
-        assert [micro.ids.shape[1] for micro in balanced([3] * 4, [5] * 4, budget)] == sizes
+        assert [micro.ids.shape[1] for micro in balanced([(5, 3)] * 4, budget)] == sizes
+
+
+HEADS, GROUPS, DIMS = 4, 2, 8
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> list[MicroBatch]:
+    """Micro-batches of rows with shared prompts, for training and for scoring, and perhaps a system message of all."""
+    prompts = draw(st.lists(st.integers(1, 12), min_size=4, max_size=4))
+    rows = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=8))
+    system = draw(st.sampled_from([0, 40]))
+    prompts = [system + length for length in prompts]
+    return packed(prompts, rows, draw(st.booleans()), system + draw(st.integers(20, 100)), system)
+
+
+def packed(
+    prompts: list[int], rows: list[tuple[int, int]], training: bool, budget: int, system: int = 0
+) -> list[MicroBatch]:
+    """`rows`: which of the prompts each has, and how many tokens follow."""
+    rng = np.random.default_rng(0)
+    heads = [np.append(np.ones(system), rng.integers(2, 99, length - system)) for length in prompts]
+    tokens = Ragged.of([np.append(heads[head], rng.integers(2, 99, tail)) for head, tail in rows], np.int32)
+    mask = Ragged.of([np.arange(prompts[head] + tail) >= prompts[head] for head, tail in rows], np.bool_)
+    asked = learned(tokens, mask) if training else whole(tokens, mask)
+    return list(micro_batches(tokens, asked, mask if training else None, budget))
+
+
+def attended(attend: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[tokens, heads, dims] from the same."""
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return attend(0, q, k, v, DIMS**-0.5, None)[0]
+
+
+@settings(max_examples=40)
+@given(packings(), st.integers(1, 4), st.integers(1, 4))
+@example([IDLE], 2, 1)
+@example([IDLE], 4, 3)
+def test_ranks_along_cp_together_compute_what_one_computes(micros: list[MicroBatch], ranks: int, multiple: int) -> None:
+    for each in micros:
+        micro = replace(each, ids=torch.arange(1, each.ids.shape[1] + 1)[None])  # a spare token has the id 0
+        parts = [part_of(micro, rank, ranks, multiple) for rank in range(ranks)]
+        total = micro.ids.shape[1]
+        (size,) = {part.ids.shape[1] for part in parts}
+        assert size % multiple == 0
+        for part in parts:
+            assert part.ids.shape == part.positions.shape
+            assert sum(group.count * group.queries for group in part.attend.groups) == size
+            assert part.targets == len(micro.target)
+
+        # Each token once, at its position, and each target once, by the token that predicts it.
+        own = [part.ids[0] - 1 for part in parts]
+        real = torch.cat(own)
+        assert sorted(real[real >= 0].tolist()) == list(range(total))
+        targets = torch.cat([part.target for part in parts])
+        assert sorted(targets.tolist()) == list(range(len(micro.target)))
+        for part, ids in zip(parts, own, strict=True):
+            assert torch.equal(part.positions[0], torch.where(ids >= 0, micro.positions[0][ids], 0))
+            assert torch.equal(ids[part.source], micro.source[part.target])
+
+        # The attention of all, as each rank has it from the states of all.
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(total, heads, DIMS, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
+        # A spare token's key and value are none of the others' business.
+        keys, values = (torch.where(real[:, None, None] >= 0, each[real], torch.nan) for each in (key, value))
+        expected = attended(micro.attend, query, key, value)
+        for part, ids in zip(parts, own, strict=True):
+            found = attended(part.attend, query[ids], keys, values)
+            torch.testing.assert_close(found[ids >= 0], expected[ids[ids >= 0]], rtol=0, atol=1e-6)
+
+
+@given(st.lists(st.integers(200, 1000), min_size=1, max_size=6), st.integers(2, 4))
+def test_ranks_along_cp_attend_to_about_as_many_keys(lengths: list[int], ranks: int) -> None:
+    """Pieces of a segment differ by at most a token, which sees at most the segment: so do two ranks, by two tokens."""
+    (micro,) = packed([1, 1, 1, 1], [(0, length) for length in lengths], False, 10_000)
+    costs = [seen_by(part) for part in (part_of(micro, rank, ranks, 1) for rank in range(ranks))]
+    assert max(costs) - min(costs) <= 2 * sum(lengths)
+    assert max(costs) <= 1.05 * min(costs)

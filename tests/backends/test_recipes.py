@@ -46,15 +46,9 @@ def tell() -> None:
     json.dump(found, sys.stdout)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models")
-    save_models(made)
-    return made
-
-
-def test_recipes_run_in_virtual_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def test_recipes_run_in_virtual_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name in RECIPES:
         made = load_job(shipped_configs()[name], ["steps=5", "task.options.size=6000"], RunConfig)
         assert simulate_job(made, rollout=40, train=25).step_seconds > 0, name
@@ -62,9 +56,10 @@ def test_recipes_run_in_virtual_time(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.megatron
 @pytest.mark.slow
-def test_recipes_leave_a_twentieth_of_each_gpu_and_divide_their_models_over_their_ranks(folder: Path) -> None:
+def test_recipes_leave_a_twentieth_of_each_gpu_and_divide_their_models_over_their_ranks(tmp_path: Path) -> None:
+    save_models(tmp_path)
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.backends.test_recipes import tell; tell()"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, check=False, text=True)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False, text=True)
     assert not answer.returncode, answer.stderr
     for name, meshes in json.loads(answer.stdout).items():
         for mesh in meshes:

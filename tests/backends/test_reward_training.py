@@ -1,25 +1,30 @@
-"""Reward models that are trained: scores and gradients are transformers' own, and what is saved judges as it did."""
+"""Reward models, trained and frozen: scores and gradients are transformers' own, and what is saved judges as it did."""
 
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog.testing
 import torch
 import transformers
 from torch import Tensor
 
 import meshrl as rl
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_fsdp.reward_model import FsdpRewardModel
 from meshrl_hf.text import character_tokenizer
+from meshrl_megatron.reward import MegatronReward
 from meshrl_megatron.reward_model import MegatronRewardModel
+from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reward import TorchReward
 from meshrl_torch.reward_model import TorchRewardModel
-from tests.backends.material import SHAPE, floats, norm_of
+from tests.backends.material import GPT2, SHAPE, ModelOf, floats, norm_of
 
 WORDS = ["abc", "abd", "hgf", "d", "hgd", "cab", "e", "gab"]
+JUDGE: dict[str, Any] = {**SHAPE, "num_labels": 1}
 PAIRS = rl.Batch.of(
     prompt=[f"{word}>" for word in WORDS for _ in range(2)],
     completion=[text for word in WORDS for text in (word[::-1], word + "a")],
@@ -39,35 +44,24 @@ def table(model: str, **changes: object) -> rl.RewardTrainingConfig:
 
 
 @pytest.fixture(scope="module")
-def judge(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def judge(model_of: ModelOf) -> str:
     """The folder of a classifier whose head is not zero."""
-    shape: dict[str, Any] = {**SHAPE, "num_labels": 1}
-    return random_model(
-        transformers.LlamaConfig(**shape),
-        tmp_path_factory.mktemp("judge") / "model",
-        transformers.AutoModelForSequenceClassification,
-    )
+    return model_of(transformers.LlamaConfig(**JUDGE), auto=transformers.AutoModelForSequenceClassification)
 
 
 async def scored(model: rl.RewardModel, batch: rl.Batch = PAIRS) -> rl.Batch:
     return await rl.score_columns(await model.token_scores(await model.encode(batch)))
 
 
-class Plain:
-    """Transformers' classifier with its own attention."""
+def classifier(folder: str) -> Any:
+    """Transformers' own, with its own attention."""
+    return transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
 
-    def __init__(self, folder: str) -> None:
-        self.network: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, attn_implementation="eager"
-        )
 
-    def by_row(self, batch: rl.Batch) -> list[Tensor]:
-        """The score at each token, one row at a time."""
-        rows: list[Tensor] = []
-        for tokens in batch.tokens:
-            states = self.network.model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).last_hidden_state[0]
-            rows.append(self.network.score(states)[:, 0])
-        return rows
+def by_row(network: Any, batch: rl.Batch) -> list[Tensor]:
+    """The score at each token, one row at a time."""
+    ids = [torch.from_numpy(tokens.astype(np.int64))[None] for tokens in batch.tokens]
+    return [network.score(network.model(input_ids=each).last_hidden_state[0])[:, 0] for each in ids]
 
 
 async def test_scores_are_those_at_each_learned_token(judge: str) -> None:
@@ -76,7 +70,7 @@ async def test_scores_are_those_at_each_learned_token(judge: str) -> None:
         for batch in (PAIRS, STEPS):
             encoded = await made.encode(batch)
             found = await made.token_scores(encoded)
-            expected = torch.cat(Plain(judge).by_row(encoded)).detach().numpy() * encoded.loss_mask.values
+            expected = torch.cat(by_row(classifier(judge), encoded)).detach().numpy() * encoded.loss_mask.values
             assert np.abs(expected).max() > 0.1
             np.testing.assert_allclose(floats(found.ragged("token_scores").values), expected, atol=1e-5)
 
@@ -101,8 +95,8 @@ async def test_a_policys_folder_is_given_a_head_whose_scores_are_zero(small: str
 
 
 async def test_an_update_has_the_gradient_of_the_pairs(judge: str) -> None:
-    batch, plain = await scored(TorchRewardModel(table(judge))), Plain(judge)
-    rows = torch.stack([row[-1] for row in plain.by_row(batch)])
+    batch, plain = await scored(TorchRewardModel(table(judge))), classifier(judge)
+    rows = torch.stack([row[-1] for row in by_row(plain, batch)])
     total = torch.zeros(())
     for pair in range(8):
         first = 2 * pair if PAIRS.row("preferred")[2 * pair] > 0 else 2 * pair + 1
@@ -115,25 +109,14 @@ async def test_an_update_has_the_gradient_of_the_pairs(judge: str) -> None:
         made = TorchRewardModel(table(judge, micro_batch_tokens=budget))
         told = await made.update(batch, rl.BradleyTerryLoss(centre=0.1))
         assert told["loss"] == pytest.approx(total.item() / 8, rel=1e-5)
-        assert told["grad_norm"] == pytest.approx(norm_of(plain.network), rel=1e-4)
+        assert told["grad_norm"] == pytest.approx(norm_of(plain), rel=1e-4)
         assert told["drift"] < 1e-5
 
 
-async def test_a_reward_model_learns_steps(small: str) -> None:
-    made = TorchRewardModel(table(small))
-    labelled = await rl.with_labels(await made.encode(STEPS))
-    losses = [(await made.update(labelled, rl.ProcessLoss()))["loss"] for _ in range(12)]
-    assert losses[0] == pytest.approx(np.log(2))
-    assert losses[-1] < 0.5
-
-
 @pytest.mark.megatron
-async def test_megatron_and_fsdp_read_a_judge_and_go_on_from_each_others_checkpoints(
-    random_model: Callable[..., str], tmp_path: Path
-) -> None:
-    shape: dict[str, Any] = {**SHAPE, "num_labels": 1}
-    qwen = transformers.Qwen3Config(**shape, head_dim=16, pad_token_id=0, tie_word_embeddings=True)
-    judge = random_model(qwen, tmp_path / "judge", transformers.AutoModelForSequenceClassification)
+async def test_megatron_and_fsdp_go_on_from_each_others_checkpoints(model_of: ModelOf, tmp_path: Path) -> None:
+    qwen = transformers.Qwen3Config(**JUDGE, head_dim=16, pad_token_id=0, tie_word_embeddings=True)
+    judge = model_of(qwen, auto=transformers.AutoModelForSequenceClassification)
     own, other = (role(table(judge)) for role in (MegatronRewardModel, FsdpRewardModel))
     for source, target, name in ((own, other, "there"), (other, own, "back")):
         await source.update(await scored(source), rl.BradleyTerryLoss())
@@ -163,17 +146,11 @@ async def test_what_is_saved_judges_as_the_model_did(
     frozen = rl.RewardModelConfig(model=folder)
     for reward in (TorchReward(frozen), FsdpReward(frozen), TorchRewardModel(table(folder)), backend(table(folder))):
         np.testing.assert_allclose((await reward.score(PAIRS)).rewards, expected, atol=1e-6)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    network = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    assert network.config.num_labels == 1
-    pairs = zip(PAIRS.objects("prompt"), PAIRS.objects("completion"), strict=True)
-    texts = [f"{prompt}{completion}{tokenizer.eos_token}" for prompt, completion in pairs]
-    with torch.no_grad():
-        logits = network(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
-    np.testing.assert_allclose(logits.numpy(), expected, atol=1e-5)
+    assert classifier(folder).config.num_labels == 1
+    np.testing.assert_allclose(judged(folder, chat=False, batch=PAIRS), expected, atol=1e-5)
 
 
-async def test_what_a_reward_model_refuses(small: str) -> None:
+async def test_what_a_reward_model_refuses(small: str, tmp_path: Path) -> None:
     made = TorchRewardModel(table(small))
     short = (await scored(made)).assign(token_scores=rl.Ragged.of([[0.0]] * 16, np.float32))
     with pytest.raises(rl.DataError, match="row 0 has 8 tokens and 1 in `token_scores`"):
@@ -183,10 +160,135 @@ async def test_what_a_reward_model_refuses(small: str) -> None:
     for steps, wrong in (("ab", "`steps` of row 0 is 'ab'"), ((), "row 0 has the steps"), (("a", ""), "needs a token")):
         with pytest.raises(rl.DataError, match=wrong):
             await made.encode(rl.Batch.of(prompt=["a>"], steps=[steps]))
-
-
-async def test_an_architecture_without_a_classifier(tmp_path: Path) -> None:
     transformers.CohereForCausalLM(transformers.CohereConfig(**SHAPE)).save_pretrained(tmp_path)
     character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path)
     with pytest.raises(rl.ModelError, match="CohereForCausalLM, and transformers has no sequence classifier"):
         TorchRewardModel(table(str(tmp_path)))
+
+
+SMALL: dict[str, Any] = {**JUDGE, "vocab_size": 12, "hidden_size": 16, "head_dim": 4}
+CLASSIFIERS = [
+    transformers.LlamaConfig(**SMALL),
+    transformers.Qwen3Config(**SMALL),
+    transformers.GPT2Config(**{**GPT2, "vocab_size": 12, "num_labels": 1}),
+    transformers.LlamaConfig(**SMALL, pad_token_id=1),  # the token that ends a text: the score is of the one before
+    transformers.LlamaConfig(**SMALL, pad_token_id=0),
+]
+TURN = "{{ '>' if each.role == 'user' else '<' }}{{ each.content }}{{ eos_token }}"
+TEMPLATE = f"{{% for each in messages %}}{TURN}{{% endfor %}}"
+ROWS = rl.Batch.of(
+    prompt=["abc", "abc", "abc", "h", "", "abc", "h", "gfedcba"],
+    completion=["", "de", "d", "hhhhhhhhhh", "a", "de", "f", "abcdefgh" * 3],
+)
+"""Groups of a prompt, one row twice, one row of its prompt alone, and texts without a character."""
+
+
+@pytest.fixture(scope="module")
+def judge_of(model_of: ModelOf) -> ModelOf:
+    """The folder of a model, with the token "<" and a chat template."""
+
+    def save(config: transformers.PretrainedConfig) -> str:
+        folder = model_of(config, auto=transformers.AutoModelForSequenceClassification)
+        tokenizer = character_tokenizer("abcdefgh><", 48)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def llama(judge_of: ModelOf) -> str:
+    return judge_of(transformers.LlamaConfig(**SMALL))
+
+
+def reward(folder: str, backend: str = "torch", **changes: object) -> rl.Reward:
+    config = rl.RewardModelConfig.model_validate({"model": folder, "backend": backend, **changes})
+    return FsdpReward(config) if backend == "fsdp" else TorchReward(config)
+
+
+def judged(folder: str, chat: bool, batch: rl.Batch = ROWS) -> list[float]:
+    """What transformers gives each row alone, with its own tokenizer and attention."""
+    network, tokenizer = classifier(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    scores: list[float] = []
+    for prompt, completion in zip(batch.objects("prompt"), batch.objects("completion"), strict=True):
+        turns = [{"role": "user", "content": str(prompt)}, {"role": "assistant", "content": str(completion)}]
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False)) if chat else f"{prompt}{completion}<eos>"
+        ids = tokenizer(text, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            scores.append(float(network(input_ids=ids).logits[0, 0]))
+    return scores
+
+
+async def test_a_score_is_what_transformers_gives_the_row_alone(judge_of: ModelOf) -> None:
+    for config in CLASSIFIERS:
+        judge = judge_of(config)
+        for chat, batch in ((True, ROWS), (False, ROWS.select([0, 1, 2, 3, 5, 6, 7]))):  # one prompt has no token
+            expected = judged(judge, chat, batch)
+            assert np.ptp(expected) > 0.1
+            for backend in ("torch", "fsdp"):
+                found = await reward(judge, backend, chat=chat).score(batch)
+                assert found.rewards.dtype == np.float32
+                np.testing.assert_allclose(found.rewards, expected, atol=1e-5, err_msg=f"{backend}: {config}")
+                assert found.objects("reward_error") == (None,) * len(batch)
+
+
+async def test_neither_micro_batches_nor_the_order_of_rows_nor_sharding_change_the_scores(llama: str) -> None:
+    expected = np.array(judged(llama, chat=True))
+    for budget in (1, 16, 48):
+        order = np.random.default_rng(budget).permutation(len(ROWS))
+        found = await reward(llama, micro_batch_tokens=budget, chat=True).score(ROWS.select(order))
+        np.testing.assert_allclose(found.rewards, expected[order], atol=1e-5)
+    cut = ROWS.assign(truncated=np.ones(len(ROWS), np.bool_))
+    made = reward(llama, "fsdp", chat=True, fsdp=FsdpConfig(reshard_after_forward=False))
+    for batch in (ROWS, cut):  # a cut completion is judged as a whole one
+        np.testing.assert_allclose((await made.score(batch)).rewards, expected, atol=1e-5)
+    for backend in ("torch", "fsdp"):
+        found = await reward(llama, backend, chat=True, dtype="bfloat16").score(ROWS)
+        assert 1e-5 < np.abs(found.rewards - expected).max() < 0.1
+    none = (await made.score(ROWS.select([]))).rewards
+    assert (none.shape, none.dtype.name) == ((0,), "float32")
+
+
+@pytest.mark.parametrize(("backend", "chat"), [("torch", False), ("fsdp", True)])
+async def test_a_row_that_cannot_be_judged_costs_the_others_nothing(llama: str, backend: str, chat: bool) -> None:
+    batch = rl.Batch.of(prompt=["abc", "a!c", "abc", "abc"], completion=["de", "d", "d" * 46, "h"])
+    made = reward(llama, backend, chat=chat)
+    with structlog.testing.capture_logs() as logs:
+        found = await made.score(batch)
+        await made.score(batch)
+    good = batch.select([0, 3])
+    np.testing.assert_allclose(found.rewards[[0, 3]], judged(llama, chat, good), atol=1e-5)
+    assert found.rewards[[1, 2]].tolist() == [0, 0]
+    first, strange, long, last = found.objects("reward_error")
+    assert "has '!', which the tokenizer does not know" in str(strange)
+    assert f"the row has {53 if chat else 50} tokens and the model takes at most 48" in str(long)
+    assert first is last is None
+    assert [each["rows"] for each in logs if each["log_level"] == "warning"] == [2]
+
+
+async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> None:
+    (error,) = (await reward(llama).score(ROWS.select([4]))).objects("reward_error")
+    assert "the prompt '' has no token" in str(error)
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.add_tokens(["ABC"])
+    tokenizer.chat_template = "{{ raise_exception('no turns') if messages[0].content == 'h' }}" + TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    batch = rl.Batch.of(prompt=["h", "a", "a"], completion=["a", "ABC", "b"])
+    refused, unknown, none = (await reward(str(tmp_path), chat=True).score(batch)).objects("reward_error")
+    assert "the chat template refuses a row: TemplateError: no turns" in str(refused)
+    assert "the row has the token 12 and the model knows 0 to 11" in str(unknown)
+    assert none is None
+    with pytest.raises(rl.DataError, match="`completion` of row 1 is 3"):
+        await reward(llama).score(rl.Batch.of(prompt=["a", "b"], completion=["a", 3]))
+
+
+@pytest.mark.megatron
+def test_folders_that_hold_no_judge_or_a_judge_alone(llama: str, judge_of: ModelOf) -> None:
+    three = judge_of(transformers.LlamaConfig(**{**SMALL, "num_labels": 3}))
+    for role in (FsdpReward, MegatronReward):
+        with pytest.raises(rl.ModelError, match=r" has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model must"):
+            role(rl.RewardModelConfig(model=three))
+    with pytest.raises(rl.ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
+        TorchPolicy(rl.PolicyConfig(model=llama))

@@ -1,7 +1,5 @@
 """A mixture's experts: a sampler tells them, and a policy follows."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -24,6 +22,7 @@ from meshrl_torch.reference import TorchReference
 from meshrl_torch.sampler import TorchSampler
 from meshrl_vllm.sampler import VllmSampler
 from tests.backends import material
+from tests.backends.material import ModelOf, floats
 
 SHAPE: dict[str, Any] = {
     **material.SHAPE, "num_hidden_layers": 3, "num_experts_per_tok": 2, "max_position_embeddings": 64,
@@ -37,8 +36,8 @@ DRAWS = Sampling(max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_model(QWEN, tmp_path_factory.mktemp("mixture"))
+def model(model_of: ModelOf) -> str:
+    return model_of(QWEN)
 
 
 def policy(model: str, kind: type[TrainedPolicy] = TorchPolicy, **changes: object) -> TrainedPolicy:
@@ -54,7 +53,7 @@ async def rows(model: str, sampling: Sampling = DRAWS, prompts: Batch = PROMPTS,
 
 
 def values(batch: Batch, name: str) -> NDArray[np.float32]:
-    return np.asarray(batch.ragged(name).values, np.float32)[np.asarray(batch.loss_mask.values, np.bool_)]
+    return floats(batch.ragged(name).values)[np.asarray(batch.loss_mask.values, np.bool_)]
 
 
 async def apart(made: TrainedPolicy, batch: Batch) -> float:
@@ -73,16 +72,15 @@ async def test_every_token_that_was_read_has_its_experts(model: str) -> None:
     last[batch.tokens.offsets[1:] - 1] = True
     assert (experts.values[last] == -1).all(), "nothing reads the last token of a row"
     read = experts.values[~last]
-    assert read.min() == 0
-    assert read.max() == 7
+    assert (read.min(), read.max()) == (0, 7)
     assert (read[..., 0] != read[..., 1]).all()
 
 
 @pytest.mark.parametrize("config", [QWEN, UNSCALED, MIXTRAL], ids=["qwen3", "unscaled", "mixtral"])
-async def test_following_changes_nothing_where_the_choice_is_the_same_and_brings_another_dtype_nearer(
-    config: PretrainedConfig, random_model: Callable[..., str], tmp_path: Path
+async def test_followed_experts_change_nothing_but_help_another_dtype(
+    config: PretrainedConfig, model_of: ModelOf
 ) -> None:
-    model = random_model(config, tmp_path)
+    model = model_of(config)
     batch = await rows(model)
     for kind in (TorchPolicy, FsdpPolicy):
         made = policy(model, kind, micro_batch_tokens=64)
@@ -98,25 +96,17 @@ async def test_rows_that_begin_alike_follow_their_own_experts(model: str) -> Non
     tokens = Ragged.of(rows, np.int32)
     completion = np.arange(len(rows[0])) >= 3
     told = [np.where(completion[:, None, None], first, 0) + np.tile([0, 1], (3, 1)) for first in (2, 4)]
-    batch = Batch.of(
-        tokens=tokens,
-        loss_mask=Ragged.of([completion, completion], np.bool_),
-        experts=Ragged(np.concatenate(told).astype(np.int16), tokens.offsets),
-    )
-    made = policy(model)
-
-    async def logprobs(batch: Batch) -> NDArray[np.float32]:
-        return np.asarray((await made.logprobs(batch)).ragged("logprobs").values, np.float32)
-
-    alone = [await logprobs(batch.select(np.array([row]))) for row in range(2)]
-    np.testing.assert_allclose(await logprobs(batch), np.concatenate(alone), atol=1e-5)
+    experts = Ragged(np.concatenate(told).astype(np.int16), tokens.offsets)
+    batch = Batch.of(tokens=tokens, loss_mask=Ragged.of([completion] * 2, np.bool_), experts=experts)
+    asked = [batch, *(batch.select([row]) for row in range(2))]
+    together, *alone = [floats((await policy(model).logprobs(each)).ragged("logprobs").values) for each in asked]
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [(TorchPolicy, True), (FsdpPolicy, False), (FsdpPolicy, True)])
 async def test_only_experts_that_are_told_learn(model: str, kind: type[TrainedPolicy], checkpointing: bool) -> None:
     batch = await rows(model)
-    told = batch.ragged("experts").values.copy()
-    told[...] = (2, 5)
+    told = np.tile(np.array([2, 5], np.int16), (len(batch.tokens.values), 3, 1))
     batch = batch.assign(experts=Ragged(told, batch.tokens.offsets))
     made = policy(model, kind, activation_checkpointing=checkpointing)
     before = (await made.weights()).tensors
@@ -135,9 +125,10 @@ async def test_a_row_that_goes_on_has_the_experts_of_all_that_was_read(model: st
     whole = await rows(model, DRAWS, short.drop("advantages"))
     known = np.asarray(whole.ragged("experts").values, np.int16).min(axis=(1, 2)) >= 0
     assert known.sum() == len(whole.tokens.values) - len(whole)
-    again = await rows(model, DRAWS, whole.drop("advantages"))
+    ended = whole.drop("advantages")
+    again = await rows(model, DRAWS, ended)
     np.testing.assert_array_equal(again.ragged("experts").values, whole.ragged("experts").values)
-    other = await rows(model, DRAWS, whole.drop("advantages", "experts"))
+    other = await rows(model, DRAWS, ended.drop("experts"))
     assert (other.ragged("experts").values == -1).all(), "these had ended, and nobody knows any more"
 
 
@@ -161,9 +152,7 @@ async def test_what_cannot_be_told_or_followed_is_refused(model: str) -> None:
 
 async def test_a_conversation_has_the_experts_that_read_each_turn(model: str) -> None:
     tokenizer = character_tokenizer("abcdefgh>", 64)
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' }}{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{{ '>' if each.role == 'user' }}{% endfor %}"
     sampler = TorchSampler(SamplerConfig.model_validate({"model": model, "record_experts": True}))
     gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), 64)))
     session, messages = gateway.open(Sampling(max_tokens=6, ignore_eos=True)), list[Any]()

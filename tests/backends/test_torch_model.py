@@ -1,4 +1,4 @@
-"""Models by name: what loads, and what each folder that does not is told."""
+"""Models by name, what each folder that is none is told, and how a chat template makes tokens of dialogues."""
 
 import json
 import shutil
@@ -14,10 +14,12 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl import Batch, CrossEntropy, ModelConfig, PolicyConfig, SamplerConfig, Sampling
+from meshrl import Batch, CrossEntropy, DataError, ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
 from meshrl.errors import ModelError
+from meshrl_hf.dialogues import encode_messages
 from meshrl_hf.loading import load
 from meshrl_hf.model import ready
+from meshrl_hf.text import END, Words, character_tokenizer, encode_completions, encode_prompts
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.backends.material import MODEL
@@ -32,22 +34,16 @@ async def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_new_model_is_made_of_its_seed_alone() -> None:
+async def test_a_new_model_is_made_of_its_seed_alone_and_a_saved_one_is_the_same(folder: Path) -> None:
     model = load(ModelConfig(model=MODEL))
     assert sum(tensor.numel() for tensor in model.tensors().values()) == 11 * 16 + 2 * (4 * 256 + 3 * 384 + 32) + 16
-    ids = model.tokenizer("ab> \n"[:3])["input_ids"]
-    assert ids == [2, 3, 10]
     assert model.tokenizer.decode([2, 3, 10, 1], skip_special_tokens=True) == "ab>"
     assert (model.tokenizer.bos_token_id, model.tokenizer.eos_token_id, model.max_tokens) == (None, 1, 48)
     state, again = torch.random.get_rng_state(), load(ModelConfig(model=MODEL))
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
-
-
-async def test_a_saved_folder_loads_again(folder: Path) -> None:
-    model, again = load(ModelConfig(model=MODEL)), load(ModelConfig(model=str(folder)))
-    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
-    assert again.tokenizer("ab>")["input_ids"] == [2, 3, 10]
+    for other in (again, load(ModelConfig(model=str(folder)))):
+        assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in model.tensors().items())
+        assert other.tokenizer("ab>")["input_ids"] == [2, 3, 10]
 
 
 async def test_a_chat_template_wraps_prompts_and_is_given_its_variables() -> None:
@@ -67,13 +63,12 @@ def save(folder: Path, network: Any, **options: object) -> None:
     network(network.config_class(**{"vocab_size": 11, **options})).save_pretrained(folder)
 
 
-def rewrite(folder: Path, name: str, **changes: object) -> None:
-    path = folder / name
+def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def overwrite(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
+def spoil(file: Path) -> None:
+    file.write_bytes(b"{")
 
 
 def pickle_weights(folder: Path) -> None:
@@ -87,11 +82,11 @@ MAMBA: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size"
 GEMMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 1}
 UNLOADED = "cannot be loaded as a causal language model"
 SPOILT: Sequence[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: rewrite(folder, "tokenizer_config.json", eos_token=None), "has no end-of-text token"),
-    (lambda folder: overwrite(folder / "model.safetensors", b"not a model"), f"{UNLOADED}: SafetensorError"),
+    (lambda folder: rewrite(folder / "tokenizer_config.json", eos_token=None), "has no end-of-text token"),
+    (lambda folder: spoil(folder / "model.safetensors"), f"{UNLOADED}: SafetensorError"),
     (pickle_weights, f"{UNLOADED}: .*safetensors"),
-    (lambda folder: overwrite(folder / "config.json", b"{"), UNLOADED),
-    (lambda folder: rewrite(folder, "config.json", model_type="llama9"), f"{UNLOADED}: .*llama9"),
+    (lambda folder: spoil(folder / "config.json"), UNLOADED),
+    (lambda folder: rewrite(folder / "config.json", model_type="llama9"), f"{UNLOADED}: .*llama9"),
     (lambda folder: save(folder, transformers.BertForMaskedLM, **SIZES), "is a BertForMaskedLM, not a"),
     (lambda folder: save(folder, transformers.T5ForConditionalGeneration, **T5), UNLOADED),
     (lambda folder: save(folder, transformers.MambaForCausalLM, **MAMBA), "MambaForCausalLM"),
@@ -100,15 +95,12 @@ SPOILT: Sequence[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-def test_folders_that_are_no_model_are_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    for number, (spoil, text) in enumerate(SPOILT):
+def test_what_is_no_model_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    for number, (change, text) in enumerate(SPOILT):
         copy = shutil.copytree(folder, tmp_path / f"spoilt-{number}")
-        spoil(copy)
+        change(copy)
         with pytest.raises(ModelError, match=text):
             load(ModelConfig(model=str(copy)))
-
-
-def test_names_of_no_model_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(b"x")
     (tmp_path / "file.gguf").write_bytes(b"not GGUF")
     for name, text in (
@@ -184,3 +176,84 @@ def test_logprobs_of_a_large_vocabulary_are_computed_in_chunks_with_the_same_gra
         made.append((told, hidden.grad))
     for expected, result in zip(*made, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+CHARACTERS = "abcdSUA:\n"
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'S', 'user': 'U', 'assistant': 'A'}[m.role] or raise_exception('no role') }}"
+    ":{{ m.content }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
+
+
+def chatting(template: str | None = TEMPLATE, max_tokens: int = 64) -> Words:
+    tokenizer = character_tokenizer(CHARACTERS, max_tokens)
+    tokenizer.chat_template = template
+    return Words(tokenizer, {}, frozenset({END}), max_tokens)
+
+
+def messages(*turns: str) -> list[dict[str, str]]:
+    """`U:ab` is what the user says."""
+    roles = {"S": "system", "U": "user", "A": "assistant"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def shown(one: Words, batch: Batch) -> list[str]:
+    """Each row with its learned tokens in brackets; `.` is the end of a text, `/` a new line."""
+    rows: list[str] = []
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        pieces = ["." if token == END else str(one.tokenizer.decode([token])) for token in tokens.tolist()]
+        text = "".join(f"[{piece}]" if learned else piece for piece, learned in zip(pieces, mask.tolist(), strict=True))
+        rows.append(text.replace("][", "").replace("\n", "/"))
+    return rows
+
+
+def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
+    one = chatting()
+    long = messages("S:d", "U:ab", "A:ba", "U:c", "A:cc")
+    rows = Batch.of(
+        messages=[long, messages("U:a", "A:b"), long, [*long, *messages("U:d")]], learn=[*["all"] * 2, "last", "all"]
+    )
+    assert shown(one, encode_messages(one, rows)) == [
+        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
+        "U:a./A:[b.]/",
+        "S:d./U:ab./A:ba./U:c./A:[cc.]/",
+        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
+    ]
+    without = encode_messages(one, rows.drop("learn"))
+    assert shown(one, without)[2] == "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/"
+    assert [each.values.dtype.name for each in (without.tokens, without.loss_mask)] == ["int32", "bool"]
+    # A template that rewrites earlier turns is taken where the last one alone is learned.
+    one, rows = chatting(FORGETFUL), Batch.of(messages=[messages("U:ab", "A:ba", "U:c", "A:cc")], learn=["last"])
+    assert shown(one, encode_messages(one, rows)) == ["U:ab./A:./U:c./A:[cc.]/"]
+
+
+async def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion_and_a_policy_takes_more() -> None:
+    """What is trained is what is sampled: `encode` of a chat's prompt and completion gives the same tokens."""
+    one = chatting()
+    (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
+    prompt = encode_prompts(one.tokenizer, ["ab"], chat={})[0]
+    whole = [*prompt, *encode_completions(one.tokenizer, ["ba"])[0]]
+    assert found.tolist()[: len(whole)] == whole
+    none = encode_messages(one, Batch.of(messages=[]))
+    assert (len(none), len(none.tokens), len(none.loss_mask)) == (0, 0, 0)
+    model = NewModel(characters=CHARACTERS, chat_template=TEMPLATE, hidden_size=16, layers=1, heads=2, max_tokens=64)
+    rows = Batch.of(messages=[messages("U:ab", "A:b", "U:d", "A:a")])
+    batch = await TorchPolicy(PolicyConfig(model=model)).encode(rows)
+    assert shown(chatting(), batch) == ["U:ab./A:[b.]/U:d./A:[a.]/"]
+
+
+def test_a_wrong_row_is_refused_in_words() -> None:
+    cases: list[tuple[object, str, str]] = [
+        (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
+        (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
+        ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
+        ([{"role": "user"}], "all", r"row 0: message 0 is \{'role': 'user'\}: give"),
+        ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
+        (messages("U:" + "ab" * 40, "A:b"), "all", "row 0 has 89 tokens and the model takes at most 64"),
+        (messages("U:z", "A:b"), "all", "the text .* has 'z', which the tokenizer does not know"),
+    ]
+    for row, learn, message in cases:
+        with pytest.raises(DataError, match=message):
+            encode_messages(chatting(), Batch.of(messages=[row], learn=[learn]))

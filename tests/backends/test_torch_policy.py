@@ -1,45 +1,59 @@
-"""The torch policy: packed training equals what transformers computes row by row."""
+"""The torch policy and critic: packed training equals what transformers computes row by row, with a head or a loss."""
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GraniteConfig, MistralConfig, MixtralConfig
 
 import meshrl as rl
+from meshrl.data import Source
 from meshrl.errors import ContractError
-from meshrl.losses import Normalise
+from meshrl.losses import Correction, Normalise, effective_sample_size, spread
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.optimizer import learning_rate
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 from meshrl_torch.reward_model import TorchRewardModel
-from tests.backends.material import MODEL, SGD, SHAPE, by_row, columns_of, floats, norm_of, rollouts
+from tests.backends.material import (
+    GPT2,
+    MODEL,
+    SGD,
+    SHAPE,
+    Late,
+    ModelOf,
+    by_row,
+    columns_of,
+    floats,
+    near,
+    norm_of,
+    rollouts,
+)
 
 
 def policy(model: object = MODEL, **changes: object) -> TorchPolicy:
     return TorchPolicy(rl.PolicyConfig.model_validate({"model": model, **changes}))
 
 
-GPT2: Mapping[str, Any] = {"vocab_size": 11, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
 ARCHITECTURES = [
     MistralConfig(**SHAPE, sliding_window=5),  # a window, and fewer key heads
     GraniteConfig(**SHAPE, logits_scaling=0.5),
     MixtralConfig(**SHAPE, num_local_experts=4),
-    GPT2Config(**GPT2, bos_token_id=None, eos_token_id=1),
+    GPT2Config(**GPT2),
 ]
 
 
-async def test_packed_logprobs_equal_transformers_at_any_temperature(
-    small: str, random_model: Callable[..., str], tmp_path: Path
-) -> None:
+async def test_packed_logprobs_equal_transformers_at_any_temperature(small: str, model_of: ModelOf) -> None:
     batch = rollouts()
     cold = batch.assign(temperature=np.full(len(batch), 0.5, np.float32))
-    for folder in (small, *(random_model(shape, tmp_path / shape.model_type) for shape in ARCHITECTURES)):
+    for folder in (small, *map(model_of, ARCHITECTURES)):
         trainer, network = policy(folder, micro_batch_tokens=64), AutoModelForCausalLM.from_pretrained(folder)
         for rows, temperature in ((batch, 1.0), (batch.only("tokens"), 1.0), (cold, 0.5)):
             found = floats((await trainer.logprobs(rows)).ragged("logprobs").values)
@@ -60,12 +74,8 @@ async def test_update_is_the_gradient_of_the_global_batch(normalise: Normalise, 
         mask = torch.from_numpy(batch.loss_mask[row].copy())
         advantages = torch.full((len(mask),), float(batch.row("advantages")[row]))
         columns = {**columns_of(batch, ["sampler_logprobs"], row), "advantages": advantages}
-        divisor = {
-            "token-mean": tokens,
-            "sequence-mean": learned * int(mask.sum()),
-            "sequence-sum": learned,
-            "constant": 9 * learned,
-        }
+        means = {"token-mean": tokens, "sequence-mean": learned * int(mask.sum())}
+        divisor = {**means, "sequence-sum": learned, "constant": 9 * learned}
         whole = whole + loss(logprobs, columns).values[mask].sum() / divisor[normalise]
     whole.backward()
     assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
@@ -142,3 +152,166 @@ async def test_bfloat16_has_the_gradient_of_float32_but_for_rounding_and_its_wei
     told = [(await each.update(rollouts(), rl.ClippedLoss()))["grad_norm"] for each in (half, full)]
     assert told[0] == pytest.approx(told[1], rel=0.05)
     assert (await half.weights()).fingerprint() != weights.fingerprint()
+
+
+def learner(micro_batch_tokens: int = 1000) -> TorchPolicy:
+    return policy(optimizer=SGD, micro_batch_tokens=micro_batch_tokens)
+
+
+def sampled(seed: int = 0) -> rl.Batch:
+    """Rows of a sampler, whose log-probs are near those of a new model."""
+    batch = rollouts(seed=seed)
+    logprobs = np.random.default_rng(seed).normal(-2.3, 0.4, len(batch.tokens.values)).astype(np.float32)
+    return batch.assign(sampler_logprobs=rl.Ragged(logprobs, batch.tokens.offsets, source=Source("sampler")))
+
+
+async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
+    failed, fresh = learner(40), learner(40)
+    with pytest.raises(ZeroDivisionError):
+        await failed.update(sampled(), Late())
+    for trainer in (failed, fresh):
+        await trainer.update(sampled(), rl.ClippedLoss())
+    assert (await failed.weights()) == (await fresh.weights())
+
+
+async def test_numpys_own_dtypes_are_taken() -> None:
+    trainer, wide, batch = learner(), learner(), sampled()
+    advantages = np.asarray(batch.row("advantages"), np.float64)
+    found = await wide.update(batch.assign(advantages=advantages), rl.ClippedLoss())
+    assert found == await trainer.update(batch, rl.ClippedLoss())
+
+
+async def test_log_probs_say_which_model_computed_them() -> None:
+    trainer, reference = learner(), TorchReference(rl.ReferenceConfig(model=MODEL))
+    batch = await reference.logprobs(await trainer.logprobs(sampled()))
+    assert batch.source("logprobs") == Source.trainer(0)
+    assert batch.source("reference_logprobs") == Source("reference")
+    await trainer.update(batch, rl.ClippedLoss(anchor="trainer", kl=0.1))
+    assert (await trainer.logprobs(batch)).source("logprobs") == Source.trainer(1)
+
+
+def test_tokens_are_given_the_numbers_of_their_rows() -> None:
+    tokens = rl.Ragged.of([[2] * length for length in (3, 4, 5, 6)], np.int32)  # rows start at 0, 3, 7 and 12
+    batch = rl.Batch.of(tokens=tokens, loss_mask=rl.Ragged.of([np.arange(len(row)) >= 2 for row in tokens], np.bool_))
+    assert spread(batch, "rows", np.array([14, 15, 4, 5, 13])).tolist() == [1, 1, 0, 0, 1]
+    assert spread(batch, "rows", np.array([2, 6, 11])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+async def test_a_corrected_step_does_not_depend_on_micro_batches(level: str) -> None:
+    correction = Correction.model_validate({"level": level, "how": "mask", "low": 0.5, "high": 1.5})
+    loss = rl.ClippedLoss(anchor="trainer", correction=correction)
+    steps = []
+    for budget in (1000, 20):
+        trainer = learner(budget)
+        metrics = await trainer.update(await trainer.logprobs(sampled()), loss)
+        steps.append((metrics, await trainer.weights()))
+    (one, whole), (several, divided) = steps
+    assert several.means() == pytest.approx(one.means(), rel=1e-5, abs=1e-6)
+    near(divided, whole, 1e-6)
+    assert 0 < one["correction_clipped"] < 1
+    assert 0 < effective_sample_size(one) < 1
+
+
+async def test_the_diagnostics_tell_the_anchor_from_the_sampler() -> None:
+    trainer = learner()
+    batch = await trainer.logprobs(sampled())
+    metrics = await trainer.update(batch, rl.ClippedLoss(anchor="trainer"))
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    mask = torch.from_numpy(np.array(batch.loss_mask.values))
+    gap = torch.from_numpy(floats(batch.ragged("logprobs").values) - floats(batch.sampler_logprobs.values))[mask]
+    assert metrics["sampler_ratio"] == pytest.approx(gap.exp().mean().item(), rel=1e-5)
+    assert metrics["sampler_kl"] == pytest.approx((gap.expm1() - gap).mean().item(), rel=1e-4)
+
+
+def critic(model: object = MODEL, **changes: object) -> TorchCritic:
+    return TorchCritic(rl.CriticConfig.model_validate({"model": model, **changes}))
+
+
+def with_head(model: str, folder: Path) -> str:
+    """A critic's folder: a model with a head that is not zero."""
+    shutil.copytree(model, folder)
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)) / 4
+    save_file({"weight": head, "bias": torch.tensor([0.3])}, folder / "value_head.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(small: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return with_head(small, tmp_path_factory.mktemp("critic") / "model")
+
+
+def judged() -> rl.Batch:
+    """Rows with shared prompts, some of two turns: what stands between them is not learned."""
+    batch = rollouts()
+    masks = [mask.copy() for mask in batch.loss_mask]
+    for mask in masks[::3]:
+        mask[-3:-1] = False
+    return batch.assign(loss_mask=rl.Ragged.of(masks, np.bool_), rewards=batch.row("advantages")).drop("advantages")
+
+
+class PlainCritic:
+    """A critic of transformers' model with its own attention, and a linear layer."""
+
+    def __init__(self, folder: str) -> None:
+        self.network: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        self.head = torch.nn.Linear(32, 1)
+        self.head.load_state_dict(load_file(Path(folder) / "value_head.safetensors"))
+
+    def by_row(self, batch: rl.Batch) -> list[Tensor]:
+        """The value before each token, one row at a time."""
+        rows: list[Tensor] = []
+        for tokens in batch.tokens:
+            ids = torch.from_numpy(tokens.astype(np.int64))
+            states = self.network(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+            rows.append(torch.cat([torch.zeros(1), self.head(states[:-1])[:, 0]]))
+        return rows
+
+
+async def test_values_and_advantages_are_of_each_learned_token(folder: str, model_of: ModelOf, tmp_path: Path) -> None:
+    batch = judged()
+    for model in (folder, with_head(model_of(GPT2Config(**GPT2)), tmp_path / "critic")):
+        found = await critic(model, micro_batch_tokens=64).advantages(batch, rl.Gae(decay=0.9))
+        expected = torch.cat(PlainCritic(model).by_row(batch)).detach().numpy() * batch.loss_mask.values
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(floats(found.ragged("values").values), expected, atol=1e-5)
+        by_hand = rl.gae(batch.rewards, found.ragged("values"), batch.loss_mask, rl.Gae(decay=0.9))
+        assert (found.ragged("advantages"), found.ragged("returns")) == by_hand
+
+
+async def test_a_new_head_values_nothing_and_a_kl_in_the_reward_reads_the_log_probs() -> None:
+    batch, made = judged(), critic()
+    assert not np.any((await made.advantages(batch, rl.Gae())).ragged("values").values)
+    size = len(batch.tokens.values)
+    zeros, ones = (rl.Ragged(np.full(size, each, np.float32), batch.tokens.offsets) for each in (0, 1))
+    found = await made.advantages(batch.assign(logprobs=ones, reference_logprobs=zeros), rl.Gae(decay=1, kl=0.5))
+    expected = [float(batch.rewards[row]) - 0.5 * int(mask.sum()) for row, mask in enumerate(batch.loss_mask)]
+    firsts = batch.tokens.offsets[:-1] + [int(np.argmax(mask)) for mask in batch.loss_mask]
+    np.testing.assert_allclose(floats(found.ragged("returns").values[firsts]), expected, rtol=1e-5)
+
+
+async def test_update_is_the_gradient_of_the_global_batch_for_any_micro_batches(folder: str) -> None:
+    loss = rl.ValueLoss(clip=0.2)
+    values = rl.Ragged(np.full(len(judged().tokens.values), 0.1, np.float32), judged().tokens.offsets)
+    batch = (await critic().advantages(judged(), rl.Gae())).assign(values=values)  # from which the critic is far
+    plain, whole = PlainCritic(folder), torch.zeros(())
+    for row, predicted in enumerate(plain.by_row(batch)):
+        mask = torch.from_numpy(batch.loss_mask[row].copy())
+        found = loss(predicted, columns_of(batch, ["values", "returns"], row)).values[mask].sum()
+        whole = whole + found / int(batch.loss_mask.values.sum())
+    whole.backward()
+    norm = float(np.hypot(norm_of(plain.network), norm_of(plain.head)))
+    for budget in (4096, 16):
+        metrics = await critic(folder, optimizer=SGD, micro_batch_tokens=budget).update(batch, loss)
+        assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert {"value_error", "value_clip_fraction", "lr"} <= set(metrics)
+
+
+async def test_a_saved_critic_is_itself_again_and_a_policy_ignores_its_head(folder: str, tmp_path: Path) -> None:
+    saved, batch, made = str(tmp_path / "critic"), judged(), critic(folder)
+    await made.save(saved)
+    assert await critic(saved).advantages(batch, rl.Gae()) == await made.advantages(batch, rl.Gae())
+    await TorchPolicy(rl.PolicyConfig(model=saved)).save(saved)
+    assert not np.any((await critic(saved).advantages(batch, rl.Gae())).ragged("values").values)

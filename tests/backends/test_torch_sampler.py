@@ -1,7 +1,11 @@
-"""The torch sampler: what it draws, what it says of it, and that slots do not matter. More is in tests/conformance."""
+"""The torch sampler: what it draws, whatever its slots are, and its calls: stopped, replayed bit for bit, and joined.
 
-from collections.abc import Callable
-from pathlib import Path
+More is in tests/conformance.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,20 +13,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PretrainedConfig
 
-from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights
+from meshrl import Batch, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights
+from meshrl import rollout as drawn_by
 from meshrl.errors import DataError, ModelError
+from meshrl.roles import JoinedSampling
 from meshrl.weights import Bucket
 from meshrl_hf.seeds import key
-from meshrl_torch.draw import Draw, uniforms
+from meshrl_torch.draw import uniforms
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
-from tests.backends.material import SHAPE, floats
+from tests.backends.material import GPT2, MODEL, SHAPE, ModelOf, floats
 
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"], groups=np.arange(10, 15))
 
 
-def sampler(folder: str, slots: int = 512, **changes: object) -> TorchSampler:
-    return TorchSampler(SamplerConfig.model_validate({"model": folder, "slots": slots, **changes}))
+def sampler(model: object, slots: int = 512, **changes: object) -> TorchSampler:
+    return TorchSampler(SamplerConfig.model_validate({"model": model, "slots": slots, **changes}))
 
 
 async def parts(made: TorchSampler, prompts: Batch, sampling: Sampling) -> list[Batch]:
@@ -34,30 +40,23 @@ async def rollout(made: TorchSampler, sampling: Sampling, prompts: Batch = PROMP
     return Batch.join(await parts(made, prompts.part(np.arange(len(prompts))), sampling))
 
 
-WINDOWED = MistralConfig(**SHAPE, sliding_window=4)
-"""With fewer key heads than query heads too."""
-GPT2 = GPT2Config(vocab_size=11, n_embd=32, n_layer=2, n_head=4, n_positions=48, eos_token_id=1, bos_token_id=None)
-"""With learned positions, and dropout in its configuration."""
-
-
-@pytest.mark.parametrize("config", [WINDOWED, GPT2], ids=["windowed", "gpt2"])
-async def test_greedy_equals_transformers(
-    config: PretrainedConfig, random_model: Callable[..., str], tmp_path: Path
-) -> None:
-    folder = random_model(config, tmp_path / "model")
+@pytest.mark.parametrize("config", [MistralConfig(**SHAPE, sliding_window=4), GPT2Config(**GPT2)], ids=type)
+async def test_greedy_equals_transformers(config: PretrainedConfig, model_of: ModelOf) -> None:
+    folder = model_of(config)
     batch = await rollout(sampler(folder, slots=3), Sampling(max_tokens=20, temperature=0))
     network: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    for row, tokens in enumerate(batch.tokens):
-        prompt = torch.from_numpy(tokens[np.logical_not(batch.loss_mask[row])].astype(np.int64))[None]
-        expected = network.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20, pad_token_id=0
-        )
+    how = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        prompt = torch.from_numpy(tokens[np.logical_not(mask)].astype(np.int64))[None]
+        expected = network.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         assert tokens.tolist() == expected[0].tolist()
 
 
 async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(small: str) -> None:
     sampling = Sampling(n=6, max_tokens=16)
-    whole = await rollout(sampler(small), sampling)
+    made = sampler(small)
+    whole = await rollout(made, sampling)
+    assert (await rollout(made, sampling)).tokens != whole.tokens, "each call draws anew"
     for slots in (7, 1):
         other = await rollout(sampler(small, slots), sampling)
         assert other.tokens == whole.tokens
@@ -78,19 +77,6 @@ async def test_rows_come_as_they_finish_and_go_back_in_order(small: str) -> None
     batch = Batch.join(whole)
     assert batch.objects("prompt") == prompts.objects("prompt")
     assert [int(mask.sum()) for mask in batch.loss_mask] == limits.tolist()
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log()
-    rows = np.arange(40_000)
-    for restrict, kept in (({}, [0, 2, 3, 4]), ({"top_k": 2}, [2, 4]), ({"top_p": 0.75}, [2, 3, 4])):
-        draw = Draw(Sampling.model_validate(restrict), key(0, 1))
-        tokens, logprobs = draw(logits.expand(len(rows), -1), rows, np.zeros_like(rows))
-        expected = torch.zeros(5)
-        expected[kept] = logits.exp()[kept]
-        shares = torch.bincount(tokens, minlength=5) / len(rows)
-        torch.testing.assert_close(shares, expected / expected.sum(), atol=0.01, rtol=0)
-        torch.testing.assert_close(logprobs, logits[tokens])
 
 
 def test_numbers_that_draws_hang_on_are_uniform_and_independent() -> None:
@@ -138,4 +124,172 @@ async def test_prompts_that_cannot_be_continued(small: str) -> None:
     for columns, sampling, text in cases:
         with pytest.raises(DataError, match=text):
             await rollout(made, sampling, Batch.of(**columns))
-    assert np.isfinite((await rollout(made, Sampling(max_tokens=8))).sampler_logprobs.values).all()
+    rows = await rollout(made, Sampling(max_tokens=8))
+    assert np.isfinite(rows.sampler_logprobs.values).all()
+    nothing = {name: Ragged(rows.ragged(name).values[:0], np.zeros(6, np.int64)) for name in PREFIX}
+    with pytest.raises(DataError, match="row 0 cannot be continued: it has no `tokens`"):
+        await rollout(made, Sampling(), rows.assign(**nothing))
+
+
+LONGER = MODEL.model_copy(update={"max_tokens": 64})
+PREFIX = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+
+
+@cache
+def weights(version: int) -> Weights:
+    """Of another model for each version, far from the initialisation."""
+    plain = asyncio.run(TorchPolicy(PolicyConfig(model=LONGER, seed=version)).weights())
+    scaled = {name: floats(array) * np.float32(8 if array.ndim == 2 else 1) for name, array in plain.tensors.items()}
+    return Weights(version, scaled)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _made() -> None:
+    """Weights are computed before a test's loop runs."""
+    for version in range(5):
+        weights(version)
+
+
+async def turns(count: int) -> None:
+    """Let the loop turn so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def stopped(made: TorchSampler, prompts: Batch, sampling: Sampling, after: int) -> Batch:
+    """What a call gives that is aborted after some turns of the loop."""
+    running = asyncio.create_task(rollout(made, sampling, prompts))
+    await turns(after)
+    await made.abort()
+    return await running
+
+
+async def test_stopped_rows_go_on_as_if_they_had_not_been() -> None:
+    sampling = Sampling(max_tokens=24, temperature=0, stop=("ab", "gh", "ede"))
+    prompts = PROMPTS.repeat(2).assign(max_tokens=np.array([24, 3, 5, 24, 24, 20, 24, 24, 24, 24]))
+    made = sampler(LONGER, 4)
+    await made.load(weights(3))
+    whole = await rollout(made, sampling, prompts)
+    rows = await stopped(made, prompts, sampling, 9)
+    aborted, begun = rows.row("aborted"), np.array([mask.any() for mask in rows.loss_mask])
+    assert not aborted.all(), "some had ended"
+    assert not begun.all(), "some had not begun"
+    assert (aborted & begun).any(), "some were in the middle"
+    rows = rows.drop("prompt")  # what it has is all that it needs
+    for after in (1, 6, 4):
+        rows = await stopped(made, rows, sampling, after)
+    rows = await rollout(made, sampling, rows)
+    for name in (*PREFIX[:2], "versions", "completion", "truncated", "aborted", "oldest_version"):
+        assert rows.only(name) == whole.only(name)
+    assert rows.sampler_logprobs.values == pytest.approx(whole.sampler_logprobs.values, abs=1e-5)
+
+
+async def drive(
+    made: TorchSampler, calls: Sequence[int], swaps: Sequence[tuple[int, int]]
+) -> tuple[list[Batch], Batch]:
+    """What calls gave and loads returned. Each begins so many turns of the loop after the one before of its kind.
+
+    A swap to version 0 is an abort.
+    """
+    places: list[Batch] = []
+    new = {version: weights(version) for _, version in swaps}
+
+    async def generate() -> list[Batch]:
+        running: list[asyncio.Task[Batch]] = []
+        for after in calls:
+            await turns(after)
+            running.append(asyncio.create_task(rollout(made, Sampling(n=2, max_tokens=20), PROMPTS)))
+        return list(await asyncio.gather(*running))
+
+    async def swap() -> None:
+        for after, version in swaps:
+            await turns(after)
+            if version:
+                places.append(await made.load(new[version]))
+            else:
+                await made.abort()
+
+    given, _ = await asyncio.gather(generate(), swap())
+    return given, Batch.concat(places)
+
+
+@pytest.mark.bits
+async def test_a_replay_gives_the_same_bits_whenever_loads_come() -> None:
+    versions = (1, 2, 3, 0, 4)
+    given, record = await drive(sampler(LONGER, 4), (3, 2, 0, 25), list(zip((0, 9, 7, 8, 9), versions, strict=True)))
+    assert sorted(set(np.concatenate([each.versions.values for each in given]).tolist())) == [-1, 1, 2, 3, 4]
+    assert any(len({*row.tolist()} - {-1}) > 1 for each in given for row in each.versions), "swaps in the middle"
+    assert {bool(each.row("aborted").any()) for each in given} == {False, True}
+    for calls, after in (((60, 0, 0, 0), (0, 0, 0, 0, 0)), ((0, 0, 30, 30), (20, 0, 80, 20, 40))):
+        again = sampler(LONGER, 4)
+        await again.replay(record)
+        assert await drive(again, calls, list(zip(after, versions, strict=True))) == (given, record)
+
+
+CALLS = [["abc>", "d>"], ["efgh>"], ["a>", "bb>", "ccc>"]]
+JOINED = JoinedSampling(max_tokens=40)
+ENDLESS = JoinedSampling(max_tokens=40, ignore_eos=True)
+
+
+async def first(rows: AsyncIterator[Batch]) -> Batch:
+    return await anext(rows)
+
+
+async def drawn(slots: int, sampling: Sampling, between: int = 0) -> list[Batch]:
+    """The calls, each begun so many turns of the loop after the one before."""
+    made = sampler(LONGER, slots)
+
+    async def call(number: int) -> Batch:
+        await turns(number * between)
+        return await drawn_by(made, Batch.of(prompt=CALLS[number]), sampling)
+
+    return list(await asyncio.gather(*map(call, range(len(CALLS)))))
+
+
+async def test_a_call_draws_what_it_draws_alone() -> None:
+    for between in (0, 7):
+        alone = await drawn(64, Sampling(max_tokens=40), between)
+        for slots in (64, 4, 1):
+            for mine, other in zip(await drawn(slots, JOINED, between), alone, strict=True):
+                assert mine.tokens == other.tokens
+                assert mine.sampler_logprobs.values == pytest.approx(other.sampler_logprobs.values, abs=1e-5)
+                assert mine.row("truncated").tolist() == other.row("truncated").tolist()
+
+
+async def test_weights_come_between_two_steps_of_all() -> None:
+    made = sampler(LONGER, 4)
+    calls = [asyncio.create_task(drawn_by(made, Batch.of(prompt=each), ENDLESS)) for each in CALLS]
+    await turns(20)
+    await made.load(weights(4))
+    for batch in await asyncio.gather(*calls):
+        for mask, versions in zip(batch.loss_mask, batch.versions, strict=True):
+            told = versions[mask.astype(bool)].tolist()
+            assert told == sorted(told)
+            assert set(told) == {0, 4}
+
+
+async def test_a_call_whose_rows_nobody_takes_holds_up_no_other() -> None:
+    made = sampler(LONGER, 4)
+    slow = made.generate(Batch.of(prompt=["abc>", "d>"], max_tokens=np.array([2, 12])), ENDLESS)
+    taken = asyncio.create_task(first(slow))
+    other = asyncio.create_task(drawn_by(made, Batch.of(prompt=["d>"]), ENDLESS))
+    assert [len(row) for row in (await taken).tokens] == [6]
+    assert [len(row) for row in (await other).tokens] == [42]
+    assert [len(row) async for batch in slow for row in batch.tokens] == [14]
+
+
+async def test_an_abort_stops_all_and_a_call_that_is_left_goes_alone() -> None:
+    made = sampler(LONGER, 4)
+    left = made.generate(Batch.of(prompt=["abc>"], max_tokens=np.array([50])), ENDLESS)
+    leaves = asyncio.create_task(first(left))
+    stays = asyncio.create_task(drawn_by(made, Batch.of(prompt=["d>"]), ENDLESS))
+    await turns(5)
+    leaves.cancel()
+    assert [len(row) for row in (await stays).tokens] == [42]
+    aborted = asyncio.create_task(first(made.generate(Batch.of(prompt=CALLS[0]), ENDLESS)))
+    await turns(10)
+    await made.abort()
+    batch = await aborted
+    assert batch.row("aborted").tolist() == [True, True]
+    again = await drawn_by(made, batch.drop("aborted"), ENDLESS)
+    assert [int(mask.sum()) for mask in again.loss_mask] == [40, 40]

@@ -1,11 +1,11 @@
 """A rank that dies is heard of by the others at once, whatever they wait for."""
 
+import os
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -13,25 +13,11 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from meshrl.mesh import Rank
 from meshrl_hf import group
 from meshrl_hf.vigil import Vigil
 
-RANK = """
-import sys, threading
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from meshrl.mesh import Rank
-from meshrl_hf.vigil import Vigil
-
-index, size, port = map(int, sys.argv[1:])
-store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-Vigil(PrefixStore(sys.argv[1], store), Rank(index, size), "127.0.0.1", lambda *_: None, 10)
-print("ready", flush=True)
-threading.Event().wait()
-"""
 Told: TypeAlias = "Queue[tuple[int, int]]"
 """Who is told, and of whom."""
 Watching: TypeAlias = Callable[..., list[Vigil]]
@@ -68,25 +54,26 @@ def new_store() -> Any:
 
 
 @pytest.mark.process
-def test_the_others_hear_of_a_rank_that_is_killed(watching: Watching, told: Told) -> None:
-    store = vars(dist)["TCPStore"](
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)
-    )
-    victims: dict[int, subprocess.Popen[str]] = {}
-    for victim in (0, 2):
-        command = [sys.executable, "-c", RANK, str(victim), "3", str(store.port)]
-        victims[victim] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_hear_of_a_rank_that_is_killed(victim: int, watching: Watching, told: Told, tmp_path: Path) -> None:
+    store, (reading, writing) = vars(dist)["FileStore"](str(tmp_path / "store"), 3), os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            Vigil(store, Rank(victim, 3), "127.0.0.1", lambda *_: None, 10)
+            os.write(writing, b"ready")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
     try:
-        for victim, process in victims.items():
-            watching(PrefixStore(str(victim), store), 3, *({0, 1, 2} - {victim}), connected=600)
-            assert process.stdout
-            assert process.stdout.readline() == "ready\n"
-            process.kill()
-            assert {told.get() for _ in range(2)} == {(each, victim) for each in range(3) if each != victim}
+        watching(store, 3, *({0, 1, 2} - {victim}), connected=600)
+        assert os.read(reading, 5) == b"ready"
     finally:
-        for process in victims.values():
-            process.kill()
-            process.communicate()
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(reading)
+    assert {told.get() for _ in range(2)} == {(each, victim) for each in range(3) if each != victim}
 
 
 def test_a_rank_that_dies_before_it_has_connected_is_heard_of(watching: Watching, told: Told) -> None:
@@ -112,9 +99,7 @@ def test_who_closes_its_vigil_is_not_dead_and_hears_no_more(leaves: int, watchin
     assert told.empty()
 
 
-def test_collectives_of_gpus_are_aborted_and_those_of_a_group_that_came_after_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_collectives_of_gpus_are_aborted_but_not_those_of_a_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[str] = []
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=(world := object())))

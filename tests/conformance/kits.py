@@ -1,10 +1,10 @@
 """Checks of the conformance suite, several in one test, which tells all that are broken; and one more of them."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
+from typing import TypeAlias
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +14,10 @@ from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import Check, Harness, Subject, Trial, name_of
 from meshrl.testing.conformance.compare import close
+from tests.backends.material import by_row
+
+Bugs: TypeAlias = Mapping[str, Sequence[type]]
+"""By the name of the check that tells them."""
 
 
 async def keep(harness: Harness, checks: Iterable[Check], model: str | None = None) -> None:
@@ -47,26 +51,22 @@ async def log_probs_of_transformers(trial: Trial) -> None:
     """`logprobs` are what transformers computes, one row at a time."""
     (batch,) = await trial.batches(1)
     scored = await (await (await trial.own.policy()).logprobs(batch)).load()
-    network = AutoModelForCausalLM.from_pretrained(trial.model.folder, attn_implementation="eager")
-    expected: list[np.ndarray] = []
-    for tokens, temperature in zip(batch.tokens, batch.row("temperature").tolist(), strict=True):
-        ids = torch.from_numpy(tokens.astype(np.int64))
-        with torch.no_grad():
-            logprobs = (network(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        expected += [np.zeros(1, np.float32), logprobs.gather(1, ids[1:, None])[:, 0].numpy()]
-    close("log-probs", scored.ragged("logprobs").values, np.concatenate(expected), trial.tolerance)
+    network = AutoModelForCausalLM.from_pretrained(trial.model.folder)
+    temperatures = batch.row("temperature").tolist()
+    with torch.no_grad():
+        rows = [by_row(network, batch.select([row]), each)[0] for row, each in enumerate(temperatures)]
+    close("log-probs", scored.ragged("logprobs").values, torch.cat(rows).numpy(), trial.tolerance)
 
 
 async def missed(
-    bugs: Iterable[tuple[type, str]], kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type, crashes: type | None
+    bugs: Bugs, kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type, crashes: type | None = None
 ) -> list[str]:
     """Those of the bugs that the check of this name does not tell: of the class `waits` by its hanging."""
     checks = {name_of(check): check for check in kit}
     found: list[str] = []
-    for bug, name in bugs:
-        subject = Subject(planted(plant, bug), seconds=1 if bug is waits else 60)
+    for name, bug in [(name, bug) for name, several in bugs.items() for bug in several]:
         try:
-            async with Harness(subject) as harness:
+            async with Harness(Subject(planted(plant, bug), seconds=1 if bug is waits else 60)) as harness:
                 await harness.run(checks[name])
             told = "nothing"
         except PromiseBroken as broken:

@@ -7,44 +7,18 @@ from torch import Tensor
 
 from meshrl import ClippedLoss, RankFailed, Resources
 from meshrl.losses import TokenLoss
-from meshrl.testing.conformance import (
-    CHECKS,
-    CRITIC,
-    REFERENCE,
-    REWARD_MODEL,
-    Check,
-    Harness,
-    Subject,
-    Trial,
-    checkpoints,
-    judging,
-    numbers,
-    refusals,
-    state,
-)
+from meshrl.testing import conformance
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, refusals, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 WITHOUT_A_MODEL: Sequence[Check] = [
-    refusals.the_loss_of_a_critic,
-    refusals.log_probs_of_another_model,
-    refusals.a_column_that_is_missing,
-    state.the_same_bits,
-    state.a_cancelled_update,
-    state.calls_at_once,
-    state.roles_side_by_side,
-    *checkpoints.POLICY,
-    *checkpoints.CRITIC,
-    judging.a_reward_model_goes_on,
-    judging.what_a_reward_model_refuses,
-]
+    refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
+    state.the_same_bits, state.a_cancelled_update, state.calls_at_once, state.roles_side_by_side, *checkpoints.POLICY,
+    *checkpoints.CRITIC, judging.a_reward_model_goes_on, judging.what_a_reward_model_refuses,
+]  # fmt: skip
 """What can be asked of roles that compute nothing."""
-
-
-async def test_the_fakes_keep_what_needs_no_model() -> None:
-    async with Harness(Subject("fake")) as harness:
-        await keep(harness, WITHOUT_A_MODEL)
 
 
 class Fragile(ClippedLoss):
@@ -77,54 +51,34 @@ async def adapters(trial: Trial) -> None:
         await trial.own.policy(lora={"rank": 4})
 
 
-ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, adapters, a_loss_that_raises, log_probs_of_transformers]
+ALL: Sequence[Check] = [*conformance.CHECKS, *judging.CHECKS, adapters, a_loss_that_raises, log_probs_of_transformers]
 GROUPED: Sequence[Check] = [
-    *numbers.POLICY[3:5],
-    numbers.uneven_rows,
-    *CRITIC[:2],
-    *REFERENCE,
-    state.weights,
-    state.saving,
+    *numbers.POLICY[3:5], numbers.uneven_rows, *numbers.CRITIC, *conformance.REFERENCE, state.weights, state.saving,
     log_probs_of_transformers,
-]
+]  # fmt: skip
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
 
 ALONE: Sequence[Check] = [
-    *numbers.POLICY[3:5],
-    numbers.token_advantages,
-    numbers.encoding,
-    state.a_new_model,
-    refusals.the_loss_of_a_critic,
-    refusals.log_probs_of_another_model,
-    refusals.a_column_that_is_missing,
-    refusals.a_column_that_does_not_fit,
-    refusals.what_a_critic_refuses,
-    judging.what_a_reward_model_refuses,
-]
+    *numbers.POLICY[3:5], numbers.token_advantages, numbers.encoding, state.a_new_model,
+    refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
+    refusals.a_column_that_does_not_fit, refusals.what_a_critic_refuses, judging.what_a_reward_model_refuses,
+]  # fmt: skip
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
-    numbers.POLICY[1],
-    numbers.uneven_rows,
-    *numbers.CRITIC[1:],
-    *numbers.REFERENCE[1:],
-    adapters,
-    state.saving,
+    numbers.POLICY[1], numbers.uneven_rows, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], adapters, state.saving,
     checkpoints.a_policy_goes_on,
-]
+]  # fmt: skip
 """What hangs on how a model is divided."""
 
 MIXED: Sequence[Check] = [
-    log_probs_of_transformers,
-    numbers.POLICY[0],
-    checkpoints.a_policy_goes_on,
-    numbers.uneven_rows,
-    state.saving,
+    log_probs_of_transformers, numbers.POLICY[0], checkpoints.a_policy_goes_on, numbers.uneven_rows, state.saving,
     numbers.critic_updates,
-]
+]  # fmt: skip
 REPLICATE = {"fsdp": {"replicate": 2}}
 TP = Subject("fsdp", {"dp": 1, "tp": 2}, "processes")
 CASES = [
+    *asked(Subject("fake"), WITHOUT_A_MODEL),
     *asked(Subject("torch"), ALL),
     *asked(Subject("torch"), GROUPED, model="grouped"),
     *asked(Subject("fsdp", {"dp": 2}, "processes"), [check for check in ALL if check not in ALONE], ALL),
@@ -150,15 +104,9 @@ async def test_a_backend_conforms(
 
 
 TRAVELS: Sequence[Check] = [
-    numbers.POLICY[0],
-    state.weights,
-    state.saving,
-    state.a_cancelled_update,
-    state.calls_at_once,
-    state.roles_side_by_side,
-    *checkpoints.POLICY,
-    judging.a_reward_model_goes_on,
-]
+    numbers.POLICY[0], state.weights, state.saving, state.a_cancelled_update, state.calls_at_once,
+    state.roles_side_by_side, *checkpoints.POLICY, judging.a_reward_model_goes_on,
+]  # fmt: skip
 """What another engine may change."""
 
 

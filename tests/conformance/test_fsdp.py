@@ -9,25 +9,7 @@ import pytest
 import pytest_asyncio
 from transformers import LlamaConfig, Qwen3Config
 
-from meshrl import (
-    Actor,
-    ClippedLoss,
-    ContractError,
-    DataError,
-    Gather,
-    LocalEngine,
-    Mesh,
-    NewModel,
-    Policy,
-    PolicyConfig,
-    Ragged,
-    RankFailed,
-    ReferenceConfig,
-    Resources,
-    at,
-    endpoint,
-    stop,
-)
+import meshrl as rl
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
@@ -36,7 +18,7 @@ from tests.backends.material import MODEL, SHAPE, floats, rollouts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]
 
-CONFIG = PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2, "eps": 1e-3}})
+CONFIG = rl.PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2, "eps": 1e-3}})
 MODELS = {
     "norms of heads": Qwen3Config(**SHAPE, head_dim=16),
     "biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
@@ -44,18 +26,18 @@ MODELS = {
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def two(warm: Callable[[int], Awaitable[Mesh]]) -> Mesh:
+async def two(warm: Callable[[int], Awaitable[rl.Mesh]]) -> rl.Mesh:
     """Two ranks."""
     return (await warm(2)).shape(dp=2)
 
 
-async def spawn(mesh: Mesh, **changes: object) -> Policy:
+async def spawn(mesh: rl.Mesh, **changes: object) -> rl.Policy:
     return await mesh.spawn(FsdpPolicy, CONFIG.model_copy(update=changes))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_one_rank(
-    two: Mesh, tmp_path: Path, kind: str, random_model: Callable[..., str]
+    two: rl.Mesh, tmp_path: Path, kind: str, random_model: Callable[..., str]
 ) -> None:
     folder = random_model(MODELS[kind], tmp_path / "model")
     plain, kept = TorchPolicy(CONFIG.model_copy(update={"model": folder})), None
@@ -66,7 +48,7 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
         if kept:
             await policy.restore(str(tmp_path / f"state-{step - 1}"))
             assert await (await policy.weights()).load() == kept
-        told = [(await each.update(rollouts(seed=step), ClippedLoss())).means() for each in (policy, plain)]
+        told = [(await each.update(rollouts(seed=step), rl.ClippedLoss())).means() for each in (policy, plain)]
         assert told[0] == pytest.approx(told[1], rel=1e-5, abs=1e-5)
         kept = await (await policy.weights()).load()
         for name, array in (await plain.weights()).tensors.items():
@@ -74,61 +56,61 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
         await policy.checkpoint(str(tmp_path / f"state-{step}"))
 
 
-async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: Mesh) -> None:
+async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: rl.Mesh) -> None:
     policy = await spawn(two)
     good = rollouts()
-    with pytest.raises((DataError, ContractError)):
-        await policy.update(good.assign(extra=[*range(len(good) - 1), Lock()]), ClippedLoss())
+    with pytest.raises((rl.DataError, rl.ContractError)):
+        await policy.update(good.assign(extra=[*range(len(good) - 1), Lock()]), rl.ClippedLoss())
     strange = np.where(np.arange(len(good.tokens.values)) == 1, 99, good.tokens.values).astype(np.int32)
-    with pytest.raises(RankFailed, match="has the token 99 and the model knows 0 to"):
-        await policy.update(good.assign(tokens=Ragged(strange, good.tokens.offsets)), ClippedLoss())
-    with pytest.raises(ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
-        await at(policy, dp=0).logprobs(good)
-    await policy.update(good, ClippedLoss())
+    with pytest.raises(rl.RankFailed, match="has the token 99 and the model knows 0 to"):
+        await policy.update(good.assign(tokens=rl.Ragged(strange, good.tokens.offsets)), rl.ClippedLoss())
+    with pytest.raises(rl.ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
+        await rl.at(policy, dp=0).logprobs(good)
+    await policy.update(good, rl.ClippedLoss())
     assert (await policy.weights()).version == 1
 
 
-class Threads(Actor):
+class Threads(rl.Actor):
     """Counts those of a rank's process."""
 
-    @endpoint
-    async def carriers(self) -> Gather[np.ndarray]:
+    @rl.endpoint
+    async def carriers(self) -> rl.Gather[np.ndarray]:
         """How many carry what its process groups send."""
         names = [file.read_text("utf-8") for file in Path("/proc/self/task").glob("*/comm")]
         return np.array([sum("gloo" in name for name in names)])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names where Linux tells them")
-async def test_a_role_that_is_spawned_again_takes_no_more_threads(two: Mesh) -> None:
+async def test_a_role_that_is_spawned_again_takes_no_more_threads(two: rl.Mesh) -> None:
     threads, counts = await two.spawn(Threads), list[list[int]]()
     for _ in range(3):
-        await stop(await spawn(two))
+        await rl.stop(await spawn(two))
         counts.append((await threads.carriers()).tolist())
     assert counts[0] == counts[1] == counts[2]
     assert min(counts[0]) > 0
 
 
-async def test_models_in_the_same_processes_have_layouts_of_their_own(two: Mesh) -> None:
+async def test_models_in_the_same_processes_have_layouts_of_their_own(two: rl.Mesh) -> None:
     policy = await spawn(two)
-    config = ReferenceConfig(model=MODEL, backend="fsdp", seed=1)
+    config = rl.ReferenceConfig(model=MODEL, backend="fsdp", seed=1)
     reference = await two.shape(dp=1, tp=2).spawn(FsdpReference, config)
     for seed in range(2):
-        await policy.update(rollouts(seed=seed), ClippedLoss())
+        await policy.update(rollouts(seed=seed), rl.ClippedLoss())
         await reference.load(await policy.weights())
         expected = (await (await policy.logprobs(rollouts())).load()).ragged("logprobs").values
         found = (await (await reference.logprobs(rollouts())).load()).ragged("reference_logprobs").values
         np.testing.assert_allclose(floats(found), floats(expected), atol=1e-5)
 
 
-async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
-    three = NewModel.model_validate({**MODEL.model_dump(), "hidden_size": 18, "heads": 3})
-    with pytest.raises(RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
+async def test_wrong_meshes_say_what_is_wrong(two: rl.Mesh) -> None:
+    three = rl.NewModel.model_validate({**MODEL.model_dump(), "hidden_size": 18, "heads": 3})
+    with pytest.raises(rl.RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
         await spawn(two.shape(dp=1, tp=2), model=three)
-    with pytest.raises(RankFailed, match="supports the axes dp and tp"):
+    with pytest.raises(rl.RankFailed, match="supports the axes dp and tp"):
         await spawn(two.shape(dp=1, pp=2))
-    with pytest.raises(RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
+    with pytest.raises(rl.RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
         await spawn(two, fsdp=FsdpConfig(replicate=3))
-    engine = LocalEngine(cores=2)
-    with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
-        await spawn((await Mesh.reserve(engine, 2, Resources(cpus=1))).shape(dp=2))
+    engine = rl.LocalEngine(cores=2)
+    with pytest.raises(rl.RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
+        await spawn((await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1))).shape(dp=2))
     await engine.close()

@@ -1,7 +1,7 @@
 """A reward whose model is split over two processes: its scores are those of one rank."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, py
 
 ONE: dict[str, Any] = {**SHAPE, "num_labels": 1}
 MODELS = {"llama": LlamaConfig(**ONE), "qwen3": Qwen3Config(**ONE, head_dim=16)}
-BACKENDS: Mapping[str, Callable[..., Reward]] = {"fsdp": FsdpReward, "megatron": MegatronReward}
-SPLITS = {
-    "fsdp": [("llama", "dp"), ("qwen3", "tp")],
-    "megatron": [("llama", axis) for axis in ("dp", "tp", "pp", "cp")],
+SPLITS: Mapping[str, tuple[Callable[..., Reward], Sequence[tuple[str, str]]]] = {
+    "fsdp": (FsdpReward, [("llama", "dp"), ("qwen3", "tp")]),
+    "megatron": (MegatronReward, [("llama", axis) for axis in ("dp", "tp", "pp", "cp")]),
 }
 """By backend: models, and the axis that they are split along."""
 
@@ -46,10 +45,11 @@ def judge_of(random_model: Callable[..., str], tmp_path: Path) -> Callable[[str]
 async def test_scores_are_those_of_one_rank(
     warm: Callable[[int], Awaitable[Mesh]], judge_of: Callable[[str], str], backend: str
 ) -> None:
-    for kind, axis in SPLITS[backend]:
+    role, splits = SPLITS[backend]
+    for kind, axis in splits:
         judge = judge_of(kind)
         config = RewardModelConfig(backend=backend, model=judge, micro_batch_tokens=64)
-        made = await (await warm(2)).shape(**{"dp": 1, axis: 2}).spawn(BACKENDS[backend], config)
+        made = await (await warm(2)).shape(**{"dp": 1, axis: 2}).spawn(role, config)
         whole = TorchReward(RewardModelConfig(model=judge))
         for count in (9, 1, 2, 0, 9):  # of one row, one rank has none
             found, expected = await made.score(rows(count)), await whole.score(rows(count))

@@ -9,17 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl import Sampling, Weights
-from meshrl.testing.conformance import (
-    SAMPLER,
-    SAMPLER_OF_NO_MODEL,
-    Check,
-    Harness,
-    Subject,
-    Trial,
-    draws,
-    interruptions,
-    rows,
-)
+from meshrl.testing import conformance
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, draws, interruptions, rows
 from meshrl.testing.conformance.samples import completions, drawn, questions
 from tests.conformance.kits import asked, keep
 
@@ -43,19 +34,15 @@ async def greedy_of_transformers(trial: Trial) -> None:
 
 
 ON_TWO_RANKS = (
-    draws.seeds,
-    rows.columns,
-    rows.few_rows,
-    interruptions.a_cancelled_call,
-    interruptions.an_abort,
+    draws.seeds, rows.columns, rows.few_rows, interruptions.a_cancelled_call, interruptions.an_abort,
     interruptions.numbers_around_a_load,
-)
+)  # fmt: skip
 """What hangs on which rank has a row."""
 SKILL = Weights(0, {"skill": np.array([0.5])})
 CASES = [
-    *asked(Subject("fake", {"dp": 2}, weights=SKILL), SAMPLER_OF_NO_MODEL),
-    *asked(Subject("torch"), [*SAMPLER, greedy_of_transformers]),
-    *asked(Subject("torch", {"dp": 2}), ON_TWO_RANKS, (*SAMPLER_OF_NO_MODEL, draws.greedy)),
+    *asked(Subject("fake", {"dp": 2}, weights=SKILL), conformance.SAMPLER_OF_NO_MODEL),
+    *asked(Subject("torch"), [*conformance.SAMPLER, greedy_of_transformers]),
+    *asked(Subject("torch", {"dp": 2}), ON_TWO_RANKS, (*conformance.SAMPLER_OF_NO_MODEL, draws.greedy)),
 ]
 
 

@@ -1,8 +1,8 @@
 """The suite of samplers finds what is wrong: each of these has one mistake, which the check of that promise tells."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import ClassVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,55 +13,26 @@ from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import SAMPLER, Harness, Subject, interruptions
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of
 from meshrl_torch.sampler import TorchSampler
-from tests.conformance.kits import missed
+from tests.conformance.kits import Bugs, missed
 
 
-class Changed(TorchSampler):
-    """Yields the plain sampler's rows changed."""
-
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        async for part in super().generate(prompts, sampling):
-            yield self.changed(part, sampling)
-
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        raise NotImplementedError
+def tells_rounded_log_probs(part: Batch, _: Sampling) -> Batch:
+    column = part.sampler_logprobs
+    rounded = column.values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return part.assign(sampler_logprobs=Ragged(rounded, column.offsets, source=column.source))
 
 
-class Misled(TorchSampler):
-    """Draws by another request: of prompts without some columns, with other options."""
-
-    forgotten: ClassVar[frozenset[str]] = frozenset()
-    options: ClassVar[Mapping[str, object]] = {}
-
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        async for part in super().generate(*self.misled(prompts, sampling)):
-            yield part
-
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts.drop(*(self.forgotten & {*prompts.names})), sampling.model_copy(update=self.options)
-
-
-class TellsRoundedLogProbs(Changed):
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        column = part.sampler_logprobs
-        rounded = column.values.astype(ml_dtypes.bfloat16).astype(np.float32)
-        return part.assign(sampler_logprobs=Ragged(rounded, column.offsets, source=column.source))
-
-
-class TellsTheRestrictedDistribution(Changed):
+def tells_the_restricted_distribution(part: Batch, sampling: Sampling) -> Batch:
     """What is kept has all of the probability, as an engine has it that tells what it drew from."""
-
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        column = part.sampler_logprobs
-        whole = np.asarray(column.values, np.float32)
-        values = np.where(part.loss_mask.values, np.minimum(whole - np.float32(np.log(sampling.top_p)), 0), whole)
-        return part.assign(sampler_logprobs=Ragged(values, column.offsets, source=column.source))
+    column = part.sampler_logprobs
+    whole = np.asarray(column.values, np.float32)
+    values = np.where(part.loss_mask.values, np.minimum(whole - np.float32(np.log(sampling.top_p)), 0), whole)
+    return part.assign(sampler_logprobs=Ragged(values, column.offsets, source=column.source))
 
 
-class NamesNoSource(Changed):
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        column = part.sampler_logprobs
-        return part.assign(sampler_logprobs=Ragged(column.values, column.offsets))
+def names_no_source(part: Batch, _: Sampling) -> Batch:
+    column = part.sampler_logprobs
+    return part.assign(sampler_logprobs=Ragged(column.values, column.offsets))
 
 
 def turns(part: Batch) -> Iterator[int]:
@@ -71,56 +42,74 @@ def turns(part: Batch) -> Iterator[int]:
             yield int(part.versions.offsets[row] + np.argmax(versions == NEW))
 
 
-class StampsATokenLate(Changed):
+def stamps_a_token_late(part: Batch, _: Sampling) -> Batch:
     """The first token by new weights still has the old version."""
-
-    late = 0
-
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        versions = part.versions.values.copy()
-        for turn in turns(part):
-            versions[turn + self.late] = NEW if self.late else OLD
-        return part.assign(versions=Ragged(versions, part.versions.offsets))
+    versions = part.versions.values.copy()
+    versions[[*turns(part)]] = OLD
+    return part.assign(versions=Ragged(versions, part.versions.offsets))
 
 
-class StampsATokenEarly(StampsATokenLate):
+def stamps_a_token_early(part: Batch, _: Sampling) -> Batch:
     """The last token by old weights has the new version already."""
+    versions = part.versions.values.copy()
+    versions[[turn - 1 for turn in turns(part)]] = NEW
+    return part.assign(versions=Ragged(versions, part.versions.offsets))
 
-    late = -1
 
-
-class StampsItsVersionOnAll(Changed):
+def stamps_its_version_on_all(part: Batch, _: Sampling) -> Batch:
     """As if a row had one version: that of its end."""
-
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        return part.assign(oldest_version=np.array([row.max() for row in part.versions], np.int32))
+    return part.assign(oldest_version=np.array([row.max() for row in part.versions], np.int32))
 
 
-class LeavesTheStopText(Changed):
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        return part.assign(completion=[text_of(tokens) for tokens in completions(part)])
+def leaves_the_stop_text(part: Batch, _: Sampling) -> Batch:
+    return part.assign(completion=[text_of(tokens) for tokens in completions(part)])
 
 
-class StopsNoRowsThatGoOn(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, sampling.model_copy(update={"stop": ()} if "versions" in prompts else {})
+def calls_all_truncated(part: Batch, _: Sampling) -> Batch:
+    return part.assign(truncated=np.ones(len(part), np.bool_))
 
 
-class CallsAllTruncated(Changed):
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        return part.assign(truncated=np.ones(len(part), np.bool_))
+def drops_the_task(part: Batch, _: Sampling) -> Batch:
+    return part.drop("row")
 
 
-class DropsTheTask(Changed):
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        return part.drop("row")
-
-
-class LosesRowsThatWait(Changed):
+def loses_rows_that_wait(part: Batch, _: Sampling) -> Batch:
     """An abort yields what has begun alone."""
+    return part.select([bool(mask.any()) for mask in part.loss_mask])
 
-    def changed(self, part: Batch, sampling: Sampling) -> Batch:
-        return part.select([bool(mask.any()) for mask in part.loss_mask])
+
+def ignores(**options: Any) -> Callable[[Batch, Sampling], tuple[Batch, Sampling]]:
+    """Draws as if these were asked for."""
+    return lambda prompts, sampling: (prompts, sampling.model_copy(update=options))
+
+
+def forgets(*columns: str) -> Callable[[Batch, Sampling], tuple[Batch, Sampling]]:
+    return lambda prompts, sampling: (prompts.drop(*({*columns} & {*prompts.names})), sampling)
+
+
+def stops_no_rows_that_go_on(prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+    return prompts, sampling.model_copy(update={"stop": ()} if "versions" in prompts else {})
+
+
+def draws_by_the_clock(prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+    return prompts, sampling.model_copy(update={"seed": int(np.random.default_rng().integers(1 << 30))})
+
+
+def counts_all_calls(prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+    """Calls beside others count as they do."""
+    return prompts, Sampling(**sampling.model_dump())
+
+
+class DrawsByItsPast(TorchSampler):
+    """Calls count from the beginning, not from the last load."""
+
+    calls = 0
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        self.calls += 1
+        other = sampling.model_copy(update={"seed": sampling.seed + 1000 * self.calls})
+        async for part in super().generate(prompts, other):
+            yield part
 
 
 class YieldsRowsTwice(TorchSampler):
@@ -136,50 +125,6 @@ class DrawsOnceForAll(TorchSampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         async for part in super().generate(prompts, sampling.model_copy(update={"n": 1})):
             yield part.repeat(sampling.n)
-
-
-class IgnoresTemperature(Misled):
-    options: ClassVar = {"temperature": 1.0}
-
-
-class IgnoresTopK(Misled):
-    options: ClassVar = {"top_k": 0}
-
-
-class IgnoresTheSeed(Misled):
-    options: ClassVar = {"seed": 0}
-
-
-class DrawsByTheClock(Misled):
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, sampling.model_copy(update={"seed": int(np.random.default_rng().integers(1 << 30))})
-
-
-class DrawsByItsPast(Misled):
-    """Calls count from the beginning, not from the last load."""
-
-    calls = 0
-
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        self.calls += 1
-        return prompts, sampling.model_copy(update={"seed": sampling.seed + 1000 * self.calls})
-
-
-class CountsAllCalls(Misled):
-    """Calls beside others count as they do."""
-
-    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-        return prompts, Sampling(**sampling.model_dump())
-
-
-class IgnoresLimitsOfRows(Misled):
-    forgotten = frozenset({"max_tokens"})
-
-
-class BeginsAnew(Misled):
-    """Rows that are to go on start from their prompts."""
-
-    forgotten = frozenset({"tokens", "loss_mask", "sampler_logprobs", "versions"})
 
 
 class KeepsPrompts(TorchSampler):
@@ -198,10 +143,9 @@ class KeepsPrompts(TorchSampler):
 
 class KeepsItsHead(TorchSampler):
     async def load(self, weights: Weights) -> Batch:
-        own = {
-            name: tensor.numpy().copy() for name, tensor in self._model.tensors().items() if name == "lm_head.weight"
-        }
-        return await super().load(Weights(weights.version, {**weights.tensors, **own}))
+        own = self._model.tensors()
+        head = {name: own[name].numpy().copy() for name in ("lm_head.weight",) if name in own}
+        return await super().load(Weights(weights.version, {**weights.tensors, **head}))
 
 
 class TakesWhatFits(TorchSampler):
@@ -256,41 +200,52 @@ class LoadsBetweenCalls(TorchSampler):
             return await super().load(weights)
 
 
-BUGS: list[tuple[type[TorchSampler], str]] = [
-    (TellsRoundedLogProbs, "sampler_log_probs"),
-    (NamesNoSource, "sampler_log_probs"),
-    (TellsTheRestrictedDistribution, "restricted_draws"),
-    (IgnoresTopK, "restricted_draws"),
-    (IgnoresTemperature, "frequencies"),
-    (IgnoresTheSeed, "seeds"),
-    (DrawsByTheClock, "seeds"),
-    (DrawsByItsPast, "seeds"),
-    (CountsAllCalls, "calls_beside"),
-    (DrawsOnceForAll, "completions_of_a_prompt"),
-    (DropsTheTask, "columns"),
-    (CallsAllTruncated, "ends_of_rows"),
-    (IgnoresLimitsOfRows, "ends_of_rows"),
-    (LeavesTheStopText, "stop_texts"),
-    (StopsNoRowsThatGoOn, "stop_texts_of_rows_that_go_on"),
-    (BeginsAnew, "rows_that_go_on"),
-    (YieldsRowsTwice, "more_rows_than_slots"),
-    (KeepsSlots, "a_cancelled_call"),
-    (LosesRowsThatWait, "an_abort"),
-    (StampsATokenLate, "numbers_around_a_load"),
-    (StampsATokenEarly, "numbers_around_a_load"),
-    (StampsItsVersionOnAll, "versions_of_tokens"),
-    (LoadsBetweenCalls, "versions_of_tokens"),
-    (IgnoresItsRecord, "a_replay"),
-    (KeepsItsHead, "greedy_after_a_load"),
-    (KeepsPrompts, "a_prompt_that_was_read_before"),
-    (TakesWhatFits, "weights_of_another_model"),
-    (CountsRefusedWeights, "weights_of_another_model"),
-]
+def changed(change: Callable[[Batch, Sampling], Batch]) -> type[TorchSampler]:
+    class Changed(TorchSampler):
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            async for part in super().generate(prompts, sampling):
+                yield change(part, sampling)
+
+    Changed.__name__ = change.__name__
+    return Changed
+
+
+def misled(request: Callable[[Batch, Sampling], tuple[Batch, Sampling]]) -> type[TorchSampler]:
+    class Misled(TorchSampler):
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            async for part in super().generate(*request(prompts, sampling)):
+                yield part
+
+    return Misled
+
+
+BUGS: Bugs = {
+    "sampler_log_probs": [changed(tells_rounded_log_probs), changed(names_no_source)],
+    "restricted_draws": [changed(tells_the_restricted_distribution), misled(ignores(top_k=0))],
+    "frequencies": [misled(ignores(temperature=1.0))],
+    "seeds": [misled(ignores(seed=0)), misled(draws_by_the_clock), DrawsByItsPast],
+    "calls_beside": [misled(counts_all_calls)],
+    "completions_of_a_prompt": [DrawsOnceForAll],
+    "columns": [changed(drops_the_task)],
+    "ends_of_rows": [changed(calls_all_truncated), misled(forgets("max_tokens"))],
+    "stop_texts": [changed(leaves_the_stop_text)],
+    "stop_texts_of_rows_that_go_on": [misled(stops_no_rows_that_go_on)],
+    "rows_that_go_on": [misled(forgets("tokens", "loss_mask", "sampler_logprobs", "versions"))],
+    "more_rows_than_slots": [YieldsRowsTwice],
+    "a_cancelled_call": [KeepsSlots],
+    "an_abort": [changed(loses_rows_that_wait)],
+    "numbers_around_a_load": [changed(stamps_a_token_late), changed(stamps_a_token_early)],
+    "versions_of_tokens": [changed(stamps_its_version_on_all), LoadsBetweenCalls],
+    "a_replay": [IgnoresItsRecord],
+    "greedy_after_a_load": [KeepsItsHead],
+    "a_prompt_that_was_read_before": [KeepsPrompts],
+    "weights_of_another_model": [TakesWhatFits, CountsRefusedWeights],
+}
 
 
 async def test_each_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interruptions, "_LOADS", 2)  # of eight, each as long as a whole call of LoadsBetweenCalls
-    assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots, None)
+    assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots)
 
 
 async def test_a_record_that_is_taken_but_not_repeated_is_found() -> None:

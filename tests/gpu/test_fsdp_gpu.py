@@ -35,31 +35,29 @@ async def trained(folder: Path, ranks: int = 1, **changes: object) -> tuple[list
     return [dict(step) for step in steps], torch.tensor(scored.ragged("logprobs").values)
 
 
-async def assert_alike(one: Path, other: Path, tolerance: float, ranks: int = 1, **changes: object) -> None:
-    """Training with these changes gives what training in float32 on one GPU gives."""
-    (plain, expected), (changed, found) = await trained(one), await trained(other, ranks, **changes)
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "tolerance"),
+    [
+        pytest.param({"dtype": "bfloat16"}, 1, 5e-2, id="bfloat16"),
+        pytest.param({"fsdp": {"compile": True}}, 1, 1e-3, id="compiled blocks"),
+        pytest.param({}, 2, 1e-3, id="two GPUs over NCCL", marks=TWO),
+    ],
+)
+async def test_it_trains_as_one_gpu_does_in_float32(
+    tmp_path: Path, changes: dict[str, object], ranks: int, tolerance: float
+) -> None:
+    plain, expected = await trained(tmp_path / "plain")
+    changed, found = await trained(tmp_path / "changed", ranks, **changes)
     for step, wanted in zip(changed, plain, strict=True):
-        assert step["loss"] == pytest.approx(wanted["loss"], rel=tolerance, abs=tolerance)
-        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=tolerance, abs=tolerance)
+        for name in ("loss", "grad_norm"):
+            assert step[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-async def test_bfloat16_trains_as_float32_does(tmp_path: Path) -> None:
-    await assert_alike(tmp_path / "float32", tmp_path / "bfloat16", 5e-2, dtype="bfloat16")
-
-
-async def test_compiled_blocks_give_the_same_numbers(tmp_path: Path) -> None:
-    await assert_alike(tmp_path / "plain", tmp_path / "compiled", 1e-3, fsdp={"compile": True})
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-async def test_two_gpus_over_nccl_give_the_numbers_of_one(tmp_path: Path) -> None:
-    await assert_alike(tmp_path / "one", tmp_path / "two", 1e-3, ranks=2)
-
-
-def attended(
-    packed: Callable[[Tensor, Tensor, Tensor], Tensor], states: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
-) -> list[Tensor]:
+def attended(packed: Callable[..., Tensor], states: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The output and the gradients of queries, keys and values, in float32."""
     given = [each.to(dtype).requires_grad_() for each in states]
     output = packed(*given)
@@ -73,11 +71,7 @@ def assert_equals_sdpa(kernel: Kernel, window: int | None) -> None:
     queries = sum(group.count * group.queries for group in groups)
     keys = sum(group.count * group.keys for group in groups)
     torch.manual_seed(0)
-    states = (
-        torch.randn(queries, 4, 64, device=GPU),
-        torch.randn(keys, 2, 64, device=GPU),
-        torch.randn(keys, 2, 64, device=GPU),
-    )
+    states = [torch.randn(count, heads, 64, device=GPU) for count, heads in ((queries, 4), (keys, 2), (keys, 2))]
     packed, bounds, scale = Packed(groups), Bounds.of(groups, GPU), 0.1
     exact = attended(lambda q, k, v: packed._by_shape(q, k, v, scale, window)[0], states, torch.float32)
     fused = attended(lambda q, k, v: kernel.call(q, k, v, bounds, scale, window), states, torch.bfloat16)

@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,6 @@ from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distributio
 from tests.gpu_contracts.table import OBJECTS, TRANSFORMER_ENGINE
 
 SIGNATURES: Final = Path(__file__).parent / "signatures"
-_STUB: Final = ROOT / "backends/meshrl_megatron/core.pyi"
 _SGLANG_ENGINE: Final = "meshrl_sglang/engine.py"
 
 
@@ -55,44 +54,11 @@ def contracts() -> Mapping[str, list[tuple[str, Given]]]:
         if target := target_of(use.key):
             made[target] += [] if use.given is None else [(f"{use.file}:{use.line}", use.given)]
     arguments = keys_of((ROOT / "backends" / _SGLANG_ENGINE).read_text(), "_arguments")
-    made[OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]] = [
-        (_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))
-    ]
+    processes = OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]
+    made[processes] = [(_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))]
     for target, (positional, keywords) in TRANSFORMER_ENGINE.items():
         made[target].append(("megatron/core/extensions/transformer_engine.py", Given(positional, (*keywords.split(),))))
-    for target, named in _stubbed():
-        made[target] += [("meshrl_megatron/core.pyi", named)] if named else []
     return made
-
-
-def _stubbed() -> Iterator[tuple[str, Given | None]]:
-    """What our stub of Megatron-Core says that it has: its classes with their members, and its functions."""
-    targets = (target_of(use.key) for use in found() if use.key.startswith("megatron."))
-    places = {target.rpartition(".")[2]: target for target in targets if target}
-    for node in ast.parse(_STUB.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name in places:
-            yield places[node.name], _named(node.args)
-        if isinstance(node, ast.ClassDef) and node.name in places:
-            target = places[node.name]
-            fields = [
-                each.target.id
-                for each in node.body
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-            ]
-            if node.decorator_list:  # a dataclass
-                yield target, Given(0, tuple(fields))
-                continue
-            yield from ((f"{target}.{name}", None) for name in fields)
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-                    yield target, _named(each.args)
-                elif isinstance(each, ast.FunctionDef):
-                    yield f"{target}.{'forward' if each.name == '__call__' else each.name}", _named(each.args)
-
-
-def _named(arguments: ast.arguments) -> Given:
-    """All parameters by their names, which our code may give them by."""
-    return Given(0, tuple(each.arg for each in (*arguments.args, *arguments.kwonlyargs) if each.arg != "self"))
 
 
 def refusal(signature: str, given: Given) -> str:

@@ -14,21 +14,11 @@ from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS
 
 ROOT: Final = Path(__file__).parents[2]
 FOREIGN: Final = (
-    "flash_attn",
-    "megatron",
-    "sglang",
-    "torch.cuda",
-    "torch.distributed.distributed_c10d.ProcessGroupNCCL",
-    "torch.distributed.distributed_c10d._abort_process_group",
-    "torch.distributed.fsdp",
-    "torch.distributed.init_process_group",
-    "torch.multiprocessing.reductions",
-    "torch.nn.attention",
-    "torch.version.cuda",
-    "torch_memory_saver",
-    "transformer_engine",
-    "vllm",
-)
+    "flash_attn", "megatron", "sglang", "torch.cuda", "torch.distributed.distributed_c10d.ProcessGroupNCCL",
+    "torch.distributed.distributed_c10d._abort_process_group", "torch.distributed.fsdp",
+    "torch.distributed.init_process_group", "torch.multiprocessing.reductions", "torch.nn.attention",
+    "torch.version.cuda", "torch_memory_saver", "transformer_engine", "vllm",
+)  # fmt: skip
 """Packages, and parts of torch, of which no line that uses a GPU is run by the tests of a machine without one."""
 SKIPPED: Final = ("meshrl_megatron/cpu.py", "meshrl_sglang/standins/")
 """What Megatron's sources are rewritten by, and what stands for packages that are not there: neither calls any."""
@@ -180,13 +170,14 @@ def _word(node: ast.expr) -> str:
 
 def keys_of(source: str, function: str) -> set[str]:
     """The names that a function puts into the dictionary of keywords that it returns."""
-    (found,) = (
-        each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef) and each.name == function
-    )
-    keys = [key for each in ast.walk(found) if isinstance(each, ast.Dict) for key in each.keys]
-    keys += [
-        each.slice for each in ast.walk(found) if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)
-    ]
+    functions = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef)]
+    (found,) = (each for each in functions if each.name == function)
+    keys: list[ast.expr | None] = []
+    for each in ast.walk(found):
+        if isinstance(each, ast.Dict):
+            keys += each.keys
+        elif isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store):
+            keys.append(each.slice)
     return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
 
 
@@ -196,9 +187,8 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                names[alias.asname or alias.name.split(".")[0]] = (
-                    alias.name if alias.asname else alias.name.split(".")[0]
-                )
+                first = alias.name.split(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return names

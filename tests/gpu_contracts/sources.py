@@ -1,6 +1,7 @@
 """The real packages' sources: where they are, and what stands in them, read as text and never imported."""
 
 import ast
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -131,18 +132,13 @@ class _Module:
                 if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__") and not fields:
                     return f"({_parameters(each, bound=True)})"
             for each in own:
-                if (
-                    isinstance(each, ast.AnnAssign)
-                    and isinstance(each.target, ast.Name)
-                    and "ClassVar" not in (kind := ast.unparse(each.annotation))
-                ):
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    kind = ast.unparse(each.annotation)
                     default = f"={ast.unparse(each.value)}" if each.value else ""
-                    if "init=False" not in default and "InitVar" not in kind:
+                    if "init=False" not in default and "InitVar" not in kind and "ClassVar" not in kind:
                         fields.setdefault(each.target.id, default)
-        kept = {name: default for name, default in fields.items() if name in keywords or not default}
-        return (
-            f"({', '.join(['*', *(f'{name}{default}' for name, default in sorted(kept.items()))])})" if kept else "()"
-        )
+        kept = sorted(name + default for name, default in fields.items() if name in keywords or not default)
+        return f"(*, {', '.join(kept)})" if kept else "()"
 
     def _line(self, node: ast.ClassDef) -> Iterator[tuple[ast.ClassDef, "_Module"]]:
         """A class and those of its bases that are of the same package, nearest first."""
@@ -197,12 +193,10 @@ def _sets(node: ast.AST, name: str) -> bool:
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
     """As they are written, without annotations, and without the first where it is the object or class itself."""
-    arguments = ast.parse(ast.unparse(node.args).join(("def f(", "): ..."))).body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    for each in ast.walk(arguments.args):
+    arguments = copy.deepcopy(node.args)
+    for each in ast.walk(arguments):
         if isinstance(each, ast.arg):
             each.annotation = None
     if bound:
-        positional = arguments.args.posonlyargs or arguments.args.args
-        del positional[0]
-    return ast.unparse(arguments.args)
+        del (arguments.posonlyargs or arguments.args)[0]
+    return ast.unparse(arguments)

@@ -6,30 +6,20 @@ that no network is needed, and compared with the release itself where its source
 
 import ast
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.gpu_contracts.contracts import (
-    SIGNATURES,
-    contracts,
-    found,
-    read,
-    real,
-    refusal,
-    unlisted,
-)
+from tests.gpu_contracts.contracts import SIGNATURES, contracts, found, read, real, refusal, unlisted
 from tests.gpu_contracts.scanning import ROOT, Given, listed, uses
 from tests.gpu_contracts.sources import DISTRIBUTIONS, signature
 from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS, TRANSFORMER_ENGINE
 
+OF = {each.name: each for each in DISTRIBUTIONS}
 
-def test_every_use_is_listed() -> None:
+
+def test_every_use_is_listed_and_nothing_else() -> None:
     assert unlisted(found()) == []
-
-
-def test_nothing_is_listed_that_is_not_used() -> None:
     assert {*OBJECTS, *NOT_THEIRS} - {listed(use.key) for use in found()} == set()
 
 
@@ -49,13 +39,8 @@ def test_the_committed_signatures_are_those_of_the_releases_that_are_here() -> N
     here = [(each, root) for each in DISTRIBUTIONS if (root := each.root())]
     assert {each.title: real(each, root) for each, root in here} == {each.title: read(each) for each, _ in here}
     assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in DISTRIBUTIONS}
-
-
-def test_the_releases_are_those_that_are_installed_for_tests() -> None:
-    pinned = "".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
-    for each in DISTRIBUTIONS:
-        if each.environment:
-            assert f"{each.name}=={each.version}\n" in pinned
+    pinned = "".join(path.read_text() for path in ROOT.glob("requirements*.txt")).split()
+    assert {f"{each.name}=={each.version}" for each in DISTRIBUTIONS if each.environment} <= {*pinned}
 
 
 CHANGES = [
@@ -66,60 +51,44 @@ CHANGES = [
 ]
 
 
-def test_planted_changes_of_a_signature_are_found(tmp_path: Path) -> None:
-    distribution = next(each for each in DISTRIBUTIONS if each.name == "flash-attn")
-    true = read(distribution)["flash_attn.flash_attn_varlen_func"]
+def test_planted_changes_of_a_signature_and_a_rename_are_found(tmp_path: Path) -> None:
+    distribution, target = OF["flash-attn"], "flash_attn.flash_attn_varlen_func"
+    true = read(distribution)[target]
     (tmp_path / "flash_attn").mkdir()
     source = f"def flash_attn_varlen_func{true}: ...\n"
     place = tmp_path / "flash_attn/__init__.py"
     place.write_text(source)
     assert real(distribution, tmp_path) == read(distribution)
-
     for old, new, why in CHANGES:
         place.write_text(re.sub(rf"\b{re.escape(old)}", new, source, count=1))
-        changed = real(distribution, tmp_path)
-        assert changed != read(distribution)
-        (target,) = changed
-        assert {refusal(changed[target], given) for _, given in contracts()[target]} == {why}
-
-
-def test_a_planted_rename_in_the_sources_of_torch_is_found(tmp_path: Path) -> None:
-    distribution = next(each for each in DISTRIBUTIONS if each.name == "torch")
-    root = distribution.root()
-    if root is None:
-        pytest.skip("this release of torch is not here")
-    target, varlen = "torch.nn.attention.varlen.varlen_attn", "torch/nn/attention/varlen.py"
-    place = tmp_path / varlen
-    place.parent.mkdir(parents=True)
-    shutil.copyfile(root / varlen, place)
-    assert signature(tmp_path, target, ()) == read(distribution)[target]
-    place.write_text(place.read_text().replace("def varlen_attn(", "def packed_attn("))
-    with pytest.raises(LookupError, match=r"varlen\.py has no varlen_attn"):
-        signature(tmp_path, target, ())
-
-
-def given_by(megatron: ast.Module, name: str, call: str) -> set[str]:
-    """The keywords of a call in a class of Megatron-Core."""
-    (owner,) = (node for node in megatron.body if isinstance(node, ast.ClassDef) and node.name == name)
-    (found,) = (node for node in ast.walk(owner) if isinstance(node, ast.Call) and ast.unparse(node.func) == call)
-    return {each.arg for each in found.keywords if each.arg}
+        changed = real(distribution, tmp_path)[target]
+        assert changed != true
+        assert {refusal(changed, given) for _, given in contracts()[target]} == {why}
+    place.write_text(source.replace("varlen", "packed"))
+    with pytest.raises(LookupError, match=r"flash_attn/__init__\.py has no flash_attn_varlen_func"):
+        real(distribution, tmp_path)
 
 
 def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
-    root = next(each for each in DISTRIBUTIONS if each.name == "megatron-core").root()
-    if root is None:
+    if (root := OF["megatron-core"].root()) is None:
         pytest.skip("this release of megatron-core is not here")
     megatron = ast.parse((root / "megatron/core/extensions/transformer_engine.py").read_text())
+    classes = {node.name: node for node in megatron.body if isinstance(node, ast.ClassDef)}
+
+    def given_by(owner: str, called: str) -> set[str]:
+        calls = [node for node in ast.walk(classes[owner]) if isinstance(node, ast.Call)]
+        (found,) = (call for call in calls if ast.unparse(call.func) == called)
+        return {each.arg for each in found.keywords if each.arg}
+
     linear, forward, norm = ({*keywords.split()} for _, keywords in TRANSFORMER_ENGINE.values())
     always = {"device", "params_dtype"}
-    assert linear == given_by(megatron, "TELinear", "super().__init__") | always | {"rng_tracker_name"}
-    assert forward == given_by(megatron, "TELinear", "super().forward")
-    assert norm == given_by(megatron, "TENorm", "te.pytorch.RMSNorm") | always
+    assert linear == given_by("TELinear", "super().__init__") | always | {"rng_tracker_name"}
+    assert forward == given_by("TELinear", "super().forward")
+    assert norm == given_by("TENorm", "te.pytorch.RMSNorm") | always
 
 
 def test_the_stand_in_for_transformer_engine_has_its_signatures() -> None:
-    (distribution,) = (each for each in DISTRIBUTIONS if each.name == "transformer-engine")
-    for target, told in read(distribution).items():
+    for target, told in read(OF["transformer-engine"]).items():
         name = target.partition(".pytorch.module.")[2].partition(".")[2]
         assert signature(ROOT / "tests/backends", f"engine_standin.{name}", ()) == told
 

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 
 from meshrl import Gather, NewModel, PolicyConfig, SamplerConfig, endpoint, with_options
-from meshrl_inference.options import EngineOptions
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy
@@ -65,22 +64,16 @@ class Backend(NamedTuple):
         return SAMPLERS[self.name]
 
     @property
-    def title(self) -> str:
-        return self.sampler.kind.title
-
-    @property
     def python(self) -> str | None:
         """The interpreter that has the engine; None where it is this one."""
         own = environment(self.name)
         return str(own) if own.exists() else None
 
-    def options(self, **keys: object) -> EngineOptions:
-        return self.sampler.options.model_validate({"python": self.python, "kv_cache_mib": 32, **keys})
-
     def config(self, *, keys: dict[str, object] | None = None, **table: object) -> SamplerConfig:
         """The table of a sampler, with further options of the backend."""
         config = SamplerConfig.model_validate({"backend": self.name, **table})
-        return with_options(config, self.options(**(keys or {})))
+        own = {"python": self.python, "kv_cache_mib": 32, **(keys or {})}
+        return with_options(config, self.sampler.options.model_validate(own))
 
 
 def environment(name: str) -> Path:

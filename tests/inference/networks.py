@@ -14,20 +14,14 @@ from meshrl_hf.text import character_tokenizer
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.options import VllmConfig
+from tests.backends.material import by_row
 from tests.senders import Senders
 
 SHAPE: Mapping[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": 1,
+    "vocab_size": 11, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 1,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
 LONG = Sampling(max_tokens=1000, ignore_eos=True)
@@ -92,12 +86,7 @@ def greedy(network: PreTrainedModel, prompts: Sequence[list[int]] = _IDS) -> lis
 
 def distances(network: PreTrainedModel, batch: Batch) -> np.ndarray:
     """How far a sampler's log-probs of the tokens that it drew are from a network's, float[tokens]."""
-    found: list[np.ndarray] = []
-    for row in range(len(batch)):
-        tokens = torch.from_numpy(np.asarray(batch.tokens[row]).astype(np.int64))
-        with torch.no_grad():
-            logprobs = network(tokens[None]).logits[0, :-1].float().log_softmax(-1)
-        known = logprobs.gather(-1, tokens[1:, None])[:, 0].numpy()
-        asked = np.asarray(batch.loss_mask[row])[1:].astype(np.bool_)
-        found.append(np.abs(known - np.asarray(batch.sampler_logprobs[row])[1:])[asked])
-    return np.concatenate(found)
+    with torch.no_grad():
+        known = torch.cat(by_row(network, batch)).numpy()
+    apart: np.ndarray = np.abs(known - np.asarray(batch.sampler_logprobs.values))
+    return apart[np.asarray(batch.loss_mask.values, np.bool_)]

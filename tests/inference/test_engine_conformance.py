@@ -11,24 +11,11 @@ from tests.conformance.kits import keep
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3000)]
 
 COVERING: Sequence[Check] = [
-    draws.greedy,
-    draws.sampler_log_probs,
-    draws.restricted_draws,
-    draws.seeds,
-    draws.completions_of_a_prompt,
-    rows.columns,
-    rows.few_rows,
-    rows.more_rows_than_slots,
-    rows.ends_of_rows,
-    rows.stop_texts,
-    rows.rows_that_go_on,
-    interruptions.a_cancelled_call,
-    interruptions.an_abort,
-    interruptions.numbers_around_a_load,
-    interruptions.a_prompt_that_was_read_before,
-    interruptions.weights_of_another_model,
-    interruptions.a_replay,
-]
+    draws.greedy, draws.sampler_log_probs, draws.restricted_draws, draws.seeds, draws.completions_of_a_prompt,
+    rows.columns, rows.few_rows, rows.more_rows_than_slots, rows.ends_of_rows, rows.stop_texts, rows.rows_that_go_on,
+    interruptions.a_cancelled_call, interruptions.an_abort, interruptions.numbers_around_a_load,
+    interruptions.a_prompt_that_was_read_before, interruptions.weights_of_another_model, interruptions.a_replay,
+]  # fmt: skip
 CASES: Mapping[str, tuple[str, Sequence[Check]]] = {
     "covering": ("recompute", COVERING),
     "others": ("recompute", [check for check in SAMPLER if check not in COVERING]),

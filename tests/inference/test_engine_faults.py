@@ -36,7 +36,7 @@ async def test_a_killed_engine_is_told_and_another_reads_from_the_ranks_of_a_pol
     stream = aiter(sampler.generate(PROMPTS, ENDLESS))
     await anext(stream)
     psutil.Process(int((await sampler.pid())[0])).kill()
-    died = rf"{backend.title}'s process \d+ has died \(signal SIGKILL\): respawn the sampler"
+    died = rf"{backend.sampler.kind.title}'s process \d+ has died \(signal SIGKILL\): respawn the sampler"
     with pytest.raises(RankFailed, match=died):
         [batch async for batch in stream]
     with pytest.raises(RankFailed, match=r"has died \(signal SIGKILL\)"):

@@ -34,11 +34,8 @@ class _WarmProcess:
             self._pid = os.getpid()
             with theirs:
                 command = [sys.executable, "-m", "tests.support.warm_process", str(theirs.fileno())]
-                environment = {
-                    "GOMP_SPINCOUNT": "5000",
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                }
+                path = os.pathsep.join(filter(None, sys.path))
+                environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": path}
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno()],
@@ -74,10 +71,8 @@ class WarmPopen(subprocess.Popen[Any]):
         names += "c2pread c2pwrite errread errwrite restore_signals gid gids uid umask start_new_session process_group"
         asked = dict(zip(names.split(), others, strict=True))
         self._status, theirs = os.pipe()
-        standard = [
-            given if given != -1 else own
-            for own, given in enumerate((asked["p2cread"], asked["c2pwrite"], asked["errwrite"]))
-        ]
+        given = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+        standard = [own if each == -1 else each for own, each in enumerate(given)]
         kept = sorted(asked["pass_fds"])
         order: Start = {
             "module": command[2],

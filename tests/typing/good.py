@@ -8,26 +8,7 @@ from typing import Literal, assert_type
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl import (
-    TP,
-    Actor,
-    Batch,
-    Gather,
-    LocalEngine,
-    Mean,
-    Mesh,
-    Metrics,
-    Rank,
-    Replicate,
-    Same,
-    Shard,
-    Sum,
-    at,
-    each,
-    endpoint,
-    ranks,
-    stop,
-)
+import meshrl as rl
 
 Expert = Literal["expert"]
 """An axis of one's own."""
@@ -35,17 +16,17 @@ Both = Literal["dp", "tp"]
 """A joint axis."""
 
 
-class Trainer(Actor, ABC):
+class Trainer(rl.Actor, ABC):
     """A role: the contract, once."""
 
-    @endpoint
+    @rl.endpoint
     @abstractmethod
-    async def update(self, batch: Shard[Batch], rate: float = 1.0) -> Mean[Metrics]:
+    async def update(self, batch: rl.Shard[rl.Batch], rate: float = 1.0) -> rl.Mean[rl.Metrics]:
         """One step."""
 
-    @endpoint
+    @rl.endpoint
     @abstractmethod
-    def rows(self, batch: Shard[Batch]) -> AsyncIterator[Gather[Batch]]:
+    def rows(self, batch: rl.Shard[rl.Batch]) -> AsyncIterator[rl.Gather[rl.Batch]]:
         """Rows as they come."""
 
 
@@ -56,125 +37,120 @@ class PlainTrainer(Trainer):
         self.scale = scale
         self.name = name
 
-    async def update(self, batch: Batch, rate: float = 1.0) -> Metrics:
-        return Metrics.of(loss=(self.scale * rate, len(batch)))
+    async def update(self, batch: rl.Batch, rate: float = 1.0) -> rl.Metrics:
+        return rl.Metrics.of(loss=(self.scale * rate, len(batch)))
 
-    async def rows(self, batch: Batch) -> AsyncIterator[Batch]:
+    async def rows(self, batch: rl.Batch) -> AsyncIterator[rl.Batch]:
         yield batch
 
 
-class Marks(Actor):
+class Marks(rl.Actor):
     """Every mark, on one axis and on others."""
 
-    @endpoint
-    async def gather(self, batch: Shard[Batch]) -> Gather[Batch]:
+    @rl.endpoint
+    async def gather(self, batch: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
         return batch
 
-    @endpoint
-    async def array(self, values: Shard[NDArray[np.float32], Both]) -> Gather[NDArray[np.float32], Both]:
+    @rl.endpoint
+    async def array(self, values: rl.Shard[NDArray[np.float32], Both]) -> rl.Gather[NDArray[np.float32], Both]:
         return values
 
-    @endpoint
-    async def table(self, values: Shard[dict[str, Batch]]) -> Gather[dict[str, Batch]]:
+    @rl.endpoint
+    async def table(self, values: rl.Shard[dict[str, rl.Batch]]) -> rl.Gather[dict[str, rl.Batch]]:
         return values
 
-    @endpoint
-    async def several(self, values: Shard[list[Batch]]) -> Gather[list[Batch]]:
+    @rl.endpoint
+    async def several(self, values: rl.Shard[list[rl.Batch]]) -> rl.Gather[list[rl.Batch]]:
         return values
 
-    @endpoint
-    async def optional(self, batch: Shard[Batch | None] = None) -> Sum[int]:
+    @rl.endpoint
+    async def optional(self, batch: rl.Shard[rl.Batch | None] = None) -> rl.Sum[int]:
         return 0 if batch is None else len(batch)
 
-    @endpoint
-    async def mean(self, value: Replicate[float]) -> Mean[float]:
+    @rl.endpoint
+    async def mean(self, value: rl.Replicate[float]) -> rl.Mean[float]:
         return value
 
-    @endpoint
-    async def means(self, value: float) -> Mean[Mapping[str, float]]:
+    @rl.endpoint
+    async def means(self, value: float) -> rl.Mean[Mapping[str, float]]:
         return {"value": value}
 
-    @endpoint
-    async def same(self, word: str) -> Same[str]:
+    @rl.endpoint
+    async def same(self, word: str) -> rl.Same[str]:
         return word
 
-    @endpoint
-    async def along(self, batch: Shard[Batch, TP]) -> Sum[int, TP]:
+    @rl.endpoint
+    async def along(self, batch: rl.Shard[rl.Batch, rl.TP]) -> rl.Sum[int, rl.TP]:
         return len(batch)
 
-    @endpoint
+    @rl.endpoint
+    async def own(self, batch: rl.Shard[rl.Batch, Expert]) -> rl.Sum[int, Expert]:
+        return len(batch)
+
+    @rl.endpoint
     async def nothing(self) -> None:
         """Return nothing."""
 
 
-class Experts(Actor):
-    """Marks on an axis of one's own."""
-
-    @endpoint
-    async def count(self, batch: Shard[Batch, Expert]) -> Sum[int, Expert]:
-        return len(batch)
-
-
-class Caller(Actor):
+class Caller(rl.Actor):
     """An actor that is given a handle of another."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    @endpoint
-    async def call(self, batch: Batch) -> Same[Metrics]:
+    @rl.endpoint
+    async def call(self, batch: rl.Batch) -> rl.Same[rl.Metrics]:
         return await self.trainer.update(batch)
 
 
-async def train(trainer: Trainer, batch: Batch) -> Metrics:
+async def train(trainer: Trainer, batch: rl.Batch) -> rl.Metrics:
     """An algorithm sees the role alone, on a mesh or as a plain object."""
     return await trainer.update(batch, rate=0.5)
 
 
-async def roles(mesh: Mesh, batch: Batch) -> None:
+async def roles(mesh: rl.Mesh, batch: rl.Batch) -> None:
     trainer = await mesh.spawn(PlainTrainer, 2.0, name="mine")
     assert_type(trainer, PlainTrainer)
-    assert_type(await trainer.update(batch), Metrics)
-    assert_type(await train(trainer, batch), Metrics)
-    assert_type(await train(PlainTrainer(1.0), batch), Metrics)
-    assert_type(await each(trainer.update)(batch, rate=2.0), list[Metrics])
-    assert_type(await asyncio.create_task(trainer.update(batch)), Metrics)
-    first = at(trainer, dp=0)
+    assert_type(await trainer.update(batch), rl.Metrics)
+    assert_type(await train(trainer, batch), rl.Metrics)
+    assert_type(await train(PlainTrainer(1.0), batch), rl.Metrics)
+    assert_type(await rl.each(trainer.update)(batch, rate=2.0), list[rl.Metrics])
+    assert_type(await asyncio.create_task(trainer.update(batch)), rl.Metrics)
+    first = rl.at(trainer, dp=0)
     assert_type(first, PlainTrainer)
-    assert_type(await first.update(batch), Metrics)
-    assert_type(ranks(trainer), list[Rank])
+    assert_type(await first.update(batch), rl.Metrics)
+    assert_type(rl.ranks(trainer), list[rl.Rank])
     async for rows in trainer.rows(batch):
-        assert_type(rows, Batch)
+        assert_type(rows, rl.Batch)
     caller = await mesh.spawn(Caller, trainer)
-    assert_type(await caller.call(batch), Metrics)
-    await stop(caller)
+    assert_type(await caller.call(batch), rl.Metrics)
+    await rl.stop(caller)
 
 
-async def marks(mesh: Mesh, batch: Batch) -> None:
+async def marks(mesh: rl.Mesh, batch: rl.Batch) -> None:
     actor = await mesh.spawn(Marks)
     values = np.ones(3, np.float32)
-    assert_type(await actor.gather(batch), Batch)
+    assert_type(await actor.gather(batch), rl.Batch)
     assert_type(await actor.array(values), NDArray[np.float32])
-    assert_type(await actor.table({"one": batch}), dict[str, Batch])
-    assert_type(await actor.several([batch]), list[Batch])
+    assert_type(await actor.table({"one": batch}), dict[str, rl.Batch])
+    assert_type(await actor.several([batch]), list[rl.Batch])
     assert_type(await actor.optional(), int)
     assert_type(await actor.optional(batch=batch), int)
     assert_type(await actor.mean(2.0), float)
     assert_type(await actor.means(2.0), Mapping[str, float])
     assert_type(await actor.same("word"), str)
     assert_type(await actor.along(batch), int)
+    assert_type(await actor.own(batch), int)
     await actor.nothing()
-    experts = await (mesh.shape(expert=4)).spawn(Experts)
-    assert_type(await experts.count(batch), int)
 
 
 async def main() -> None:
-    engine = LocalEngine()
+    engine = rl.LocalEngine()
     try:
-        batch = Batch.of(rewards=np.arange(5, dtype=np.float32))
-        mesh = await Mesh.reserve(engine, 4)
+        batch = rl.Batch.of(rewards=np.arange(5, dtype=np.float32))
+        mesh = await rl.Mesh.reserve(engine, 4)
         await roles(mesh, batch)
-        await marks(mesh.shape(dp=2, tp=2), batch)
+        await marks(mesh.shape(dp=2, tp=2, expert=1), batch)
     finally:
         await engine.close()
 

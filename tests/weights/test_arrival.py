@@ -17,12 +17,6 @@ class Arrived(Weights):
         return frozenset((self.route,))
 
 
-def arrived(route: str, version: int) -> Weights:
-    weights = Arrived(version, {"one": np.ones(2, np.float32)})
-    weights.route = route
-    return weights
-
-
 def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> None:
     arrivals = ArrivalLog()
     reasons = {
@@ -34,8 +28,9 @@ def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> Non
     }
     with capture_logs() as said:
         for version, route in enumerate(["collectives", *reasons, "collectives"]):
-            arrivals.note(arrived(route, version))
-    expected = [(0, "collectives"), *enumerate([*reasons][1:], start=2), (6, "collectives")]
-    assert [(line["version"], line["by"], line["because"]) for line in said] == [
-        (version, route, reasons[route]) for version, route in expected
-    ]
+            weights = Arrived(version, {"one": np.ones(2, np.float32)})
+            weights.route = route
+            arrivals.note(weights)
+    assert [line["version"] for line in said] == [0, 2, 3, 4, 5, 6]
+    routes = [*reasons, "collectives"]
+    assert [(line["by"], line["because"]) for line in said] == [(route, reasons[route]) for route in routes]

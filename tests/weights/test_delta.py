@@ -20,28 +20,22 @@ SIZE = 5000
 class Stored(Ref):
     """A value in another process: fetched as it is pickled, and counted."""
 
-    values: ClassVar[list[bytes]] = []
     fetches: ClassVar[list[int]] = []
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    @classmethod
-    def put(cls, value: object) -> "Stored":
-        cls.values.append(pickle.dumps(value))
-        return cls(len(cls.values) - 1)
+    def __init__(self, value: object) -> None:
+        self.data = pickle.dumps(value)
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        numbers = [each.number for each in held if isinstance(each, Stored)]
-        cls.fetches += [len(cls.values[number]) for number in numbers]
-        return [pickle.loads(cls.values[number]) for number in numbers]  # noqa: S301 -- what was put here
+        data = [each.data for each in held if isinstance(each, Stored)]
+        cls.fetches += map(len, data)
+        return [pickle.loads(each) for each in data]  # noqa: S301 -- what was stored here
 
 
 def sent(weights: Weights) -> Weights:
     """As it comes to another machine."""
     Stored.fetches.clear()
-    received = pickle.loads(pickle.dumps(weights.hold(Stored.put, 100, shares=False)))  # noqa: S301 -- our own
+    received = pickle.loads(pickle.dumps(weights.hold(Stored, 100, shares=False)))  # noqa: S301 -- our own
     assert isinstance(received, Weights)
     return received
 
@@ -77,7 +71,7 @@ async def test_who_has_a_version_fetches_what_changed_since() -> None:
     assert versions[3].buckets[0].nbytes == SIZE * 4
 
 
-async def test_what_changes_as_a_whole_is_sent_as_a_whole() -> None:
+async def test_what_changes_as_a_whole_is_sent_as_a_whole_and_a_history_does_not_grow_without_end() -> None:
     sender, random = WeightSource(changes=True), np.random.default_rng(0)
     for version in range(3):
         values = random.standard_normal(SIZE).astype(np.float32)
@@ -85,18 +79,15 @@ async def test_what_changes_as_a_whole_is_sent_as_a_whole() -> None:
         (fetched,) = Stored.fetches
         assert SIZE * 4 < fetched < SIZE * 5
         assert loaded.tensors["values"].tobytes() == values.tobytes()
-
-
-async def test_a_history_does_not_grow_without_end() -> None:
     sender, values = WeightSource(changes=True), np.zeros(SIZE, np.float32)
-    fetched: list[int] = []
+    sizes: list[int] = []
     for version in range(40):
         values[:400] = version
         weights = sender.weights(version, [("values", values.copy())], None)
         assert await sent(weights).load() == weights
-        fetched.append(sum(Stored.fetches))
-    assert sum(size > SIZE * 4 for size in fetched) > 1, "it begins anew"
-    assert sum(size < SIZE * 2 for size in fetched) > 30
+        sizes.append(sum(Stored.fetches))
+    assert sum(size > SIZE * 4 for size in sizes) > 1, "it begins anew"
+    assert sum(size < SIZE * 2 for size in sizes) > 30
 
 
 async def test_another_model_is_another_history() -> None:
@@ -115,12 +106,9 @@ async def test_each_rank_sends_what_changed_of_its_own() -> None:
         senders.append(WeightSource(changes=True))
         rank_context.reset(token)
     for version in range(3):
-        whole = Weights.join(
-            [
-                sender.weights(version, [(f"values{rank}", np.full(SIZE, rank + (version == 2), np.float32))], None)
-                for rank, sender in enumerate(senders)
-            ]
-        )
+        values = [np.full(SIZE, rank + (version == 2), np.float32) for rank in range(2)]
+        parts = [each.weights(version, [(f"values{rank}", values[rank])], None) for rank, each in enumerate(senders)]
+        whole = Weights.join(parts)
         assert await sent(whole).load() == whole
         if version == 1:
             assert sum(Stored.fetches) < SIZE, "nothing has changed but the version"

@@ -29,21 +29,18 @@ def test_calls_that_share_a_rank_overlap_nothing() -> None:
     assert (two.rollout, two.training, two.both) == (8, 8, 8)
 
 
-def test_a_slow_judge_is_what_bounds_a_step_and_no_training() -> None:
+def test_a_slow_judge_bounds_a_step_and_one_busy_sampler_of_eight_is_told() -> None:
     events: list[Event] = []
     for number, now in enumerate((0.0, 10.0)):
         events += [span("judge", "score", now, now + 10), span("rollout", "generate", now, now + 2)]
         events += [span("main", "update", now, now + 1), Wait("trainer", "a batch", "", now + 1, now + 10)]
         events += [span("rollout", "load", now + 4, now + 5), Step(number, now, now + 10)]
     found = overlap(events)
+    assert found.efficiency == 1
     for step in found.steps:
         assert (step.rollout, step.training, step.scoring, step.bound) == (2, 1, 10, "scoring")
         assert (step.both, step.rollout_alone, step.scoring_alone, step.sync, step.other) == (1, 1, 8, 0, 0)
-    assert found.efficiency == 1
-
-
-def test_one_busy_sampler_of_eight_is_told() -> None:
-    events: list[Event] = [span("rollout", "generate", 0, 1.5 if rank else 10, rank) for rank in range(8)]
+    events = [span("rollout", "generate", 0, 1.5 if rank else 10, rank) for rank in range(8)]
     events += [span("main", "update", 0, 3), Wait("trainer", "a batch", "", 3, 10), Step(0, 0, 10)]
     found = overlap(events)
     assert found.efficiency == 1
@@ -51,27 +48,17 @@ def test_one_busy_sampler_of_eight_is_told() -> None:
     assert make_content(Record(Path("uneven"), events=events)).busy == pytest.approx(found.busy)
 
 
-ends = st.tuples(st.integers(0, 20), st.integers(0, 20))
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["main", "rollout"]),
-            st.sampled_from(["generate", "update", "score", "load"]),
-            st.integers(0, 1),
-            ends,
-        ),
-        max_size=10,
-    ),
-    st.lists(ends, max_size=2),
+ENDS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)
+MESHES, CALLS = st.sampled_from(["main", "rollout"]), st.sampled_from(["generate", "update", "score", "load"])
+SPANS = st.builds(
+    lambda mesh, name, ends, rank: span(mesh, name, ends[0], ends[1], rank), MESHES, CALLS, ENDS, st.integers(0, 1)
 )
-def test_the_parts_of_a_step_add_up_to_it(
-    some: list[tuple[str, str, int, tuple[int, int]]], waits: list[tuple[int, int]]
-) -> None:
-    events: list[Event] = [span(mesh, name, min(ends), max(ends), rank) for mesh, name, rank, ends in some]
-    events += [Wait("trainer", "a batch", "", min(each), max(each)) for each in waits]
-    found = overlap([*events, Step(0, 1, 8), Step(1, 8, 20)])
+WAITS = st.builds(lambda ends: Wait("trainer", "a batch", "", ends[0], ends[1]), ENDS)
+
+
+@given(st.lists(SPANS, max_size=10), st.lists(WAITS, max_size=2))
+def test_the_parts_of_a_step_add_up_to_it(spans: list[Span], waits: list[Wait]) -> None:
+    found = overlap([*spans, *waits, Step(0, 1, 8), Step(1, 8, 20)])
     for step in found.steps:
         parts = (step.both, step.rollout_alone, step.training_alone, step.scoring_alone, step.sync, step.other)
         assert sum(parts) == pytest.approx(step.seconds)

@@ -40,20 +40,17 @@ def test_one_bit_changes_the_fingerprint(position: int, bit: int) -> None:
     assert Weights(0, changed).fingerprint() != Weights(0, tensors()).fingerprint()
 
 
-def test_names_dtypes_and_shapes_count() -> None:
+def test_names_dtypes_and_shapes_count_for_a_fingerprint_and_a_version_for_the_value_alone() -> None:
     values = np.zeros(6, np.float32)
-    different = [
-        Weights(0, {"a": values}),
-        Weights(0, {"b": values}),
-        Weights(0, {"a": values.reshape(2, 3)}),
-        Weights(0, {"a": np.zeros(6, np.int32)}),
-        Weights(0, {"a": values[:3], "b": values[3:]}),
-        Weights(0, {}),
+    different: list[dict[str, np.ndarray]] = [
+        {"a": values},
+        {"b": values},
+        {"a": values.reshape(2, 3)},
+        {"a": np.zeros(6, np.int32)},
+        {"a": values[:3], "b": values[3:]},
+        {},
     ]
-    assert len({weights.fingerprint() for weights in different}) == len(different)
-
-
-def test_a_version_is_part_of_the_value_and_not_of_the_fingerprint() -> None:
+    assert len({Weights(0, each).fingerprint() for each in different}) == len(different)
     one = Weights(1, tensors())
     two = one.with_version(2)
     assert two.version == 2
@@ -64,7 +61,7 @@ def test_a_version_is_part_of_the_value_and_not_of_the_fingerprint() -> None:
     assert one != "weights"
 
 
-def test_nothing_can_be_written() -> None:
+def test_nothing_can_be_written_and_size_and_refusals_are_told() -> None:
     memory = np.zeros(4, np.float32)
     weights = Weights(0, {"view": memory[:2], "own": np.zeros(2)})
     memory[0] = 9
@@ -75,12 +72,7 @@ def test_nothing_can_be_written() -> None:
     with pytest.raises(TypeError):
         weights.tensors["own"] = memory  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
     assert copy.deepcopy(weights) is weights
-
-
-def test_size_repr_and_refusal() -> None:
-    weights = Weights(4, tensors())
-    assert weights.nbytes == 28
-    assert repr(weights) == "Weights(version 4, 3 tensors, 28 bytes)"
+    assert repr(Weights(4, tensors())) == "Weights(version 4, 3 tensors, 28 bytes)"
     with pytest.raises(DataError, match="weight `names` has dtype <U1"):
         Weights(0, {"names": np.array(["a"])})
 
