@@ -67,9 +67,10 @@ from bench.harness import (
 )
 from bench.peers.frame_pong import FramePongs
 from bench.peers.socket_pong import Pongs
-from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
+from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, Resources, Shard, each, endpoint
 from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
+from meshrl.errors import RankDied
 from meshrl.events import EventLog, sink
 from meshrl.mesh import Engine
 

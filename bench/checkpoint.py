@@ -32,9 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import Figure, arguments, at_least, figure, median, report, with_allocator
-from meshrl import Batch, CrossEntropy, MeshConfig, NewModel, PolicyConfig, Run, RunConfig
+from meshrl import Batch, CrossEntropy, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.engines.local import RankLoop
 from meshrl.roles import Policy
+from meshrl.run import MeshConfig
 
 LAYERS: Final = 4
 WARM_UP: Final = 2

@@ -31,8 +31,9 @@ import openai
 from numpy.typing import NDArray
 
 from bench.harness import Figure, Worker, arguments, at_least, at_most, figure, median, report
-from meshrl import Batch, NewModel, Ragged, Run, RunConfig, Sampler, SamplerConfig, Sampling, Source
+from meshrl import Batch, NewModel, Ragged, Run, RunConfig, Sampler, SamplerConfig, Sampling
 from meshrl.agents import Gateway, GatewayConfig
+from meshrl.data import Source
 from meshrl.run import MeshConfig
 from meshrl.testing import ScriptedChat, ScriptedSampler
 from meshrl_hf.chat import HuggingFaceChat

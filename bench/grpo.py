@@ -45,23 +45,11 @@ from bench.harness import (
     report,
     take_turns,
 )
-from meshrl import (
-    Batch,
-    Config,
-    MeshConfig,
-    Policy,
-    Reward,
-    Rollouts,
-    Run,
-    RunConfig,
-    Sampler,
-    Task,
-    group_advantages,
-    publish,
-    rollouts,
-)
+from meshrl import Batch, Policy, Reward, Run, RunConfig, Sampler, Task, group_advantages, publish, rollouts
+from meshrl.config import Config
 from meshrl.engines.local import RankLoop
-from meshrl.run import find_config, load_job
+from meshrl.overlap import Rollouts
+from meshrl.run import MeshConfig, find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 LONGEST: Final = 256

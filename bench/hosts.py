@@ -28,8 +28,9 @@ import numpy as np
 import psutil
 
 from bench.harness import Figure, arguments, at_least, figure, median, report, take_turns, within
-from meshrl import EVERY, Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, Weights, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, Weights, endpoint
 from meshrl.engines.ray import RayEngine
+from meshrl.mesh import EVERY
 from meshrl.testing.cluster import Cluster, Host, missing
 from meshrl.weights import WeightSource
 

@@ -34,7 +34,8 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 
 from bench.harness import ROOT, Figure, alone, arguments, at_least, at_most, figure, report
-from meshrl import Config, Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejected_answers
+from meshrl import Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejected_answers
+from meshrl.config import Config
 from meshrl.engines.local import RankLoop
 from meshrl.run import find_config, load_job
 from meshrl_hf.optimizer import learning_rate

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.harness import Figure, arguments, report, within
-from meshrl import ModelConfig, NewModel
+from meshrl import NewModel
+from meshrl.roles import ModelConfig
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
 

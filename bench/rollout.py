@@ -33,8 +33,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
-from meshrl import Batch, Config, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, rollout, with_options
+from meshrl import Batch, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, rollout
+from meshrl.config import Config
 from meshrl.engines.local import RankLoop
+from meshrl.roles import with_options
 from meshrl_hf import checkpoint
 from meshrl_hf.loading import load
 from meshrl_hf.seeds import key

@@ -39,9 +39,10 @@ from transformers import AutoModelForCausalLM
 
 from bench import logprobs, utilisation
 from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
-from meshrl import Batch, ClippedLoss, MeshConfig, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.local import RankLoop
-from meshrl.roles import Policy
+from meshrl.roles import OptimizerConfig, Policy
+from meshrl.run import MeshConfig
 
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>"
 LONGEST: Final = 512

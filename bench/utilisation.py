@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from bench.harness import Figure, arguments, figure, median, report
-from meshrl import Batch, ClippedLoss, ModelConfig, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.local import RankLoop
-from meshrl.roles import Policy
+from meshrl.roles import ModelConfig, OptimizerConfig, Policy
 from meshrl_hf.loading import load
 
 PEAKS: Final = {

@@ -48,7 +48,6 @@ from bench.harness import (
     within,
 )
 from meshrl import (
-    EVERY,
     Actor,
     Gather,
     Mesh,
@@ -62,12 +61,13 @@ from meshrl import (
     group_advantages,
     publish,
     rollout,
-    with_options,
 )
 from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
+from meshrl.mesh import EVERY
 from meshrl.rewards import exact_match
+from meshrl.roles import with_options
 from meshrl.weights import WeightSource
 from meshrl.weights.delta import DeltaVersion
 from meshrl_fsdp.policy import FsdpPolicy

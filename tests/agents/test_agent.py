@@ -13,8 +13,9 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from meshrl import ConfigError, Sampling
+from meshrl import Sampling
 from meshrl.agents import Agent, AgentConfig, Episode, Gateway, Session
+from meshrl.errors import ConfigError
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 from tests.agents.talks import ROW, client_of, served
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from meshrl import ConfigError, Sampling
+from meshrl import Sampling
 from meshrl.agents import Agent, AgentConfig, Gateway
+from meshrl.errors import ConfigError
 from meshrl.testing import ScriptedChat, ScriptedSampler
 from tests.agents.talks import served
 

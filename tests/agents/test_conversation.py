@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshrl import Batch, Source
+from meshrl import Batch
 from meshrl.agents import Conversation, Drawn, Function, Message, Prompt, Tool, ToolCall
+from meshrl.data import Source
 from meshrl.errors import DataError
 from tests.agents.conftest import ShownChat
 
@@ -254,7 +255,8 @@ def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
         rows.tokens, rows.loss_mask, rows.sampler_logprobs, rows.versions, strict=True
     ):
         given = ~np.asarray(mask, np.bool_)
-        assert {*logprobs[given].tolist(), *(versions[given] + 1).tolist()} <= {0}
+        assert not logprobs[given].any()
+        assert {*versions[given].tolist()} <= {-1}
         for at in np.flatnonzero(mask).tolist():
             assert float(logprobs[at]) not in found, "a token is learnt twice"
             found[float(logprobs[at])] = int(tokens[at]), int(versions[at]), tokens[:at].tolist()

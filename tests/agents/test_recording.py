@@ -15,8 +15,9 @@ import openai
 import pytest
 import transformers
 
-from meshrl import ConfigError, CrossEntropy, DataError, NewModel, Policy, PolicyConfig, Sampling, Task, TaskConfig, cli
+from meshrl import CrossEntropy, NewModel, Policy, PolicyConfig, Sampling, Task, TaskConfig, cli
 from meshrl.agents import Gateway, Message, Recording, record, recorded
+from meshrl.errors import ConfigError, DataError
 from meshrl.roles import implementation
 from meshrl.testing import ScriptedChat, ScriptedSampler, delayed, simulate
 from meshrl_hf.loading import new_config

@@ -8,7 +8,8 @@ import pytest
 
 import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, Message, conversations, read_chat
-from meshrl.roles import implementation
+from meshrl.errors import BackendError, ModelError
+from meshrl.roles import OptimizerConfig, implementation
 from meshrl.roles.generate_calls import GenerateCall
 from meshrl.testing import ScriptedChat
 from meshrl_hf.loading import new_config
@@ -34,7 +35,7 @@ async def test_log_probs_are_those_of_the_policy_that_drew_before_an_abort_and_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "asks_twice.py").write_text(AGENT, "utf-8")
-    config, mine = rl.PolicyConfig(model=MODEL, optimizer=rl.OptimizerConfig(lr=0.01)), rl.SamplerConfig(model=MODEL)
+    config, mine = rl.PolicyConfig(model=MODEL, optimizer=OptimizerConfig(lr=0.01)), rl.SamplerConfig(model=MODEL)
     sampler, policies = TorchSampler(mine), [implementation(rl.Policy, "torch")(config) for _ in range(2)]
     agent = Agent(AgentConfig(source=f"{tmp_path / 'asks_twice.py'}:solve"))
     agents = Agents(sampler, agent, Gateway(sampler, read_chat(mine)))
@@ -69,10 +70,10 @@ async def test_log_probs_are_those_of_the_policy_that_drew_before_an_abort_and_a
 
 def test_how_a_model_converses_is_read_by_its_backend(tmp_path: Path) -> None:
     silent = MODEL.model_copy(update={"chat_template": None})
-    with pytest.raises(rl.ModelError, match="has none"):
+    with pytest.raises(ModelError, match="has none"):
         read_chat(rl.SamplerConfig(model=silent))
     assert isinstance(read_chat(rl.SamplerConfig(model="none", backend="fake")), ScriptedChat)
-    with pytest.raises(rl.BackendError, match="does not say how its models converse"):
+    with pytest.raises(BackendError, match="does not say how its models converse"):
         read_chat(rl.SamplerConfig(model="none", backend="sim"))
     tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
     tokenizer.chat_template = TEMPLATE

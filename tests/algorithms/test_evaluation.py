@@ -175,7 +175,8 @@ def torch_roles(folder: Path) -> dict[str, object]:
 @pytest.mark.bits
 async def test_an_asynchronous_run_is_replayed_without_the_evaluation_that_was_beside_it(tmp_path: Path) -> None:
     roles, alone = torch_roles(tmp_path), {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 1}}}
-    recorded, every = {**alone, "deterministic": True}, {"every": 1, "n": 2}
+    recorded: dict[str, object] = {**alone, "deterministic": True}
+    every = {"every": 1, "n": 2}
     first = await trained(tmp_path, "first", roles, recorded, steps=3, ahead=2, evaluation=every)
     again = await trained(tmp_path, "again", roles, {**alone, "replay": str(first)}, steps=3, ahead=2)
     assert (again / "model/model.safetensors").read_bytes() == (first / "model/model.safetensors").read_bytes()

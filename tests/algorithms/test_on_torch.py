@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from meshrl import ConfigError, PolicyConfig, TeacherConfig, check_teacher
+from meshrl import PolicyConfig, TeacherConfig, check_teacher
+from meshrl.errors import ConfigError
 from meshrl_hf.text import character_tokenizer
 from tests.algorithms.pages import Ran, lines, run_page, write_task
 

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import meshrl as rl
 from meshrl.data import Source
+from meshrl.losses import Loss
 from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
 from tests.algorithms.pages import FAKES, numbers, play
 
@@ -44,7 +45,7 @@ class Told(FakePolicy):
         self.asked.append("policy.logprobs")
         return batch.assign(logprobs=column(batch, "policy", Source.trainer(self.version)))
 
-    async def update(self, batch: rl.Batch, loss: rl.Loss) -> rl.Metrics:
+    async def update(self, batch: rl.Batch, loss: Loss) -> rl.Metrics:
         self.asked.append("policy.update")
         return await super().update(batch, loss)
 

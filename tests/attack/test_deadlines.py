@@ -15,11 +15,11 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, Same, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, endpoint
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import CallTimeout
-from meshrl.mesh import Resources, limited
+from meshrl.mesh import Resources, Same, limited
 from meshrl.rewards.function import FunctionReward
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig

@@ -10,13 +10,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import meshrl as rl
+from meshrl.losses import Loss
+from meshrl.roles import OptimizerConfig
 from meshrl_hf.optimizer import Optimizer
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reward_model import TorchRewardModel
 
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
-SLOW = rl.OptimizerConfig(lr=1e-5)
+SLOW = OptimizerConfig(lr=1e-5)
 TABLE = {"model": MODEL, "dtype": "bfloat16", "optimizer": SLOW}
 
 
@@ -56,7 +58,7 @@ async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32(tmp_path
     ],
 )
 async def test_what_is_resumed_in_bfloat16_goes_on_to_the_bit(
-    make: Callable[[], rl.Policy | rl.Critic | rl.RewardModel], loss: rl.Loss, tmp_path: Path
+    make: Callable[[], rl.Policy | rl.Critic | rl.RewardModel], loss: Loss, tmp_path: Path
 ) -> None:
     one = make()
     for _ in range(2):

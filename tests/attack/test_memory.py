@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import Actor, Mesh, Resources, Same, each, endpoint
+from meshrl import Actor, Mesh, Resources, each, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.events import EventLog, Gauge
-from meshrl.mesh import pool
+from meshrl.mesh import Same, pool
 
 
 def test_the_newest_events_are_kept_and_no_more(tmp_path: Path) -> None:

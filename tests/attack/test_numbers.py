@@ -1,7 +1,7 @@
 """Numbers that are no numbers, too large for their type, or of a type without a sign."""
 
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,9 @@ from meshrl.run.jobs import load_job
 from meshrl_hf.seeds import key
 from meshrl_torch.draw import Draw
 from meshrl_torch.policy import TorchPolicy
+
+if TYPE_CHECKING:
+    from meshrl.losses import Loss
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)
@@ -30,7 +33,7 @@ def rollouts(advantages: np.ndarray, logprob: float = -2.0) -> rl.Batch:
 
 
 async def test_advantages_of_any_dtype_teach_the_same() -> None:
-    table: list[tuple[rl.Loss, list[type[np.generic]]]] = [
+    table: list[tuple[Loss, list[type[np.generic]]]] = [
         (rl.ClippedLoss(), [np.uint8, np.bool_]),
         (rl.ClippedLoss(dual_clip=3.0), [np.int8, np.float64]),
         (rl.ReinforceLoss(), [np.uint8, np.int64]),

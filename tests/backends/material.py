@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, Policy, Ragged, Weights
+from meshrl import Batch, ClippedLoss, NewModel, Policy, Ragged, Weights
 from meshrl.losses import TokenLoss
+from meshrl.roles import OptimizerConfig
 
 ModelOf: TypeAlias = Callable[..., str]
 """Of the fixture `model_of`."""
@@ -31,6 +32,11 @@ RANKS_OF_MEGATRON = [_SESSION, pytest.mark.megatron, pytest.mark.process, _GROUP
 """Marks of tests that run Megatron on the session's warm processes."""
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
+
+
+def changed(shape: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """The keys of a configuration, some with other values."""
+    return {**shape, **keys}
 
 
 def floats(array: np.ndarray[Any, Any]) -> NDArray[np.float32]:

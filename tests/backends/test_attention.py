@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MistralConfig
 
-from meshrl import ClippedLoss, ConfigError, PolicyConfig
+from meshrl import ClippedLoss, PolicyConfig
+from meshrl.errors import ConfigError
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import kernels
 from meshrl_hf.attention import Packed
@@ -77,8 +78,8 @@ def standing_in(name: str, parameters: str, told: Callable[[SimpleNamespace], ob
 
 def _flash_attn(given: SimpleNamespace, window: tuple[int, int] | None = None) -> Tensor:
     bounds, most = (given.cu_seqlens_q, given.cu_seqlens_k), (given.max_seqlen_q, given.max_seqlen_k)
-    states, window = (given.q, given.k, given.v), window or given.window_size
-    return by_segment(*states, bounds, most, given.softmax_scale, given.causal, window)
+    states = given.q, given.k, given.v
+    return by_segment(*states, bounds, most, given.softmax_scale, given.causal, window or given.window_size)
 
 
 def _flash_attn_4(given: SimpleNamespace) -> tuple[Tensor, None]:

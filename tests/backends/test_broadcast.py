@@ -75,8 +75,8 @@ def tensors(version: int, ranks: int) -> dict[str, Tensor]:
 def test_weights_come_whole_to_readers_in_turn_and_at_once_into_tensors_of_any_strides(policy: Senders) -> None:
     readers = [Reader() for _ in range(KEPT + 1)]  # as processes of their own would have: more than are kept
     ways: set[str] = set()
-    for version in range(2):
-        known = tensors(version, len(policy.each))
+    versions = [tensors(version, len(policy.each)) for version in range(2)]
+    for version, known in enumerate(versions):
         weights = policy.offer(known, version)
         assert max(layout.nbytes for each in weights.offer.sources for layout in each.layouts) <= 2 * LIMIT // IN_FLIGHT
         for number, reader in enumerate([*readers, Reader()]):
@@ -86,10 +86,11 @@ def test_weights_come_whole_to_readers_in_turn_and_at_once_into_tensors_of_any_s
             ways.add(received(reader, weights, places))
             for name, place in places.items():
                 assert torch.equal(place, known[name]), name
-    own = [{name: torch.zeros_like(each) for name, each in known.items()} for _ in range(3)]
+    own = [{name: torch.zeros_like(each) for name, each in versions[-1].items()} for _ in range(3)]
+    weights = policy.offer(versions[-1], len(versions))
     with ThreadPoolExecutor() as at_once:
         ways.update(at_once.map(lambda places: received(Reader(), weights, places), own))
-    assert all(torch.equal(place, known[name]) for each in own for name, place in each.items())
+    assert all(torch.equal(place, versions[-1][name]) for each in own for name, place in each.items())
     assert ways <= {GLOO, MEMORY}
 
 

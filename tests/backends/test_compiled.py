@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from meshrl import Batch, ClippedLoss, LoraConfig, NewModel, PolicyConfig
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig
+from meshrl.roles import LoraConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from tests.backends.material import rollouts
 

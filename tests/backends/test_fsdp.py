@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, SamplerConfig, Sampling
+from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig, SamplerConfig, Sampling
 from meshrl import rollout as drawn_by
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
 from meshrl.losses import TokenLoss
-from meshrl.roles import Policy
+from meshrl.roles import LoraConfig, OptimizerConfig, Policy
 from meshrl.run import AlgorithmConfig
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from meshrl import ConfigError, NewModel, PolicyConfig
+from meshrl import NewModel, PolicyConfig
+from meshrl.errors import ConfigError
 from meshrl_megatron.policy import MegatronPolicy
 from tests.backends.material import SHAPE, ModelOf
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import meshrl as rl
-from meshrl.errors import ModelError
+from meshrl.errors import ModelError, RankFailed
 from meshrl_fsdp.critic import FsdpCritic
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_megatron.critic import MegatronCritic
@@ -185,7 +185,7 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
     one, other = first.read_bytes(), second.read_bytes()
 
     async def refused(asked: rl.Policy, words: str) -> None:
-        with pytest.raises(rl.RankFailed, match=words):
+        with pytest.raises(RankFailed, match=words):
             await asked.restore(str(folder))
 
     await refused(larger, r"of another policy: `model.embed_tokens.weight` is \[11, 16\] there and \[12, 16\] here")
@@ -198,7 +198,7 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
     await refused(policy, r"lacks a part of `model.embed_tokens.weight`, or has it twice")
     second.write_bytes(other)
     (tmp_path / "elsewhere" / second.name).mkdir(parents=True)
-    with pytest.raises(rl.RankFailed, match="elsewhere cannot be written"):
+    with pytest.raises(RankFailed, match="elsewhere cannot be written"):
         await policy.checkpoint(str(tmp_path / "elsewhere"))
     fresh = await two.spawn(MegatronPolicy, policy_of(new_model()))
     assert await loaded(policy) == await loaded(fresh)

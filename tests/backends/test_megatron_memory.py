@@ -9,7 +9,8 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, Same, endpoint
+from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, endpoint
+from meshrl.mesh import Same
 from meshrl.roles import Work, memory_of
 from meshrl_megatron.policy import MegatronPolicy
 from tests.backends.material import RANKS_OF_MEGATRON, ModelOf

@@ -18,7 +18,7 @@ from transformers import AutoConfig, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ConfigError
-from meshrl.roles import Memory, Work, memory_of
+from meshrl.roles import Memory, Work, memory_of, with_options
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.flops import flops_of
 from meshrl_inference.memory import parameters_of
@@ -26,7 +26,7 @@ from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 from meshrl_vllm.options import VllmConfig
-from tests.backends.material import ModelOf
+from tests.backends.material import ModelOf, changed
 
 ROOT = Path(__file__).parents[2]
 PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
@@ -194,7 +194,7 @@ def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share
     a_token = 2 * 32 * 4 * 128 * 2  # keys and values, layers, heads of this rank, dims, bytes
     (note,) = memory.notes
     assert f"{terms['KV cache'] // (a_token * 2560)} rows of 2560 tokens fit, of 128 at once" in note
-    small = memory_of(rl.with_options(config, VllmConfig(quantization="fp8")), Work({"dp": 4, "tp": 2}, **ASKED))
+    small = memory_of(with_options(config, VllmConfig(quantization="fp8")), Work({"dp": 4, "tp": 2}, **ASKED))
     assert small is not None
     linear = 32 * 2 * (4096 + 1024) * 4096 + 32 * 3 * 14336 * 4096  # q and o, k and v; the feed-forward three
     rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
@@ -212,7 +212,7 @@ MIXED: dict[str, Any] = {**SIZES, **EXPERTS, "num_hidden_layers": 2}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 COUNTED = [
     transformers.LlamaConfig(**DENSE),
-    transformers.Qwen3MoeConfig(**{**MIXED, "head_dim": 24}),
+    transformers.Qwen3MoeConfig(**changed(MIXED, head_dim=24)),
     transformers.Qwen2MoeConfig(**MIXED, shared_expert_intermediate_size=56),
     transformers.Gemma3TextConfig(**DENSE, head_dim=16, sliding_window=7, layer_types=KINDS),
     transformers.MistralConfig(**DENSE, sliding_window=7),  # all its layers have the window

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from meshrl import Batch, CrossEntropy, OptimizerConfig, PolicyConfig, Ragged
+from meshrl import Batch, CrossEntropy, PolicyConfig, Ragged
+from meshrl.roles import OptimizerConfig
 from meshrl_hf import packing
 from meshrl_hf.attention import Packed
 from meshrl_hf.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.parts import Part, part_of
 from meshrl_torch.policy import TorchPolicy
-from tests.backends.material import SHAPE, ModelOf, by_row, floats, norm_of
+from tests.backends.material import SHAPE, ModelOf, by_row, changed, floats, norm_of
 
 LONG = packing._WORTH + 6
 EIGHT = Balance(per_token=1000.0, per_pair=16.0, fewest=8)
@@ -122,7 +123,7 @@ def test_branches_meet_wherever_they_are_in_the_batch() -> None:
 
 
 async def test_log_probs_and_gradients_are_those_of_each_row_alone(model_of: ModelOf) -> None:
-    folder = model_of(LlamaConfig(**{**SHAPE, "max_position_embeddings": 256}))
+    folder = model_of(LlamaConfig(**changed(SHAPE, max_position_embeddings=256)))
     for seed in range(2):
         batch = branches(Random(seed))
         trainer = TorchPolicy(PolicyConfig(model=folder, optimizer=OptimizerConfig(max_grad_norm=None)))

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import meshrl as rl
+from meshrl.errors import DataError, ModelError
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_fsdp.reward_model import FsdpRewardModel
@@ -21,7 +22,7 @@ from meshrl_megatron.reward_model import MegatronRewardModel
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reward import TorchReward
 from meshrl_torch.reward_model import TorchRewardModel
-from tests.backends.material import GPT2, SHAPE, ModelOf, floats, norm_of
+from tests.backends.material import GPT2, SHAPE, ModelOf, changed, floats, norm_of
 
 WORDS = ["abc", "abd", "hgf", "d", "hgd", "cab", "e", "gab"]
 JUDGE: dict[str, Any] = {**SHAPE, "num_labels": 1}
@@ -153,16 +154,16 @@ async def test_what_is_saved_judges_as_the_model_did(
 async def test_what_a_reward_model_refuses(small: str, tmp_path: Path) -> None:
     made = TorchRewardModel(table(small))
     short = (await scored(made)).assign(token_scores=rl.Ragged.of([[0.0]] * 16, np.float32))
-    with pytest.raises(rl.DataError, match="row 0 has 8 tokens and 1 in `token_scores`"):
+    with pytest.raises(DataError, match="row 0 has 8 tokens and 1 in `token_scores`"):
         await made.update(short, rl.BradleyTerryLoss())
-    with pytest.raises(rl.DataError, match="row 1 cannot be judged: the row has 100 tokens"):
+    with pytest.raises(DataError, match="row 1 cannot be judged: the row has 100 tokens"):
         await made.encode(rl.Batch.of(prompt=["a>", "a>"], completion=["a", "a" * 97]))
     for steps, wrong in (("ab", "`steps` of row 0 is 'ab'"), ((), "row 0 has the steps"), (("a", ""), "needs a token")):
-        with pytest.raises(rl.DataError, match=wrong):
+        with pytest.raises(DataError, match=wrong):
             await made.encode(rl.Batch.of(prompt=["a>"], steps=[steps]))
     transformers.CohereForCausalLM(transformers.CohereConfig(**SHAPE)).save_pretrained(tmp_path)
     character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path)
-    with pytest.raises(rl.ModelError, match="CohereForCausalLM, and transformers has no sequence classifier"):
+    with pytest.raises(ModelError, match="CohereForCausalLM, and transformers has no sequence classifier"):
         TorchRewardModel(table(str(tmp_path)))
 
 
@@ -170,7 +171,7 @@ SMALL: dict[str, Any] = {**JUDGE, "vocab_size": 12, "hidden_size": 16, "head_dim
 CLASSIFIERS = [
     transformers.LlamaConfig(**SMALL),
     transformers.Qwen3Config(**SMALL),
-    transformers.GPT2Config(**{**GPT2, "vocab_size": 12, "num_labels": 1}),
+    transformers.GPT2Config(**changed(GPT2, vocab_size=12, num_labels=1)),
     transformers.LlamaConfig(**SMALL, pad_token_id=1),  # the token that ends a text: the score is of the one before
     transformers.LlamaConfig(**SMALL, pad_token_id=0),
 ]
@@ -280,15 +281,15 @@ async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> N
     assert "the chat template refuses a row: TemplateError: no turns" in str(refused)
     assert "the row has the token 12 and the model knows 0 to 11" in str(unknown)
     assert none is None
-    with pytest.raises(rl.DataError, match="`completion` of row 1 is 3"):
+    with pytest.raises(DataError, match="`completion` of row 1 is 3"):
         await reward(llama).score(rl.Batch.of(prompt=["a", "b"], completion=["a", 3]))
 
 
 @pytest.mark.megatron
 def test_folders_that_hold_no_judge_or_a_judge_alone(llama: str, judge_of: ModelOf) -> None:
-    three = judge_of(transformers.LlamaConfig(**{**SMALL, "num_labels": 3}))
+    three = judge_of(transformers.LlamaConfig(**changed(SMALL, num_labels=3)))
     for role in (FsdpReward, MegatronReward):
-        with pytest.raises(rl.ModelError, match=r" has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model must"):
+        with pytest.raises(ModelError, match=r" has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model must"):
             role(rl.RewardModelConfig(model=three))
-    with pytest.raises(rl.ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
+    with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
         TorchPolicy(rl.PolicyConfig(model=llama))

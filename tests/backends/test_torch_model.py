@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl import Batch, CrossEntropy, DataError, ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
-from meshrl.errors import ModelError
+from meshrl import Batch, CrossEntropy, NewModel, PolicyConfig, SamplerConfig, Sampling
+from meshrl.errors import DataError, ModelError
+from meshrl.roles import ModelConfig
 from meshrl_hf.dialogues import encode_messages
 from meshrl_hf.loading import load
 from meshrl_hf.model import ready

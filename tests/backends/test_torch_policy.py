@@ -17,6 +17,8 @@ from meshrl.data import Source
 from meshrl.errors import ContractError
 from meshrl.losses import Correction, Normalise, effective_sample_size, spread
 from meshrl.mesh import Rank, rank_context
+from meshrl.objectives import gae
+from meshrl.roles import ModelConfig, OptimizerConfig
 from meshrl_hf.optimizer import learning_rate
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
@@ -127,7 +129,7 @@ async def test_a_save_that_failed_leaves_the_old_folder(tmp_path: Path, monkeypa
 
 
 def test_learning_rates() -> None:
-    config = rl.OptimizerConfig(lr=1.0, warmup_steps=4, total_steps=14)
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, total_steps=14)
     assert [learning_rate(config, step) for step in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     linear = config.model_copy(update={"schedule": "linear"})
     assert [learning_rate(linear, step) for step in (4, 9, 14, 20)] == [1, 0.5, 0, 0]
@@ -139,7 +141,7 @@ def test_learning_rates() -> None:
     ("role", "config"),
     [(TorchPolicy, rl.PolicyConfig), (TorchCritic, rl.CriticConfig), (TorchRewardModel, rl.RewardTrainingConfig)],
 )
-def test_several_ranks_are_refused(role: Callable[[rl.ModelConfig], object], config: type[rl.ModelConfig]) -> None:
+def test_several_ranks_are_refused(role: Callable[[ModelConfig], object], config: type[ModelConfig]) -> None:
     rank_context.set(Rank(index=0, size=2, axes={"dp": 0}, shape={"dp": 2}, threads=1))
     with pytest.raises(ContractError, match=f"{role.__name__} trains on one rank, but its mesh has 2"):
         role(config(model=MODEL))
@@ -276,7 +278,7 @@ async def test_values_and_advantages_are_of_each_learned_token(folder: str, mode
         expected = torch.cat(PlainCritic(model).by_row(batch)).detach().numpy() * batch.loss_mask.values
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(floats(found.ragged("values").values), expected, atol=1e-5)
-        by_hand = rl.gae(batch.rewards, found.ragged("values"), batch.loss_mask, rl.Gae(decay=0.9))
+        by_hand = gae(batch.rewards, found.ragged("values"), batch.loss_mask, rl.Gae(decay=0.9))
         assert (found.ragged("advantages"), found.ragged("returns")) == by_hand
 
 

@@ -171,7 +171,7 @@ async def test_stopped_rows_go_on_as_if_they_had_not_been() -> None:
     await made.load(weights(3))
     whole = await rollout(made, sampling, prompts)
     rows = await stopped(made, prompts, sampling, 9)
-    aborted, begun = rows.row("aborted"), np.array([mask.any() for mask in rows.loss_mask])
+    aborted, begun = np.asarray(rows.row("aborted"), np.bool_), np.array([mask.any() for mask in rows.loss_mask])
     assert not aborted.all(), "some had ended"
     assert not begun.all(), "some had not begun"
     assert (aborted & begun).any(), "some were in the middle"

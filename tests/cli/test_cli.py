@@ -24,7 +24,9 @@ SCRIPT = '''
 
 import asyncio
 import signal
-from meshrl import Actor, Config, DataError, Metrics, Run
+from meshrl import Actor, Metrics, Run
+from meshrl.config import Config
+from meshrl.errors import DataError
 from meshrl.events import waiting
 
 
@@ -114,7 +116,7 @@ def test_simulate_takes_the_steps_that_are_asked_for() -> None:
 
 def test_a_script_that_cannot_be_used_and_one_with_postponed_annotations(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    reserved = "from meshrl import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ..."
+    reserved = "from meshrl.config import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ..."
     for text, message in {
         "def script(run, config): ...": "'script' is not an async function; it needs",
         reserved: "C.run: the key 'run' is reserved by meshrl: rename it",

@@ -2,8 +2,9 @@
 
 import asyncio
 
-from meshrl import Mesh, NewModel, PolicyConfig, Resources, Same, SamplerConfig, endpoint
+from meshrl import Mesh, NewModel, PolicyConfig, Resources, SamplerConfig, endpoint
 from meshrl.engines.ray import RayEngine
+from meshrl.mesh import Same
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.cluster.jobs import on

@@ -21,7 +21,8 @@ import numpy as np
 
 import meshrl as rl
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import ConfigError, MeshrlError, NoRoom
+from meshrl.errors import ConfigError, MeshrlError, NoRoom, RankDied
+from meshrl.mesh import EVERY, Same
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
@@ -110,12 +111,12 @@ class Traveller(rl.Actor):
         return batch.assign(tokens=rl.Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets))
 
     @rl.endpoint
-    async def weights(self, count: int) -> rl.Gather[rl.Weights, rl.EVERY]:
+    async def weights(self, count: int) -> rl.Gather[rl.Weights, EVERY]:
         number = rl.current_rank().index
         return rl.Weights(1, {str(number): np.full(count, number + 1, np.float32)})
 
     @rl.endpoint
-    async def way(self, weights: rl.Weights) -> rl.Same[str]:
+    async def way(self, weights: rl.Weights) -> Same[str]:
         """How they came."""
         assert not any(bucket.damaged() for bucket in weights.buckets)
         return ", ".join(weights.ways)
@@ -158,7 +159,7 @@ async def until_it_dies(one: Traveller) -> str:
         while True:
             await one.say("before")
             await asyncio.sleep(0.05)
-    except rl.RankDied as died:
+    except RankDied as died:
         return str(died)
 
 
@@ -284,7 +285,7 @@ async def written(engine: RayEngine, host: str) -> object:
     await talks.say("hello from there")
     try:
         await talks.die()
-    except rl.RankDied as died:
+    except RankDied as died:
         return str(died), (LOGS / "far-0.log").read_text()
     raise AssertionError("it lives")
 

@@ -13,22 +13,24 @@ import socket
 
 import helper
 import meshrl as rl
+from meshrl.config import Config
+from meshrl.mesh import Same
 from mine.words import word
 
 
-class TrainConfig(rl.Config):
+class TrainConfig(Config):
     reward: rl.RewardConfig
 
 
 class Reads(rl.Actor):
     @rl.endpoint
-    async def read(self) -> rl.Same[str]:
+    async def read(self) -> Same[str]:
         import late
         with open("prompt.txt") as prompt:
             return f"{helper.VALUE} {word()} {late.VALUE} {prompt.read().strip()} on {socket.gethostname()}"
 
     @rl.endpoint
-    async def secret(self) -> rl.Same[str]:
+    async def secret(self) -> Same[str]:
         try:
             import secret
         except ModuleNotFoundError as error:

@@ -17,13 +17,16 @@ from meshrl.testing.cluster import Cluster, Host
 SCRIPT = """
 import asyncio, socket
 import meshrl as rl
+from meshrl.config import Config
+from meshrl.errors import DataError
+from meshrl.mesh import Same
 
-class WhereConfig(rl.Config):
+class WhereConfig(Config):
     seconds: float = 0.0
 
 class Where(rl.Actor):
     @rl.endpoint
-    async def host(self) -> rl.Same[str]:
+    async def host(self) -> Same[str]:
         return socket.gethostname()
 
 async def where(run: rl.Run, config: WhereConfig) -> None:
@@ -84,7 +87,7 @@ def test_a_run_uses_the_hosts_leaves_nothing_and_its_failure_is_the_status(clust
     assert '"finished"' in (folder / "runs" / "where" / "summary.json").read_text()
     nothing_runs(cluster)
     (folder / "where.py").write_text(
-        SCRIPT.replace("async for _ in", "raise rl.DataError('on purpose')\n    async for _ in")
+        SCRIPT.replace("async for _ in", "raise DataError('on purpose')\n    async for _ in")
     )
     said, _ = (process := launched(folder, "run.name=failed", hosts="node1")).communicate()
     assert process.returncode == 1

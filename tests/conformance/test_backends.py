@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import pytest
 from torch import Tensor
 
-from meshrl import ClippedLoss, RankFailed, Resources
+from meshrl import ClippedLoss, Resources
+from meshrl.errors import RankFailed
 from meshrl.losses import TokenLoss
 from meshrl.testing import conformance
 from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, refusals, state

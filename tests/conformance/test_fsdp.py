@@ -10,6 +10,7 @@ import pytest_asyncio
 from transformers import LlamaConfig, Qwen3Config
 
 import meshrl as rl
+from meshrl.errors import ContractError, DataError, RankFailed
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
@@ -59,12 +60,12 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
 async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: rl.Mesh) -> None:
     policy = await spawn(two)
     good = rollouts()
-    with pytest.raises((rl.DataError, rl.ContractError)):
+    with pytest.raises((DataError, ContractError)):
         await policy.update(good.assign(extra=[*range(len(good) - 1), Lock()]), rl.ClippedLoss())
     strange = np.where(np.arange(len(good.tokens.values)) == 1, 99, good.tokens.values).astype(np.int32)
-    with pytest.raises(rl.RankFailed, match="has the token 99 and the model knows 0 to"):
+    with pytest.raises(RankFailed, match="has the token 99 and the model knows 0 to"):
         await policy.update(good.assign(tokens=rl.Ragged(strange, good.tokens.offsets)), rl.ClippedLoss())
-    with pytest.raises(rl.ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
+    with pytest.raises(ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
         await rl.at(policy, dp=0).logprobs(good)
     await policy.update(good, rl.ClippedLoss())
     assert (await policy.weights()).version == 1
@@ -104,13 +105,13 @@ async def test_models_in_the_same_processes_have_layouts_of_their_own(two: rl.Me
 
 async def test_wrong_meshes_say_what_is_wrong(two: rl.Mesh) -> None:
     three = rl.NewModel.model_validate({**MODEL.model_dump(), "hidden_size": 18, "heads": 3})
-    with pytest.raises(rl.RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
+    with pytest.raises(RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
         await spawn(two.shape(dp=1, tp=2), model=three)
-    with pytest.raises(rl.RankFailed, match="supports the axes dp and tp"):
+    with pytest.raises(RankFailed, match="supports the axes dp and tp"):
         await spawn(two.shape(dp=1, pp=2))
-    with pytest.raises(rl.RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
+    with pytest.raises(RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
         await spawn(two, fsdp=FsdpConfig(replicate=3))
     engine = rl.LocalEngine(cores=2)
-    with pytest.raises(rl.RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
+    with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
         await spawn((await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1))).shape(dp=2))
     await engine.close()

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from meshrl import Actor, Mesh, Same, current_rank, each, endpoint
+from meshrl import Actor, Mesh, current_rank, each, endpoint
+from meshrl.mesh import Same
 from meshrl_inference.group import gather_gpus
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from meshrl import RankFailed
+from meshrl.errors import RankFailed
 from meshrl.testing import conformance
 from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers

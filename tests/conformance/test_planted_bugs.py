@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, Weights
+from meshrl import Batch, Metrics, PolicyConfig, Ragged, Weights
+from meshrl.errors import DataError
+from meshrl.losses import Loss
 from meshrl.testing.conformance import CHECKS
 from meshrl_hf import checkpoint
 from meshrl_hf.optimizer import Optimizer

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen3Config
 
-from meshrl import Batch, DataError, Mesh, RankFailed, Reward, RewardModelConfig, stop
+from meshrl import Batch, Mesh, Reward, RewardModelConfig, stop
+from meshrl.errors import DataError, RankFailed
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_megatron.reward import MegatronReward
 from meshrl_torch.reward import TorchReward

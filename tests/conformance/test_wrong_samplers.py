@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights
+from meshrl import Batch, Ragged, SamplerConfig, Sampling, Weights
+from meshrl.errors import ModelError
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import SAMPLER, Harness, Subject, interruptions
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of

@@ -10,7 +10,8 @@ import pytest
 
 import meshrl as rl
 from meshrl.data import RemoteColumn
-from meshrl.mesh import Engine
+from meshrl.errors import ContractError, DataError, MeshStopped, RankFailed
+from meshrl.mesh import Engine, Same
 from tests.engines.conftest import Reserve, on_ray_too, where_columns_stay
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -25,7 +26,7 @@ class Probe(rl.Actor):
         self.made = 0
 
     @rl.endpoint
-    async def note(self, number: int) -> rl.Same[list[int]]:
+    async def note(self, number: int) -> Same[list[int]]:
         self.log.append(number)
         return self.log
 
@@ -34,7 +35,7 @@ class Probe(rl.Actor):
         (what.rewards if isinstance(what, rl.Batch) else what)[0] = 9
 
     @rl.endpoint
-    async def array(self) -> rl.Same[dict[str, np.ndarray]]:
+    async def array(self) -> Same[dict[str, np.ndarray]]:
         return {"zeros": np.zeros(3)}
 
     @rl.endpoint
@@ -47,7 +48,7 @@ class Probe(rl.Actor):
             raise
 
     @rl.endpoint
-    async def state(self) -> rl.Same[str]:
+    async def state(self) -> Same[str]:
         return self.ended
 
     @rl.endpoint
@@ -78,7 +79,7 @@ class Probe(rl.Actor):
         await asyncio.gather(child(), child())
 
     @rl.endpoint
-    async def yielded(self) -> rl.Same[int]:
+    async def yielded(self) -> Same[int]:
         return self.made
 
 
@@ -104,7 +105,7 @@ async def test_a_rank_cannot_change_the_callers_values(mesh: rl.Mesh) -> None:
     assert numbers == [1]
     small, large = np.zeros(3), np.zeros(100_000)
     for what in (small, large, rl.Batch.of(rewards=np.zeros(2, np.float32))):
-        with pytest.raises(rl.RankFailed, match="read-only"):
+        with pytest.raises(RankFailed, match="read-only"):
             await probe.write(what)
     small[:] = large[:] = 1
     with pytest.raises(ValueError, match="read-only"):
@@ -126,7 +127,7 @@ async def test_cancelling_a_call_cancels_it_on_the_ranks(mesh: rl.Mesh) -> None:
 
 async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: rl.Mesh) -> None:
     probe = await mesh.spawn(Probe)
-    with pytest.raises(rl.RankFailed) as caught:
+    with pytest.raises(RankFailed) as caught:
         await probe.fail_on(1)
     error = caught.value
     assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "fail_on")
@@ -139,12 +140,12 @@ async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: rl.Mesh
 
 
 async def test_what_fails_leaves_its_rank_to_others(mesh: rl.Mesh) -> None:
-    with pytest.raises(rl.RankFailed, match=r"Probe.__init__ on rank 1 \(dp=1\) failed: OSError: no such device"):
+    with pytest.raises(RankFailed, match=r"Probe.__init__ on rank 1 \(dp=1\) failed: OSError: no such device"):
         await mesh.spawn(Probe, fail_on=1)
     probe = await mesh.spawn(Probe)
-    with pytest.raises(rl.RankFailed, match="SystemExit"):
+    with pytest.raises(RankFailed, match="SystemExit"):
         await probe.leave()
-    with pytest.raises(rl.ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
+    with pytest.raises(ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
         await cast("Any", probe).note(threading.Lock())
     assert await probe.note(1) == [1]
 
@@ -156,12 +157,12 @@ async def test_a_stopped_actor_ends_its_calls_and_streams_and_refuses_others(mes
     for stream in (read, left):
         await anext(stream)
     await rl.stop(probe)
-    with pytest.raises(rl.MeshStopped, match=r"Probe.hang was called on rank \d, but the actor is stopped"):
+    with pytest.raises(MeshStopped, match=r"Probe.hang was called on rank \d, but the actor is stopped"):
         await call
-    with pytest.raises(rl.MeshStopped):
+    with pytest.raises(MeshStopped):
         [value async for value in read]
     await left.aclose()  # which is quiet
-    with pytest.raises(rl.MeshStopped):
+    with pytest.raises(MeshStopped):
         await probe.note(1)
     assert await other.note(1) == [1]
 
@@ -172,7 +173,7 @@ async def test_an_actor_can_be_made_again(mesh: rl.Mesh) -> None:
     running = asyncio.create_task(probe.hang())
     await until(probe, "running")
     await rl.respawn(probe)
-    with pytest.raises(rl.MeshStopped):
+    with pytest.raises(MeshStopped):
         await running
     assert await probe.note(2) == [2]
     assert await other.note(2) == [1, 2]
@@ -193,7 +194,7 @@ async def test_a_stream_waits_for_its_reader_closes_with_it_and_says_where_it_fa
     await until(one, "closed")
     failing = aiter(rl.at(probe, dp=1).count_then_fail())
     assert (await anext(failing)).tolist() == [1]
-    with pytest.raises(rl.RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream"):
+    with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream"):
         await anext(failing)
 
 
@@ -211,7 +212,7 @@ class Rollouts(rl.Actor):
         self.called: list[str] = []
 
     @rl.endpoint
-    async def order(self) -> rl.Same[list[str]]:
+    async def order(self) -> Same[list[str]]:
         return self.called
 
     @rl.endpoint
@@ -244,16 +245,16 @@ class Rollouts(rl.Actor):
             yield batch.select([row])
 
     @rl.endpoint
-    async def numbers(self, values: np.ndarray) -> rl.Same[float]:
+    async def numbers(self, values: np.ndarray) -> Same[float]:
         self.called.append("numbers")
         return float(values.sum())
 
     @rl.endpoint
-    async def weights(self) -> rl.Same[rl.Weights]:
+    async def weights(self) -> Same[rl.Weights]:
         return layers()
 
     @rl.endpoint
-    async def fingerprint(self, weights: rl.Weights) -> rl.Same[str]:
+    async def fingerprint(self, weights: rl.Weights) -> Same[str]:
         return weights.fingerprint()
 
 
@@ -265,7 +266,7 @@ async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Eng
     if engine.inline_bytes:
         assert batch.rewards.tolist() == list(range(8)), "small columns come with the reply"
     assert batch.lengths.tolist() == [20_000] * 8
-    with pytest.raises(rl.DataError, match=r"batch.load\('tokens'\)"):
+    with pytest.raises(DataError, match=r"batch.load\('tokens'\)"):
         _ = batch.tokens
     assert [row[0] for row in (await batch.load("tokens")).tokens] == list(range(8))
     one = await batch.select([6]).load()
@@ -310,7 +311,7 @@ async def test_what_is_replicated_may_be_large(mesh: rl.Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
     assert await rollouts.numbers(np.ones(100_000)) == 100_000
     weights = await rollouts.weights()
-    with pytest.raises(rl.DataError, match=r"weights of version 7 .* lie on the rank that made them"):
+    with pytest.raises(DataError, match=r"weights of version 7 .* lie on the rank that made them"):
         _ = weights.tensors
     assert await weights.load() == layers()
     for each in (weights, layers().with_version(8)):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.errors import RankDied, RankFailed
+from meshrl.mesh import Same
 from tests.engines.conftest import Reserve, on_processes
 from tests.processes.conftest import running, until
 
@@ -45,7 +47,7 @@ class Probe(rl.Actor):
         return np.array([os.getpid()])
 
     @rl.endpoint
-    async def add(self, number: int = 1) -> rl.Same[int]:
+    async def add(self, number: int = 1) -> Same[int]:
         self.count += number
         return self.count
 
@@ -68,7 +70,7 @@ class Probe(rl.Actor):
         await asyncio.Event().wait()
 
     @rl.endpoint
-    async def itself(self) -> rl.Same[object]:
+    async def itself(self) -> Same[object]:
         return weakref.ref(self)  # which can be copied, but not be pickled
 
     @rl.endpoint
@@ -101,19 +103,19 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path
     stream = probe.count_on(rl.Batch.of(row=[1, 2]))
     assert len(await anext(stream)) == 1
     await kill(pids[1])
-    with pytest.raises(rl.RankDied) as died:
+    with pytest.raises(RankDied) as died:
         await call
     error = died.value
     assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "hang")
     assert error.pid == pids[1]
     assert error.host
-    with pytest.raises(rl.RankDied, match=r"Probe.count_on on rank 1 \(dp=1\)"):
+    with pytest.raises(RankDied, match=r"Probe.count_on on rank 1 \(dp=1\)"):
         async for _ in stream:
             pass
     await until(note.exists)  # the rank that lives writes it
     assert await rl.at(probe, dp=0).add() == 1, "its own process lives"
     for refusing in (probe, other, rl.at(other, dp=1)):
-        with pytest.raises(rl.RankDied) as refused:
+        with pytest.raises(RankDied) as refused:
             await refusing.add()
         assert (refused.value.pid, refused.value.rank, refused.value.reason) == (pids[1], 1, error.reason)
 
@@ -122,7 +124,7 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path
     again = (await probe.pid()).tolist()
     assert again[0] == pids[0]
     assert again[1] != pids[1]
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         await other.add()
     await rl.respawn(other)
     assert await other.add() == 6
@@ -145,7 +147,7 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
         call = asyncio.create_task(probe.block(str(tmp_path / name)))
         await until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(rl.RankDied):
+        with pytest.raises(RankDied):
             await call
         return pids
 
@@ -163,7 +165,7 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
 
     async def is_spawned() -> None:
         mesh = await reserve(2)
-        with pytest.raises(rl.RankDied, match=r"Starts.__init__ on rank 1 \(dp=1\)"):
+        with pytest.raises(RankDied, match=r"Starts.__init__ on rank 1 \(dp=1\)"):
             await mesh.spawn(Starts, die=True)
         assert await (await mesh.spawn(Starts, die=False)).add() == 1
 
@@ -173,13 +175,13 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
 @on_processes
 async def test_what_cannot_travel_fails_its_call_alone(mesh: rl.Mesh) -> None:
     probe = await mesh.spawn(Probe)
-    with pytest.raises(rl.RankFailed, match="Trouble: no device 3") as failed:
+    with pytest.raises(RankFailed, match="Trouble: no device 3") as failed:
         await probe.trouble()
     assert failed.value.__cause__ is None
     assert 'raise Trouble("no device 3")' in failed.value.traceback
-    with pytest.raises(rl.RankFailed, match=r"cannot pickle 'weakref\.ReferenceType' object"):
+    with pytest.raises(RankFailed, match=r"cannot pickle 'weakref\.ReferenceType' object"):
         await probe.itself()
-    with pytest.raises(rl.RankFailed, match="not on this machine"):
+    with pytest.raises(RankFailed, match="not on this machine"):
         async for _ in probe.count_on(rl.Batch.of(row=[1, 2]), Unreadable()):
             pass
     assert await probe.add() == 1

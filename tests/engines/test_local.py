@@ -11,17 +11,19 @@ import pytest
 from numpy.typing import NDArray
 
 import meshrl as rl
+from meshrl.errors import MeshStopped
+from meshrl.mesh import Same
 
 
 class Threads(rl.Actor):
     @rl.endpoint
-    async def threads(self) -> rl.Same[int]:
+    async def threads(self) -> Same[int]:
         return rl.current_rank().threads
 
 
 class Rows(rl.Actor):
     @rl.endpoint
-    async def come_inside(self, rows: rl.Shard[rl.Batch]) -> rl.Same[bool]:
+    async def come_inside(self, rows: rl.Shard[rl.Batch]) -> Same[bool]:
         """Whether the rewards came with the call."""
         return isinstance(rows.stored["rewards"], np.ndarray)
 
@@ -83,9 +85,9 @@ async def test_a_stop_that_is_cancelled_goes_on(mesh: rl.Mesh) -> None:
     with pytest.raises(asyncio.CancelledError):
         await stopping
     ends.set()
-    with contextlib.suppress(rl.MeshStopped):
+    with contextlib.suppress(MeshStopped):
         await call
-    with pytest.raises(rl.MeshStopped):
+    with pytest.raises(MeshStopped):
         await busy.work()
 
 
@@ -144,14 +146,14 @@ class Paced(rl.Actor):
         return np.array([rl.current_rank().index])
 
     @rl.endpoint
-    async def hurried(self) -> rl.Same[str]:
+    async def hurried(self) -> Same[str]:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.001):
                 await asyncio.Event().wait()
         return "late"
 
     @rl.endpoint
-    async def said(self) -> rl.Same[list[str]]:
+    async def said(self) -> Same[list[str]]:
         return self.seen
 
 
@@ -212,5 +214,5 @@ async def test_a_stop_reaches_calls_that_have_not_begun(paced: Paced) -> None:
     await asyncio.sleep(0)
     await rl.stop(paced)
     for call in calls:
-        with pytest.raises(rl.MeshStopped):
+        with pytest.raises(MeshStopped):
             await call

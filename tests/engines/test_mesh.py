@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.errors import ContractError, ReplicasDisagree
+from meshrl.mesh import TP, Same
 from tests.engines.conftest import NO_CORE, Reserve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -75,7 +77,7 @@ class Worker(rl.Actor):
         return {"a" if first else "b": np.zeros(1)}
 
     @rl.endpoint
-    async def index(self) -> rl.Same[int]:
+    async def index(self) -> Same[int]:
         return rl.current_rank().index
 
     @rl.endpoint
@@ -90,7 +92,7 @@ class Worker(rl.Actor):
 
 class Tall(Worker):
     @rl.endpoint
-    async def along_tp(self) -> rl.Gather[np.ndarray, rl.TP]:
+    async def along_tp(self) -> rl.Gather[np.ndarray, TP]:
         return np.array([rl.current_rank().index])
 
     @rl.endpoint
@@ -130,9 +132,9 @@ async def test_results_are_reduced_container_by_container(two: rl.Mesh) -> None:
     assert await worker.means() == {"a": 2.0, "b": 3.0}
     assert await worker.totals() == [4, 6]
     for what, told in ("nothing", r"parts \[0\] are None"), ("keys", "different keys"):
-        with pytest.raises(rl.ContractError, match=told):
+        with pytest.raises(ContractError, match=told):
             await worker.on_one_alone(what)
-    with pytest.raises(rl.ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
+    with pytest.raises(ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
         await worker.index()
 
 
@@ -141,7 +143,7 @@ async def test_containers_optional_shards_and_any_number_of_arguments_are_split_
     result = await worker.pairs({"a": batch, "b": batch}, np.array([1, 2, 3, 4, 5.0]))
     assert result["sum"].tolist() == [0, 4, 12, 24, 40]
     assert (await worker.pairs(rows={"a": batch, "b": batch}))["sum"].tolist() == [0, 2, 4, 6, 8]
-    with pytest.raises(rl.ContractError, match=r"`rows\['a'\]` has 5, `rows\['b'\]` has 4"):
+    with pytest.raises(ContractError, match=r"`rows\['a'\]` has 5, `rows\['b'\]` has 4"):
         await worker.pairs({"a": batch, "b": batch.select(range(4))})
     assert (await (await worker.sums(batch, batch, more=batch)).load()).rewards.tolist() == [0, 3, 6, 9, 12]
 
@@ -194,22 +196,22 @@ async def test_what_is_spawned_is_an_instance_of_its_class(two: rl.Mesh) -> None
 
 
 async def test_wrong_uses_say_what_to_write(two: rl.Mesh) -> None:
-    with pytest.raises(rl.ContractError, match=r"mesh.shape\(dp=3\): the sizes multiply to 3, .* the mesh has 2 ranks"):
+    with pytest.raises(ContractError, match=r"mesh.shape\(dp=3\): the sizes multiply to 3, .* the mesh has 2 ranks"):
         two.shape(dp=3)
-    with pytest.raises(rl.ContractError, match="too many positional arguments"):
+    with pytest.raises(ContractError, match="too many positional arguments"):
         await cast("Any", two).spawn(Worker, 1, 2)
-    with pytest.raises(rl.ContractError, match="is a role without an implementation of checkpoint, encode, logprobs"):
+    with pytest.raises(ContractError, match="is a role without an implementation of checkpoint, encode, logprobs"):
         await two.spawn(rl.Policy)
     worker: Any = await two.spawn(Worker)
-    with pytest.raises(rl.ContractError, match="missing a required argument: 'batch'"):
+    with pytest.raises(ContractError, match="missing a required argument: 'batch'"):
         await worker.twice()
-    with pytest.raises(rl.ContractError, match="int cannot be split over ranks"):
+    with pytest.raises(ContractError, match="int cannot be split over ranks"):
         await worker.twice(3)
     with pytest.raises(AttributeError, match="no endpoint 'twise': did you mean 'twice'"):
         await worker.twise()
-    with pytest.raises(rl.ContractError, match="is a stream"):
+    with pytest.raises(ContractError, match="is a stream"):
         rl.each(worker.expanded)
-    with pytest.raises(rl.ContractError, match=r"at\(Worker, dp=2\): the mesh has dp from 0 to 1"):
+    with pytest.raises(ContractError, match=r"at\(Worker, dp=2\): the mesh has dp from 0 to 1"):
         rl.at(worker, dp=2)
-    with pytest.raises(rl.ContractError, match=r"ranks\(\) needs an actor that was spawned on a mesh"):
+    with pytest.raises(ContractError, match=r"ranks\(\) needs an actor that was spawned on a mesh"):
         rl.ranks(Worker())

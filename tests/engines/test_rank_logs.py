@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import Actor, RankDied, Run, RunConfig, current_rank, endpoint, respawn
+from meshrl import Actor, Run, RunConfig, current_rank, endpoint, respawn
+from meshrl.errors import RankDied
 from tests.engines.conftest import NO_CORE, RAY, Reserve, on_processes
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")

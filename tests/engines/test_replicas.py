@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.errors import RankDied
 from meshrl.mesh import is_away
 from meshrl.testing import FakePolicy, FakeSampler, Witness
 from tests.engines.conftest import NO_CORE, Reserve, on_processes
@@ -73,7 +74,7 @@ async def test_a_replica_is_respawned_alone(reserve: Reserve) -> None:
     sampler = await mesh.spawn(SlowSampler, SAMPLER)
     pids = (await sampler.pid()).tolist()
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         await asyncio.gather(*(sampler.pid() for _ in range(1000)))
     first = rl.at(sampler, dp=0)
     assert (await first.pid()).tolist() == pids[:1]

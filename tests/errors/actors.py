@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import meshrl as rl
-from meshrl.roles import implementation
+from meshrl.losses import Loss
+from meshrl.mesh import TP, Same
+from meshrl.roles import RoleConfig, implementation
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -27,10 +29,10 @@ class Wrong:
 
     async def unmarked_result(self, batch: rl.Shard[rl.Batch]) -> int: ...
     async def no_result_annotation(self, batch: rl.Shard[rl.Batch]): ...
-    async def missing_axis(self, batch: rl.Shard[rl.Batch, rl.TP]) -> None: ...
+    async def missing_axis(self, batch: rl.Shard[rl.Batch, TP]) -> None: ...
     async def unsplittable(self, text: rl.Shard[str]) -> None: ...
     async def unjoinable(self) -> rl.Gather[str]: ...
-    def not_async(self) -> rl.Same[int]: ...
+    def not_async(self) -> Same[int]: ...
     async def yields_without_a_stream(self) -> rl.Gather[rl.Batch]:  # type: ignore[misc]
         yield BATCH
 
@@ -39,9 +41,9 @@ class Wrong:
 
     async def mark_on_the_wrong_side(self, batch: rl.Gather[rl.Batch]) -> rl.Shard[rl.Batch]: ...
     async def annotation_for_the_checker_alone(self, price: "Decimal") -> None: ...
-    async def changed_contract(self, batch: rl.Shard[rl.Batch, rl.TP], loss: rl.Loss) -> rl.Same[rl.Metrics]: ...
+    async def changed_contract(self, batch: rl.Shard[rl.Batch, TP], loss: Loss) -> Same[rl.Metrics]: ...
     async def changed_parameters(self, rows: rl.Batch) -> rl.Metrics: ...
-    async def one_parameter_more(self, batch: rl.Batch, loss: rl.Loss, beta: float) -> rl.Metrics: ...
+    async def one_parameter_more(self, batch: rl.Batch, loss: Loss, beta: float) -> rl.Metrics: ...
     async def no_actor(self) -> None: ...
 
 
@@ -55,7 +57,7 @@ class Started(rl.Policy):
     async def checkpoint(self, folder: str, wait: bool = True) -> None: ...
     async def restore(self, folder: str) -> None: ...
     @abstractmethod
-    async def update(self, batch: rl.Batch, loss: rl.Loss) -> rl.Metrics: ...
+    async def update(self, batch: rl.Batch, loss: Loss) -> rl.Metrics: ...
 
 
 def _has(name: str, mistake: Callable[..., object], base: type = rl.Actor) -> Callable[[], object]:
@@ -92,7 +94,7 @@ class Worker(rl.Actor):
         return np.array([batch.rewards.sum()])
 
     @rl.endpoint
-    async def index(self) -> rl.Same[int]:
+    async def index(self) -> Same[int]:
         return rl.current_rank().index
 
     @rl.endpoint
@@ -108,7 +110,7 @@ class Worker(rl.Actor):
         return rl.Batch.of(tokens=rl.Ragged.of([np.zeros(40_000)], np.int32))
 
     @rl.endpoint
-    async def weights(self) -> rl.Same[rl.Weights]:
+    async def weights(self) -> Same[rl.Weights]:
         return rl.Weights(3, {"embedding": np.zeros((200, 200), np.float32)})
 
 
@@ -128,7 +130,7 @@ async def _worker(use: Callable[[Any], Any], ranks: int = 2) -> Any:
         return await used if inspect.isawaitable(used) else used
 
 
-async def _spawn(role: type[rl.Actor], config: rl.RoleConfig) -> None:
+async def _spawn(role: type[rl.Actor], config: RoleConfig) -> None:
     async with rl.Run(rl.RunConfig()) as run:
         await run.spawn(role, config)
 
@@ -203,5 +205,5 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "ranks-of-a-plain-object": lambda: rl.ranks(Worker()),
     "unknown-backend": lambda: _spawn(rl.Policy, rl.PolicyConfig(backend="torhc", model="none")),
     "backend-without-the-role": lambda: _spawn(rl.Sampler, rl.SamplerConfig(backend="fsdp", model="none")),
-    "own-actor-as-a-role": lambda: _spawn(Memory, rl.RoleConfig(backend="fake")),
+    "own-actor-as-a-role": lambda: _spawn(Memory, RoleConfig(backend="fake")),
 }

@@ -14,7 +14,9 @@ from torch import Tensor
 import meshrl as rl
 from meshrl.cli import app
 from meshrl.data import Source
-from meshrl.losses import TokenLoss
+from meshrl.losses import Loss, TokenLoss
+from meshrl.roles import LoraConfig, RoleConfig, with_options
+from meshrl.run import MeshConfig
 from meshrl_megatron.options import MegatronConfig
 
 TINY = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
@@ -27,7 +29,7 @@ def _tiny(**changes: object) -> rl.NewModel:
     return TINY.model_copy(update=changes)
 
 
-async def _role(role: Callable[..., Any], config: rl.RoleConfig, use: str = "", *arguments: object) -> None:
+async def _role(role: Callable[..., Any], config: RoleConfig, use: str = "", *arguments: object) -> None:
     """Spawn a role, and perhaps call it."""
     async with rl.Run(rl.RunConfig()) as run:
         actor = await run.spawn(role, config)
@@ -76,7 +78,7 @@ async def save_over_other_files() -> None:
     await _save()
 
 
-async def _update(loss: rl.Loss, **columns: rl.Ragged | np.ndarray) -> None:
+async def _update(loss: Loss, **columns: rl.Ragged | np.ndarray) -> None:
     await _role(rl.Policy, rl.PolicyConfig(model=TINY), "update", BATCH.assign(**columns), loss)
 
 
@@ -98,7 +100,7 @@ async def weights_of_another_model() -> None:
 
 
 async def _on_two_ranks(config: rl.PolicyConfig) -> None:
-    async with rl.Run(rl.RunConfig(meshes={"main": rl.MeshConfig(ranks=2)})) as run:
+    async with rl.Run(rl.RunConfig(meshes={"main": MeshConfig(ranks=2)})) as run:
         await run.spawn(rl.Policy, config)
 
 
@@ -184,7 +186,7 @@ async def _megatron(**changes: object) -> None:
 
 def virtual_stages_without_a_pipeline() -> object:
     config = rl.PolicyConfig(backend="megatron", model=_tiny(layers=2))
-    return _role(rl.Policy, rl.with_options(config, MegatronConfig(virtual_stages=2)))
+    return _role(rl.Policy, with_options(config, MegatronConfig(virtual_stages=2)))
 
 
 def another_megatron_core() -> None:
@@ -242,6 +244,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "experts-of-a-model-without": lambda: _divide(TINY, experts=2, dp=2),
     "layers-over-pp": lambda: _divide(_tiny(layers=3), pp=2),
     "adapters-on-megatron": lambda: _role(
-        rl.Policy, rl.PolicyConfig(backend="megatron", model=TINY, lora=rl.LoraConfig())
+        rl.Policy, rl.PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig())
     ),
 }

@@ -7,6 +7,7 @@ import numpy as np
 
 import meshrl as rl
 from meshrl.overlap.stream import Keep
+from meshrl.run import EvaluationConfig
 
 TASK = rl.Task(
     train=rl.Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]),
@@ -43,7 +44,7 @@ async def _tuned(
         actor = await run.spawn(rl.Policy, policy)
         if every:
             sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(backend="fake", model="none"))
-            evaluation = rl.EvaluationConfig(every=every)
+            evaluation = EvaluationConfig(every=every)
             rl.evaluate_during(run, evaluation, sampler, held_out, rl.Sampling(), policy=actor)
         rows = TASK.batches(1, run.seed)
         async for _ in run.steps(1):
@@ -88,7 +89,7 @@ async def checkpoint_that_cannot_be_read() -> None:
 MISTAKES: dict[str, Callable[[], object]] = {
     "evaluation-without-prompts": lambda: _tuned(PLAIN, every=50, held_out=TASK.held_out.select([])),
     "evaluation-that-fails": lambda: _tuned(PLAIN, every=50, held_out=TASK.held_out.assign(answer=[""])),
-    "script-that-never-evaluates": lambda: _idle(PLAIN, {"evaluation": rl.EvaluationConfig(every=50)}),
+    "script-that-never-evaluates": lambda: _idle(PLAIN, {"evaluation": EvaluationConfig(every=50)}),
     "replay-of-another-evaluation": lambda: _then(_tuned(FIRST, every=2), _tuned(AGAIN, every=4)),
     "replay-of-other-steps": lambda: _then(_streamed(FIRST), _streamed(AGAIN, steps=1)),
     "replay-of-another-stream": lambda: _then(_streamed(FIRST), _streamed(AGAIN, ahead=0)),

@@ -17,6 +17,7 @@ import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import FunctionReward, load_function
 from meshrl.rewards.function import named
+from meshrl.run import Trained
 
 FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}
 ROWS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
@@ -87,7 +88,7 @@ def small(**settings: object) -> dict[str, object]:
     return {**FAKES, "steps": 1, "prompts": 4, "sampling.max_tokens": 4, **settings}
 
 
-def written(trained: rl.Trained) -> dict[str, Any]:
+def written(trained: Trained) -> dict[str, Any]:
     return tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
 
 

@@ -141,10 +141,11 @@ def test_trackio(tracked: Path) -> None:
 OWN = """
 import threading
 import meshrl as rl
+from meshrl.trackers import Tracker
 
 told = []
 
-class Mine(rl.Tracker):
+class Mine(Tracker):
     def metrics(self, step, values):
         if "reward" in values:
             told.append((step, values["reward"]))
@@ -152,11 +153,11 @@ class Mine(rl.Tracker):
     def end(self, summary, report):
         print("heard the end")
 
-class Breaks(rl.Tracker):
+class Breaks(Tracker):
     def metrics(self, step, values):
         raise OSError("no network")
 
-class Hangs(rl.Tracker):
+class Hangs(Tracker):
     def metrics(self, step, values):
         threading.Event().wait()
 """

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshrl import ClippedLoss, MeshConfig, ModelConfig, NewModel, PolicyConfig, Run, RunConfig
-from meshrl.roles import Policy
+from meshrl import ClippedLoss, NewModel, PolicyConfig, Run, RunConfig
+from meshrl.roles import ModelConfig, Policy
+from meshrl.run import MeshConfig
 from meshrl_hf import kernels
 from meshrl_hf.attention import Group, Packed
 from meshrl_hf.kernels import Bounds, Kernel

@@ -11,7 +11,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from meshrl import Gather, NewModel, PolicyConfig, SamplerConfig, endpoint, with_options
+from meshrl import Gather, NewModel, PolicyConfig, SamplerConfig, endpoint
+from meshrl.roles import with_options
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy

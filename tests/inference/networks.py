@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights, rollout, with_options
+from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
+from meshrl.roles import with_options
 from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.text import character_tokenizer
 from meshrl_inference.sampler import EngineSampler

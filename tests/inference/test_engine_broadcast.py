@@ -9,8 +9,8 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from meshrl import DataLost, Weights
-from meshrl.errors import ModelError
+from meshrl import Weights
+from meshrl.errors import DataLost, ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf import broadcast
 from meshrl_hf.broadcast import Hop

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from transformers import LlamaConfig, PreTrainedModel
 
-from meshrl import Batch, Mesh, RankFailed, Resources, Weights, rollout
+from meshrl import Batch, Mesh, Resources, Weights, rollout
 from meshrl.engines.processes import ProcessEngine
-from meshrl.errors import ModelError
+from meshrl.errors import ModelError, RankFailed
 from meshrl.mesh import Rank, rank_context
 from tests.inference.conftest import TOLD, Told
 from tests.inference.networks import ENDLESS, GREEDY, LONG, PROMPTS, SHAPE, completions, distances, drawn, greedy, two

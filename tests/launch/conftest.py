@@ -6,9 +6,10 @@ import pytest
 
 SCRIPT = """
 import meshrl as rl
+from meshrl.config import Config
 
 
-class MineConfig(rl.Config):
+class MineConfig(Config):
     steps: int = 2
     policy: rl.PolicyConfig = rl.PolicyConfig(model="", backend="fake", mesh="train")
     sampler: rl.SamplerConfig = rl.SamplerConfig(model="", backend="fake", mesh="rollout")

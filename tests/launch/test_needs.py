@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import ConfigError
+from meshrl.errors import ConfigError
 from meshrl.launch import Need, nodes_for
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import meshrl as rl
 from meshrl.data import Ragged
-from meshrl.losses import TokenLoss, WithKl, sequence_ratios, token_weights
+from meshrl.losses import Correction, Loss, TokenLoss, WithKl, sequence_ratios, token_weights
 from meshrl.objectives import pair_margins
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -52,9 +52,17 @@ def sigmoid(values: Floats) -> Floats:
 
 
 Columns: TypeAlias = dict[str, NDArray[Any]]
-OF_TOKENS: Columns = {"sampler_logprobs": SAMPLER, "logprobs": TRAINER, "reference_logprobs": REFERENCE}
-OF_TOKENS |= {"advantages": ADVANTAGES, "values": OLD_VALUES, "returns": RETURNS, "labels": LABELS}
-OF_TOKENS |= {"desirable": DESIRABLE[ROW], "kl": np.full(len(ROW), KL_POINT)}
+OF_TOKENS: Columns = {
+    "sampler_logprobs": SAMPLER,
+    "logprobs": TRAINER,
+    "reference_logprobs": REFERENCE,
+    "advantages": ADVANTAGES,
+    "values": OLD_VALUES,
+    "returns": RETURNS,
+    "labels": LABELS,
+    "desirable": DESIRABLE[ROW],
+    "kl": np.full(len(ROW), KL_POINT),
+}
 OF_PAIRS: Columns = {"logprobs": POLICY, "preferred": PREFERRED[ROW]}
 OF_PAIRS["margins"] = pair_margins(of_rows(POLICY - REFERENCE), GROUPS, PREFERRED)[ROW]
 _PAIR = np.unique(GROUPS, return_inverse=True)[1]
@@ -188,7 +196,7 @@ AHEAD_OF_ROWS = np.exp(of_rows(POLICY - SAMPLER))[ROW]
 class Case(NamedTuple):
     """A loss and what it is to equal, at what the model predicts."""
 
-    loss: rl.Loss
+    loss: Loss
     equation: Equation
     predicted: Floats = POLICY
     columns: Columns = OF_TOKENS
@@ -203,7 +211,7 @@ def of_pairs(equation: Equation, **fields: Any) -> Case:
     return Case(rl.PreferenceLoss(beta=BETA, **fields), equation, columns=OF_PAIRS)
 
 
-BY_ROW = rl.Correction(level="sequence", high=1.2)
+BY_ROW = Correction(level="sequence", high=1.2)
 CASES = {
     "sft": Case(rl.CrossEntropy(), lambda policy: -float(policy.mean())),
     "ppo": Case(rl.ClippedLoss(clip=0.2), ppo),
@@ -219,9 +227,7 @@ CASES = {
     ),
     "dr_grpo": Case(rl.ConstantLoss(constant=16), dr_grpo),
     "rloo": Case(rl.ReinforceLoss(), reinforce()),
-    "rloo, tokens weighed": Case(
-        rl.ReinforceLoss(correction=rl.Correction(high=1.1)), reinforce(np.minimum(AHEAD, 1.1))
-    ),
+    "rloo, tokens weighed": Case(rl.ReinforceLoss(correction=Correction(high=1.1)), reinforce(np.minimum(AHEAD, 1.1))),
     "rloo, rows weighed": Case(rl.ReinforceLoss(correction=BY_ROW), reinforce(np.minimum(AHEAD_OF_ROWS, 1.2))),
     "cispo": Case(rl.CispoLoss(clip_high=0.1), cispo(np.minimum(AHEAD, 1.1))),
     "cispo of two bounds": Case(rl.CispoLoss(clip=0.1, clip_high=0.1), cispo(np.clip(AHEAD, 0.9, 1.1))),

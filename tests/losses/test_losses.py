@@ -15,6 +15,8 @@ from meshrl.config import Config, validate
 from meshrl.data import Metrics, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import (
+    Correction,
+    Loss,
     Normalise,
     Predicts,
     check_predicts,
@@ -138,8 +140,8 @@ def test_numbers_far_apart_give_finite_numbers() -> None:
     far |= {"rows": torch.arange(3)}
     pair = {name: torch.tensor([1e4, -1e4, 0.0]) for name in ("token_scores", "margins", "pair_sums")}
     pair |= {"least_margins": torch.zeros(3), "preferred": torch.tensor([1, 1, -1])}
-    weighed = rl.ReinforceLoss(correction=rl.Correction(high=2.0))
-    losses: list[rl.Loss] = [rl.ClippedLoss(), rl.CispoLoss(), rl.SequenceLoss(), weighed]
+    weighed = rl.ReinforceLoss(correction=Correction(high=2.0))
+    losses: list[Loss] = [rl.ClippedLoss(), rl.CispoLoss(), rl.SequenceLoss(), weighed]
     for loss, columns in [*((loss, far) for loss in losses), (rl.BradleyTerryLoss(), pair)]:
         told = loss(logprobs, columns)
         for values in (told.values, *told.metrics.values(), torch.tensor(gradient(told.values, logprobs))):
@@ -156,9 +158,9 @@ def test_numbers_far_apart_give_finite_numbers() -> None:
 
 def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
     base = ("sampler_logprobs", "advantages")
-    token, sequence = rl.Correction(high=2.0), rl.Correction(level="sequence", high=2.0)
+    token, sequence = Correction(high=2.0), Correction(level="sequence", high=2.0)
     all_there_are = rl.ClippedLoss(anchor="trainer", correction=sequence, kl=0.1)
-    expected: list[tuple[rl.Loss, tuple[str, ...]]] = [
+    expected: list[tuple[Loss, tuple[str, ...]]] = [
         (rl.ClippedLoss(), base),
         (rl.ClippedLoss(kl=0.1), (*base, "reference_logprobs")),
         (rl.ClippedLoss(anchor="trainer", correction=token), ("logprobs", *base)),
@@ -176,7 +178,7 @@ def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
     check_predicts(rl.KtoLoss(), "logprobs")
     check_predicts(rl.ValueLoss(), "values")
     check_predicts(rl.ProcessLoss(), "scores")
-    mistakes: list[tuple[rl.Loss, Predicts, str]] = [
+    mistakes: list[tuple[Loss, Predicts, str]] = [
         (rl.ValueLoss(), "logprobs", r"ValueLoss is a loss of `values`.* pass it to critic.update"),
         (rl.CrossEntropy(), "values", r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"),
         (rl.ValueLoss(), "scores", "which a critic predicts, but this is a reward model"),
@@ -200,8 +202,8 @@ WRONG: list[tuple[type[Config], dict[str, Any], str]] = [
     (rl.ClippedLoss, {"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
     (rl.ClippedLoss, {"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler"'),
     (rl.ClippedLoss, {"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
-    (rl.Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
-    (rl.Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
+    (Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
+    (Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
     (rl.ConstantLoss, {"clip": 0.1}, NO_CONSTANT),
     (rl.ReinforceLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "sequence-sum"'),
     (rl.CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),

@@ -11,7 +11,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from meshrl import DP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
+from meshrl import Actor, Batch, Gather, Mean, Metrics, Replicate, Shard, Sum, endpoint
+from meshrl.errors import ContractError
+from meshrl.mesh import DP, Same
 from meshrl.mesh.contract import read_contract
 from meshrl.mesh.marks import EVERY_RANK
 

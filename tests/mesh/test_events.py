@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
+from meshrl.errors import RankFailed
 from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
 from meshrl.mesh import free_cores
+from meshrl.run import MeshConfig
 from meshrl.simulation import Deadlock, simulate
 
 
@@ -72,7 +74,7 @@ async def test_ranks_run_within_their_calls_and_are_noted_while_the_script_waits
             break
         seen = [value - run.recorder.began async for value in clocked.times(3, 0.001)]
         await rl.each(rl.at(clocked, dp=1).rows)(rl.Batch.of(prompt=["a", "b"]))
-        with pytest.raises(rl.RankFailed):
+        with pytest.raises(RankFailed):
             await clocked.fail(0)
     assert sink.get() is None
     events = read(run.folder)
@@ -100,7 +102,7 @@ async def test_ranks_run_within_their_calls_and_are_noted_while_the_script_waits
 
 
 async def test_meshes_have_their_names_and_cores(tmp_path: Path) -> None:
-    meshes = {"side": rl.MeshConfig(ranks=2, axes={"dp": 1, "tp": 2}, cpus=0)}
+    meshes = {"side": MeshConfig(ranks=2, axes={"dp": 1, "tp": 2}, cpus=0)}
     async with rl.Run(config(tmp_path).model_copy(update={"meshes": meshes})) as run:
         for cpus in (1, 0, None):
             await run.mesh(1, rl.Resources(cpus=cpus))
@@ -119,7 +121,7 @@ def test_steps_cover_the_run_also_one_that_breaks_off_in_virtual_time(tmp_path: 
         async with rl.Run(config(tmp_path)) as run:
             clocked = await (await run.mesh(1, rl.Resources(cpus=0))).spawn(Clocked)
             async for step in run.steps(wanted):
-                with pytest.raises(rl.RankFailed):
+                with pytest.raises(RankFailed):
                     await clocked.fail(3600)
                 await run.record(rl.Metrics({}))
                 if (step, wanted) == (2, 9):

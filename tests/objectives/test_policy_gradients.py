@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.errors import DataError
 
 REWARDS = np.array([1.0, 0.0, 0.5, 0.25, 1.0, 1.0], np.float32)
 GROUPS = np.array([4, 2, 4, 2, 9, 9])
@@ -87,5 +88,5 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
 
 def test_columns_that_do_not_fit_are_refused_in_words() -> None:
     for call, message in MISTAKES:
-        with pytest.raises(rl.DataError, match=re.escape(message)):
+        with pytest.raises(DataError, match=re.escape(message)):
             call()

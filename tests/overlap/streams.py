@@ -1,7 +1,17 @@
 """What tests of streams share: prompts, a loop that trains, and an engine on which samplers die."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
@@ -11,6 +21,7 @@ import numpy as np
 
 import meshrl as rl
 from meshrl.engines.local import LocalMember
+from meshrl.errors import RankDied
 from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
 from meshrl.overlap import Rollouts, Schedule, read_schedule, schedule
 from meshrl.overlap.producer import SwapMode
@@ -60,7 +71,7 @@ async def trained(
 
 
 @contextmanager
-def noted(runs: Path, name: str, replayed: str | None = None) -> Iterator[None]:
+def noted(runs: Path, name: str, replayed: str | None = None) -> Generator[None]:
     """Streams note their schedule in a new folder, and follow that of another run."""
     (runs / name).mkdir()
     followed = read_schedule(runs / replayed) if replayed else None
@@ -101,7 +112,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, Random(seed)
         self.ahead, self.n, self.size = self.random.randrange(5), self.random.randint(1, 3), self.random.randint(1, 4)
-        self.swap = self.random.choice(SWAPS)
+        self.swap: SwapMode = self.random.choice(SWAPS)
         self.policy = delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=SHORT)
 
     def slow(self, sampler: type[FakeSampler]) -> type[FakeSampler]:
@@ -186,7 +197,7 @@ class FragileEngine(rl.LocalEngine):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for death, member in deaths.items():
                 if death.done():
-                    raise rl.RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
+                    raise RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
             return task.result()
         finally:
             task.cancel()

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import meshrl as rl
+from meshrl.errors import DataError, EngineDied, RankDied
 from meshrl.run.restarts import is_fault_of_a_machine
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
@@ -23,7 +24,7 @@ class Mortal(FakeSampler):
 
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         if self.killer in prompts.objects("prompt"):
-            raise rl.EngineDied("an illegal memory access was encountered")
+            raise EngineDied("an illegal memory access was encountered")
         async for rows in super().generate(prompts, sampling):
             yield rows
 
@@ -41,7 +42,7 @@ def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -
         await trained(sampler, [sums(8).select(range(4)), sums(8).select(range(4, 8))], ahead=ahead)
 
     died = r"5 died of it one after another \(numbers \d(, \d){4}\).*an illegal memory access was encountered"
-    with capture_logs(), pytest.raises(rl.DataError, match=rf"(?s)groups? .*\b5 \('5\+1='\).*{died}") as failure:
+    with capture_logs(), pytest.raises(DataError, match=rf"(?s)groups? .*\b5 \('5\+1='\).*{died}") as failure:
         simulate(script, time_limit=10_000)
     assert not is_fault_of_a_machine(failure.value), "a restart would meet the same row"
 
@@ -55,7 +56,7 @@ def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
             await rl.rollout(sampler, sums(8), Beside(n=1))
 
     told = r"a call outside the stream, with 8 prompts, kills the sampler's replicas: 10 died of it one after another"
-    with capture_logs(), pytest.raises(rl.DataError, match=told):
+    with capture_logs(), pytest.raises(DataError, match=told):
         simulate(script, time_limit=10_000)
 
 
@@ -125,5 +126,5 @@ def test_a_call_without_a_stream_is_not_drawn_again_where_nobody_knows_the_weigh
         engine.kill(0)
         await rl.rollout(sampler, sums(4), rl.Sampling(n=1))
 
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         simulate(script)

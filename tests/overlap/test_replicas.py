@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshrl as rl
-from meshrl.errors import ConfigError, OtherVersions
+from meshrl.errors import ConfigError, ContractError, DataError, DataLost, OtherVersions, RankFailed
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
@@ -43,7 +43,7 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
     if min_ranks == 1:
         assert labels(simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))) == EVERY
     else:
-        with pytest.raises(rl.RankFailed, match=r"Twice.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
+        with pytest.raises(RankFailed, match=r"Twice.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
             simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))
 
 
@@ -89,7 +89,7 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
         async def load(self, weights: rl.Weights) -> rl.Batch:
             if self._life == 2:
                 refused.append(weights.version)
-                raise rl.DataLost("the policy", "it was updated since")
+                raise DataLost("the policy", "it was updated since")
             if self._life > 2:
                 taken.append(weights.version)
             return await super().load(weights)
@@ -105,10 +105,10 @@ def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> N
             return simulate(lambda: outlives(FakeSampler, FragileEngine(0), die=die))
 
     run("broken")
-    with pytest.raises(rl.DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
+    with pytest.raises(DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
         run("again", "broken")
     assert run("whole", die=NEVER) == run("same", "whole", die=NEVER)
-    with pytest.raises(rl.DataError, match="cannot be followed any more: rows were lost with replica 1"):
+    with pytest.raises(DataError, match="cannot be followed any more: rows were lost with replica 1"):
         run("dies", "whole")
 
 
@@ -122,8 +122,8 @@ class Together(FakeSampler, CollectiveActor):
 @pytest.mark.parametrize("retries", [0, 1])
 def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
     """As where the host of a reward cannot reach that of a sampler, and the controller reaches both."""
-    lost = rl.DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
-    failed = rl.RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
+    lost = DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
+    failed = RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
     failed.__cause__ = lost
     calls = count()
 
@@ -139,7 +139,7 @@ def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
     if retries:
         assert sorted(rl.Batch.concat(simulate(script)).groups.tolist()) == sorted([*range(24)] * 2)
     else:
-        with pytest.raises(rl.RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
+        with pytest.raises(RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
             simulate(script)
 
 
@@ -155,8 +155,8 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
     plain = FakeSampler(SAMPLER)
     assert replicas(plain) == [plain]
     shrinking = await rl.Mesh.reserve(engine, 4, rl.Resources(cpus=0, min_ranks=2))
-    with pytest.raises(rl.ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(min_ranks = 2\)"):
+    with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(min_ranks = 2\)"):
         await shrinking.spawn(Together, SAMPLER)
-    with pytest.raises(rl.ContractError, match="needs the axis dp only"):
+    with pytest.raises(ContractError, match="needs the axis dp only"):
         await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
     await engine.close()

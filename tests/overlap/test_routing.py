@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshrl as rl
+from meshrl.errors import ContractError, DataError
 from meshrl.mesh import lightest, parts, plan_of, routed
 from meshrl.overlap.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
@@ -74,7 +75,7 @@ async def test_a_caller_may_divide_the_rows() -> None:
     assert told.groups.tolist() == [5, 6, 7, 8, 9]
     assert parts(where.rank) == 3
     for wrong in (owners[1:], owners + 1, owners - 1):
-        with pytest.raises(rl.ContractError, match=r"Where.rank: rows cannot .*: . owners from -?. to ."):
+        with pytest.raises(ContractError, match=r"Where.rank: rows cannot .*: . owners from -?. to ."):
             await routed(where.rank, wrong)(batch)
     alone = Where()
     assert parts(alone.rank) == 1
@@ -142,7 +143,7 @@ def test_a_row_of_a_group_that_was_not_asked_for_is_an_error() -> None:
         async with rl.rollouts(Confused(SAMPLER), prompts(1, 3), rl.Sampling()) as stream:
             await anext(stream)
 
-    with pytest.raises(rl.DataError, match=r"yielded a row of group (7|8|9), and its call has 0, 1, 2"):
+    with pytest.raises(DataError, match=r"yielded a row of group (7|8|9), and its call has 0, 1, 2"):
         simulate(script)
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, CrossEntropy, DataError, Sampling, Weights, publish, rollouts
+from meshrl import Batch, CrossEntropy, Sampling, Weights, publish, rollouts
+from meshrl.errors import DataError
 from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
 from tests.overlap.streams import POLICY, SAMPLER, labels, prompts, train
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.errors import DataError, EngineDied
 from meshrl.mesh import running_calls, slow_calls
 from meshrl.overlap import read_schedule
 from meshrl.overlap.producer import SwapMode
@@ -160,7 +161,7 @@ def test_a_sampler_whose_engine_died_is_respawned(during: str) -> None:
         def live(self, now: str) -> None:
             self._left -= now == during
             if self._left < 0:
-                raise rl.EngineDied("the engine has died")
+                raise EngineDied("the engine has died")
 
         async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
             self.live("generate")
@@ -220,20 +221,20 @@ def test_mistakes_are_told() -> None:
         ),
     }
     for told, wrong in table.items():
-        with pytest.raises(rl.DataError, match=told):
+        with pytest.raises(DataError, match=told):
             simulate(wrong)
 
 
 async def test_a_stream_is_used_inside_its_block_alone_and_weights_are_published_to_it() -> None:
     policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
     stream = rl.rollouts(sampler, prompts(2), SAMPLING)
-    with pytest.raises(rl.DataError, match="inside its `async with`"):
+    with pytest.raises(DataError, match="inside its `async with`"):
         await anext(stream)
     async with stream:
         await anext(stream)
-        with pytest.raises(rl.DataError, match="publish to the stream"):
+        with pytest.raises(DataError, match="publish to the stream"):
             await rl.publish(policy, sampler)
-    with pytest.raises(rl.DataError, match="inside its `async with`"):
+    with pytest.raises(DataError, match="inside its `async with`"):
         await anext(stream)
 
 
@@ -259,7 +260,7 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
     divided = [each.owners for each in before if isinstance(each, Decision)]
     assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
     told = f"another stream of rollouts: replicas = {ranks} there and {ranks + 1} here"
-    with pytest.raises(rl.DataError, match=told):
+    with pytest.raises(DataError, match=told):
         run("elsewhere", 3, replayed="first", ranks=ranks + 1)
-    with pytest.raises(rl.DataError, match=r"`keep` drops group \d+, which the run whose schedule"):
+    with pytest.raises(DataError, match=r"`keep` drops group \d+, which the run whose schedule"):
         run("filtered", 3, replayed="first", keep=3)

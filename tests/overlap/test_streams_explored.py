@@ -10,11 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 import meshrl as rl
+from meshrl.errors import RankFailed
+from meshrl.roles import RoleConfig
 from meshrl.testing import Crash, FakeReward, FakeSampler, ScheduleFailed, Witness, crashing, delayed, explore
 from tests.overlap.streams import CLAIM, POLICY, REWARD, SAMPLER, SHORT, TellingSampler, World, prompts
 
 R = TypeVar("R", bound=rl.Actor)
-C = TypeVar("C", bound=rl.RoleConfig)
+C = TypeVar("C", bound=RoleConfig)
 
 
 async def anything(seed: int, teller: type[FakeSampler] = TellingSampler) -> None:
@@ -61,7 +63,7 @@ async def anything(seed: int, teller: type[FakeSampler] = TellingSampler) -> Non
 
             await world.train(witness, stream, publish)
         dropped = sum(stream.dropped.values())
-    except* (Crash, rl.RankFailed):
+    except* (Crash, RankFailed):
         if not mortal:
             raise
     witness.check(ahead=world.ahead, n=world.n, dropped=dropped)

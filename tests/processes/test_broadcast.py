@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig
 
 import meshrl as rl
 from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import DataLost, RankDied, RankFailed
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import fp8
 from meshrl_hf.collective import Flight
@@ -169,9 +170,9 @@ async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_agai
         assert await prints(readers) == [known, known]
         assert (sent.version, sorted(sent.ways), sent.fingerprint()) == (version, ["broadcast"], known)  # read whole
         assert await routes(readers) == [f"broadcast {way}"] * 2
-    with pytest.raises(rl.DataLost, match=r"version 0 .* has been updated since"):
+    with pytest.raises(DataLost, match=r"version 0 .* has been updated since"):
         first.tensors  # noqa: B018 -- they come when they are looked at
-    with pytest.raises(rl.RankFailed, match=r"version 0 .* has been updated since"):
+    with pytest.raises(RankFailed, match=r"version 0 .* has been updated since"):
         await readers.load(first)
     assert len(await readers.generate(rl.Batch.of(prompt=["ab", "ba"]), rl.Sampling(max_tokens=2)).__anext__()) == 1
 
@@ -189,7 +190,7 @@ async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_agai
     assert await routes(readers) == ["shared memory"] * 2
     await policy.checkpoint(str(tmp_path / "state"))
     await policy.restore(str(tmp_path / "state"))
-    with pytest.raises(rl.DataLost, match=r"version 2 .* has been updated since"):
+    with pytest.raises(DataLost, match=r"version 2 .* has been updated since"):
         weights.tensors  # noqa: B018
 
 
@@ -230,7 +231,7 @@ async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: rl.Mesh, re
     weights = (await policy.weights()).read_by(2)
     left = rl.at(readers, dp=0)
     told = await asyncio.gather(left.load(weights), rl.at(readers, dp=1).load(weights), return_exceptions=True)
-    assert isinstance(told[1], rl.RankDied)
+    assert isinstance(told[1], RankDied)
     assert isinstance(told[0], rl.Batch), told[0]
     assert await prints(left) == [weights.fingerprint()]
     await rl.respawn(readers)
@@ -246,10 +247,10 @@ async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whol
     await reader.go(way)
     await rl.publish(policy, reader)
     await policy.die(1)
-    with pytest.raises(rl.RankFailed, match=r"weights of version 0 .* 2 ranks of the policy") as told:
+    with pytest.raises(RankFailed, match=r"weights of version 0 .* 2 ranks of the policy") as told:
         await rl.publish(policy, reader)
-    assert isinstance(told.value.__cause__, rl.DataLost)
-    with pytest.raises(rl.RankFailed, match="did not come whole, and some are in use: publish again"):
+    assert isinstance(told.value.__cause__, DataLost)
+    with pytest.raises(RankFailed, match="did not come whole, and some are in use: publish again"):
         await reader.generate(rl.Batch.of(prompt=["ab"]), rl.Sampling(max_tokens=2)).__anext__()
     await rl.respawn(policy)
     weights = await rl.publish(policy, reader)

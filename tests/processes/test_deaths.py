@@ -10,8 +10,9 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Batch, Gather, Mesh, MeshStopped, Shard, endpoint, respawn
+from meshrl import Batch, Gather, Mesh, Shard, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import MeshStopped
 from tests.processes.conftest import NO_CORE, Numbered, running, segments, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl import Batch, Gather, Mesh, RankFailed, Shard, endpoint
+from meshrl import Batch, Gather, Mesh, Shard, endpoint
 from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import RankFailed
 from tests.processes.conftest import NO_CORE, Numbered, segments
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -5,9 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from meshrl import Actor, Batch, Gather, Mesh, Ragged, Same, at, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, at, endpoint
 from meshrl.engines.processes import ProcessEngine
-from meshrl.mesh import empty, is_in_place, pool
+from meshrl.mesh import Same, empty, is_in_place, pool
 from tests.processes.conftest import NO_CORE, segments
 from tests.processes.test_deaths import killed
 

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, at, each, endpoint, respawn
+from meshrl import Actor, Mesh, Resources, at, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import ConfigError, RankDied
+from meshrl.mesh import Same
 from tests.processes.conftest import NO_CORE
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -18,7 +18,9 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 import numpy as np
-from meshrl import Actor, Batch, DataError, Gather, Mesh, RankFailed, Resources, Same, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Resources, endpoint
+from meshrl.errors import DataError, RankFailed
+from meshrl.mesh import Same
 from meshrl.engines import make_engine
 
 MIB = 1 << 20

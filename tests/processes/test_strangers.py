@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-from meshrl import Actor, Mesh, Same, endpoint
+from meshrl import Actor, Mesh, endpoint
 from meshrl.engines.processes import ProcessEngine
+from meshrl.mesh import Same
 from tests.processes.conftest import NO_CORE, until
 
 pytestmark = pytest.mark.process

@@ -14,15 +14,18 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
+from meshrl import Actor, Mesh, Resources, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import ConfigError, RankDied
+from meshrl.mesh import Same
 from tests.processes.conftest import NO_CORE, made_now, running, until, wait_until
 
 pytestmark = pytest.mark.process
 
 PRINTS = """
 import asyncio
-from meshrl import Actor, ConfigError, Mesh, Resources, endpoint
+from meshrl import Actor, Mesh, Resources, endpoint
+from meshrl.errors import ConfigError
 from meshrl.engines.processes import ProcessEngine
 
 class Prints(Actor):

@@ -10,9 +10,10 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl import Actor, Mesh, RankFailed, Same, endpoint, overlong_penalty
+from meshrl import Actor, Mesh, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
-from meshrl.mesh import CollectiveActor
+from meshrl.errors import RankFailed
+from meshrl.mesh import CollectiveActor, Same
 from tests.processes.conftest import NO_CORE, Numbered
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import ray
 
-from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Same, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.channel import RayChannel
+from meshrl.mesh import Same
 
 NO_CORE = Resources(cpus=0)
 

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from meshrl import ConfigError
 from meshrl.engines.ray import code
 from meshrl.engines.ray.code import Package, packaged, settle_in
+from meshrl.errors import ConfigError
 from meshrl.user_code import import_file
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Gather, RankFailed, Run, RunConfig, endpoint
+from meshrl import Actor, Gather, Run, RunConfig, endpoint
 from meshrl.engines.hosting import clock_ahead
 from meshrl.engines.ray import RayEngine
+from meshrl.errors import RankFailed
 from meshrl.events import Call, Event, Span
 from meshrl.simulation import simulate
 from tests.ray.conftest import NO_CORE

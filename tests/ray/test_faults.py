@@ -17,6 +17,8 @@ import ray
 
 import meshrl as rl
 from meshrl.engines.ray import RayEngine
+from meshrl.errors import DataLost, MeshStopped, RankDied, RankFailed
+from meshrl.mesh import CollectiveActor
 from meshrl_fsdp.policy import FsdpPolicy
 from tests.processes.conftest import running, until, wait_until
 from tests.ray.conftest import NO_CORE, Probe, stored
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Meets(rl.Actor, rl.CollectiveActor):
+class Meets(rl.Actor, CollectiveActor):
     """Rank 1 dies in a collective, and rank 0 fails of that at once."""
 
     def agree(self, work: Callable[[], T]) -> list[T]:
@@ -61,7 +63,7 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
         await asyncio.sleep(0)
     assert not meeting.done()  # neither the failure of rank 0 nor the death
     comes.set()
-    with pytest.raises(rl.RankDied, match="rank 1"):
+    with pytest.raises(RankDied, match="rank 1"):
         await meeting
 
 
@@ -89,7 +91,7 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
     await until(lambda: set(pids) < present() - before)  # the title of a process is not whole while it is written
     await mesh.stop()
     for stopped in (call, probe.pid(), rl.respawn(probe), mesh.spawn(Probe)):
-        with pytest.raises(rl.MeshStopped):
+        with pytest.raises(MeshStopped):
             await stopped
     await until(lambda: present() <= before)
 
@@ -102,7 +104,7 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
             await until(lambda: not running(pids[-1:]))
             await probe.take(batch)
 
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         await train()
     await until(lambda: present() <= before and stored() <= 1_000_000)  # the batch had 8 MB
 
@@ -122,9 +124,9 @@ async def test_a_closed_engine_joins_no_other_cluster(
     batch = await probe.make(50_000)
     with monkeypatch.context() as patched:
         patched.setattr(ray, "is_initialized", lambda: False)
-        with pytest.raises(rl.MeshStopped, match="the engine is closed"):
+        with pytest.raises(MeshStopped, match="the engine is closed"):
             await probe.take(np.zeros(100_000))
-        with pytest.raises(rl.DataLost, match="the engine is closed"):
+        with pytest.raises(DataLost, match="the engine is closed"):
             await batch.load()
 
 
@@ -141,9 +143,9 @@ async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_clust
     policy, killer = await mesh.spawn(FsdpPolicy, rl.PolicyConfig(model=model)), await mesh.spawn(Probe)
     maker = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
     batch = (await maker.make(9)).assign(loss_mask=rl.Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         await rl.at(maker, dp=1).die()
-    with pytest.raises(rl.RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
+    with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
         await until_it_fails(policy, batch)
     tokens = rl.Ragged.of([np.arange(2, 11)] * 2, np.int32)
     mask, logprobs = [rl.Ragged(values, tokens.offsets) for values in (np.arange(18) % 9 > 2, np.full(18, -2.0, "f4"))]
@@ -151,7 +153,7 @@ async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_clust
     trained = rl.Batch.of(tokens=tokens, loss_mask=mask, sampler_logprobs=logprobs, advantages=advantages)
     await policy.update(trained, rl.ClippedLoss())
     assert (await policy.weights()).version == 1
-    with pytest.raises(rl.RankDied):
+    with pytest.raises(RankDied):
         await rl.at(killer, dp=1).die()
     await rl.respawn(policy)
     await policy.update(trained, rl.ClippedLoss())

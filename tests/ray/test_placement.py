@@ -9,13 +9,14 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from meshrl import Actor, ConfigError, Mesh, Resources, Same, current_rank, each, endpoint
+from meshrl import Actor, Mesh, Resources, current_rank, each, endpoint
 from meshrl.engines.hosting import Place, environments
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.cluster import Cluster, room_for
 from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.nodes import Node
-from meshrl.errors import NoRoom
+from meshrl.errors import ConfigError, NoRoom
+from meshrl.mesh import Same
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Same, Sum, Weights, at, endpoint, respawn
+from meshrl import Actor, Gather, Mesh, Sum, Weights, at, endpoint, respawn
 from meshrl.engines.hosting import Door, Gone, Place, boot
 from meshrl.engines.ray import RayEngine, nodes, refs
 from meshrl.engines.ray.channel import RayChannel
@@ -18,7 +18,8 @@ from meshrl.engines.ray.flow import Flow
 from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.relay import LARGE, unless_silent
 from meshrl.engines.ray.route import Handle, Stop, near
-from meshrl.mesh import pool
+from meshrl.errors import RankDied
+from meshrl.mesh import EVERY, Same, pool
 from tests.ray.conftest import NO_CORE
 
 COLLECTIVES, STORE = "collectives", "the object store"

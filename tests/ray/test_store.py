@@ -10,6 +10,8 @@ import meshrl as rl
 from meshrl.data import RemoteColumn
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.refs import RayRef
+from meshrl.errors import RankFailed
+from meshrl.mesh import EVERY, Same
 from meshrl.mesh.shared_memory import FOLDER
 from tests.processes.conftest import until
 from tests.ray.conftest import NO_CORE, Probe, stored
@@ -26,7 +28,7 @@ class Rows(Probe):
         return batch.assign(tokens=tokens)
 
     @rl.endpoint
-    async def total(self, weights: rl.Weights, array: np.ndarray) -> rl.Same[float]:
+    async def total(self, weights: rl.Weights, array: np.ndarray) -> Same[float]:
         assert not array.flags.writeable
         return float(sum(tensor.sum() for tensor in weights.tensors.values()) + array.sum())
 
@@ -35,7 +37,7 @@ class Relay(rl.Actor):
     """Calls another actor from its rank."""
 
     @rl.endpoint
-    async def hand_on(self, batch: rl.Batch, rows: Rows) -> rl.Same[rl.Batch]:
+    async def hand_on(self, batch: rl.Batch, rows: Rows) -> Same[rl.Batch]:
         return await rows.twice(batch)
 
 
@@ -68,7 +70,7 @@ async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(en
     highest = list[int]()
     for step in range(60):
         batch = (await one.make(50_000, 4)).select(np.random.default_rng(step).permutation(8))
-        with suppress(rl.RankFailed):
+        with suppress(RankFailed):
             doubled = await other.twice(batch, fail=step % 3 == 0)
             if step % 10 == 0:
                 await doubled.load()
@@ -82,12 +84,12 @@ class Model(rl.Actor):
     """Each rank has a tensor."""
 
     @rl.endpoint
-    async def weights(self) -> rl.Gather[rl.Weights, rl.EVERY]:
+    async def weights(self) -> rl.Gather[rl.Weights, EVERY]:
         number = rl.current_rank().index
         return rl.Weights(3, {str(number): np.full(1 << 20, number, np.float32)})
 
     @rl.endpoint
-    async def take(self, weights: rl.Weights) -> rl.Same[list[str]]:
+    async def take(self, weights: rl.Weights) -> Same[list[str]]:
         return [*weights.ways, *(name for name, array in weights.tensors.items() if (array == int(name)).all())]
 
 

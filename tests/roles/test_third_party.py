@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from meshrl import ConfigError, Policy, PolicyConfig, Run, RunConfig
+from meshrl import Policy, PolicyConfig, Run, RunConfig
 from meshrl.config import Config, load_toml, validate
-from meshrl.errors import RankFailed
+from meshrl.errors import ConfigError, RankFailed
 
 FILES = {
     "mine-1.0.dist-info/METADATA": "Name: mine\nVersion: 1.0\n",
@@ -20,14 +20,15 @@ MODELS = "ignored"
 """,
     "meshrl_mine/options.py": """
 from pydantic import Field
-from meshrl import BackendOptions
+from meshrl.roles import BackendOptions
 
 class MineConfig(BackendOptions):
     speed: int = Field(default=1, gt=0)
     places: tuple[str, ...] = ()
 """,
     "meshrl_mine/policy.py": """
-from meshrl import PolicyConfig, options_of
+from meshrl import PolicyConfig
+from meshrl.roles import options_of
 from meshrl.testing import FakePolicy
 from meshrl_mine.options import MineConfig
 

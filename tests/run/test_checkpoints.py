@@ -16,6 +16,7 @@ import meshrl as rl
 from meshrl.errors import DataError
 from meshrl.events import Step
 from meshrl.report.reading import read_events
+from meshrl.run import MeshConfig
 from meshrl.testing import FakePolicy
 
 FAKE = rl.PolicyConfig(backend="fake", model="none")
@@ -29,7 +30,7 @@ class Killed(BaseException):
 
 def config(folder: Path, **changes: object) -> rl.RunConfig:
     table = {"name": "mine", "folder": str(folder), "checkpoint_every": 2, "resume": True, **changes}
-    return rl.RunConfig(**table, meshes={"main": rl.MeshConfig(cpus=0)})  # type: ignore[arg-type]
+    return rl.RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})  # type: ignore[arg-type]
 
 
 async def run(script: Script, folder: Path, **changes: object) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshrl as rl
-from meshrl.run import audit_run
+from meshrl.run import MeshConfig, audit_run
 from tests.run.test_checkpoints import Killed, lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
@@ -25,7 +25,7 @@ def of_page() -> Any:
 
 async def train(name: str, ahead: int, dies: int = -1) -> Path:
     """Twelve steps, which end early once all ten prompts are solved, or because it is killed after step `dies`."""
-    config = rl.RunConfig(name=name, checkpoint_every=1, resume=True, meshes={"main": rl.MeshConfig(cpus=0)})
+    config = rl.RunConfig(name=name, checkpoint_every=1, resume=True, meshes={"main": MeshConfig(cpus=0)})
     async with rl.Run(config) as run:
         task = rl.Task.load(rl.TaskConfig(source="sums.jsonl", held_out=0))
         policy = await run.spawn(rl.Policy, rl.PolicyConfig(**FAKE))

@@ -9,6 +9,8 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
+from meshrl.mesh import Same
+from meshrl.roles import Stateful
 from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, lines, run
 
 
@@ -18,14 +20,14 @@ def bits(folder: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in steps]
 
 
-class Replay(rl.Stateful):
+class Replay(Stateful):
     """The batches of the last two steps."""
 
     def __init__(self) -> None:
         self.kept: deque[rl.Batch] = deque(maxlen=2)
 
     @rl.endpoint
-    async def exchange(self, batch: rl.Replicate[rl.Batch]) -> rl.Same[rl.Batch]:
+    async def exchange(self, batch: rl.Replicate[rl.Batch]) -> Same[rl.Batch]:
         """What was kept, and this batch, which is kept from here on."""
         self.kept.append(batch)
         return rl.Batch.concat(list(self.kept))

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from meshrl import MeshConfig, RunConfig
+from meshrl import RunConfig
 from meshrl.cli import main
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Memory, ModelConfig, PolicyConfig, ReferenceConfig, Term, Work
-from meshrl.run import Asked, MemoryPlan, RolloutConfig, memory, plan_memory, savings_of
+from meshrl.run import Asked, MemoryPlan, MeshConfig, RolloutConfig, memory, plan_memory, savings_of
 from meshrl.run.check import examine
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
-from meshrl.run import audit_run
+from meshrl.run import MeshConfig, audit_run
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 SIZE, PROMPTS = 3, 26
@@ -84,7 +84,7 @@ class Story:
         """Begin, or go on, until a virtual second."""
 
         async def main() -> None:
-            meshes = {"main": rl.MeshConfig(cpus=0)}
+            meshes = {"main": MeshConfig(cpus=0)}
             config = rl.RunConfig(folder=folder, meshes=meshes, checkpoint_every=2, resume=True)
             config = config.model_copy(update={"checkpoint_async": self.later})
             async with asyncio.timeout(until), rl.Run(config, resolved) as run:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, RankFailed
+from meshrl.run import MeshConfig
 
 
 def config(folder: Path) -> rl.RunConfig:
-    return rl.RunConfig(folder=str(folder), meshes={"main": rl.MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
+    return rl.RunConfig(folder=str(folder), meshes={"main": MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
 
 
 def test_meshes_that_would_wait_for_each_other_in_one_process_have_several() -> None:
@@ -35,7 +36,7 @@ async def test_roles_see_the_ranks_of_one_mesh_as_different_axes_and_hand_weight
         assert [rank.axes for rank in rl.ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
         assert [rank.axes for rank in rl.ranks(reference)] == [{"dp": dp} for dp in range(4)]
         await reference.load(await policy.weights())
-        with pytest.raises(rl.RankFailed, match=r"version 3 are of another model: .* and these have strange"):
+        with pytest.raises(RankFailed, match=r"version 3 are of another model: .* and these have strange"):
             await reference.load(rl.Weights(3, {"strange": np.zeros(1)}))
 
 

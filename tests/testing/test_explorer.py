@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources, log
-from meshrl.errors import ConfigError
+from meshrl import Batch, CrossEntropy, LocalEngine, Mesh, Ragged, Resources, log
+from meshrl.errors import ConfigError, ContractError, DataError, RankFailed
 from meshrl.events import Call, Event, Gauge, Span
 from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
 from meshrl.testing import (

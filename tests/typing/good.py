@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import meshrl as rl
+from meshrl.mesh import TP, Rank, Same
 
 Expert = Literal["expert"]
 """An axis of one's own."""
@@ -76,11 +77,11 @@ class Marks(rl.Actor):
         return {"value": value}
 
     @rl.endpoint
-    async def same(self, word: str) -> rl.Same[str]:
+    async def same(self, word: str) -> Same[str]:
         return word
 
     @rl.endpoint
-    async def along(self, batch: rl.Shard[rl.Batch, rl.TP]) -> rl.Sum[int, rl.TP]:
+    async def along(self, batch: rl.Shard[rl.Batch, TP]) -> rl.Sum[int, TP]:
         return len(batch)
 
     @rl.endpoint
@@ -99,7 +100,7 @@ class Caller(rl.Actor):
         self.trainer = trainer
 
     @rl.endpoint
-    async def call(self, batch: rl.Batch) -> rl.Same[rl.Metrics]:
+    async def call(self, batch: rl.Batch) -> Same[rl.Metrics]:
         return await self.trainer.update(batch)
 
 
@@ -119,7 +120,7 @@ async def roles(mesh: rl.Mesh, batch: rl.Batch) -> None:
     first = rl.at(trainer, dp=0)
     assert_type(first, PlainTrainer)
     assert_type(await first.update(batch), rl.Metrics)
-    assert_type(rl.ranks(trainer), list[rl.Rank])
+    assert_type(rl.ranks(trainer), list[Rank])
     async for rows in trainer.rows(batch):
         assert_type(rows, rl.Batch)
     caller = await mesh.spawn(Caller, trainer)

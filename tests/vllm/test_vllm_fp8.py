@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from meshrl import Batch, ModelError, PolicyConfig
-from meshrl.errors import EngineDied
+from meshrl import Batch, PolicyConfig
+from meshrl.errors import EngineDied, ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf import fp8
 from meshrl_torch.policy import TorchPolicy
