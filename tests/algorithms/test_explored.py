@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl import Batch, PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
+from meshrl import Batch, Metrics, PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
 from meshrl.roles import CriticConfig
 from meshrl.testing import (
     FakeCritic,
@@ -73,13 +73,24 @@ class Numbered(FakeReward):
         return batch.assign(number=numbers, rewards=numbers.astype(np.float32), reward_error=[None] * len(batch))
 
 
+class Keeps(FakeRun):
+    """Keeps the numbers of the rows of each recorded batch."""
+
+    kept: tuple[list[int], ...] = ()
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **extra: float) -> None:
+        assert batch is not None
+        self.kept = *self.kept, sorted(batch.row("number").tolist())
+        await super().record(metrics, batch, **extra)
+
+
 @pytest.mark.parametrize("name", PAGES)
 async def test_each_epoch_is_the_batch_in_parts_and_each_step_one_publication(name: str) -> None:
     steps, prompts, n, epochs, parts = 3, 5, 2, 3, 2
     sizes = {"sampling": {"n": n}, "prompts": prompts, "steps": steps, "epochs": epochs, "minibatches": parts}
     policy, reward = FakePolicy(PolicyConfig(model="none")), Numbered(RewardConfig())
     witness, critic, reward.numbers = Witness(policy), FakeCritic(CriticConfig(model="none")), count()
-    run = FakeRun(witness, critic, FakeSampler(SamplerConfig(model="none")), reward)
+    run = Keeps(witness, critic, FakeSampler(SamplerConfig(model="none")), reward)
     await play(name, run, {**FAKES, **sizes}, Task(train=numbers(0, 20), held_out=numbers(0, 2)))
     assert witness.versions == [step * epochs * parts for step in range(steps + 1)]
     witness.check(ahead=0, n=n, epochs=epochs, dropped=None)
@@ -90,3 +101,4 @@ async def test_each_epoch_is_the_batch_in_parts_and_each_step_one_publication(na
         rows = sorted(chain.from_iterable(given[epoch * parts : (epoch + 1) * parts]))
         first = epoch // epochs * prompts * n
         assert rows == list(range(first, first + prompts * n)), "each row of the step once"
+        assert run.kept[epoch // epochs] == rows, "the whole step is recorded, not a part"

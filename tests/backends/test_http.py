@@ -180,6 +180,13 @@ def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm)
 
 
 def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
+    heated: list[int] = []
+
+    def rounded(body: dict[str, Any], number: int) -> Answer | None:
+        heated.extend([number] if body["temperature"] == 2.0 else [])
+        return chosen(-3.0) if heated == [number] else None
+
+    server.instead = rounded  # one probe that the server reads otherwise says nothing
     for how, words in (
         (Sampling(temperature=0.5), r"at temperature 1, but rows are sampled at 0.5"),  # -1 at 2 and at 1
         (Sampling(top_p=0.5), r"log-probs of the tokens that top_p = 0.5 leave"),

@@ -9,6 +9,7 @@ import pytest
 import structlog.testing
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshrl as rl
@@ -271,6 +272,13 @@ async def test_a_row_that_cannot_be_judged_costs_the_others_nothing(llama: str, 
 async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> None:
     (error,) = (await reward(llama).score(ROWS.select([4]))).objects("reward_error")
     assert "the prompt '' has no token" in str(error)
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["score.weight"][0, 0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = await reward(str(tmp_path)).score(ROWS.select([0, 1]))
+    assert all("a reward must be finite" in str(each) for each in found.objects("reward_error"))
+    assert not found.rewards.any()
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     tokenizer.add_tokens(["ABC"])

@@ -1,7 +1,7 @@
 """The torch policy and critic: packed training equals what transformers computes row by row, with a head or a loss."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Granit
 
 import meshrl as rl
 from meshrl.data import Source
-from meshrl.errors import ContractError
-from meshrl.losses import Correction, Normalise, effective_sample_size, spread
+from meshrl.errors import ContractError, DataError, ModelError
+from meshrl.losses import Correction, Normalise, TokenLoss, effective_sample_size, spread
 from meshrl.mesh import Rank, rank_context
 from meshrl.objectives import gae
 from meshrl.roles import ModelConfig, OptimizerConfig
@@ -176,6 +176,23 @@ async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
     assert (await failed.weights()) == (await fresh.weights())
 
 
+class Named(rl.ClippedLoss):
+    """Has a metric of this name."""
+
+    name: str
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        return TokenLoss(-logprobs, {self.name: logprobs.detach()})
+
+
+async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step() -> None:
+    trainer = learner()
+    for name in ("loss", "grad_norm", "lr", "rows", "tokens"):
+        with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update reports"):
+            await trainer.update(sampled(), Named(name=name))
+    assert (await trainer.weights()) == (await learner().weights())
+
+
 async def test_numpys_own_dtypes_are_taken() -> None:
     trainer, wide, batch = learner(), learner(), sampled()
     advantages = np.asarray(batch.row("advantages"), np.float64)
@@ -315,5 +332,8 @@ async def test_a_saved_critic_is_itself_again_and_a_policy_ignores_its_head(fold
     saved, batch, made = str(tmp_path / "critic"), judged(), critic(folder)
     await made.save(saved)
     assert await critic(saved).advantages(batch, rl.Gae()) == await made.advantages(batch, rl.Gae())
+    (tmp_path / "critic/value_head.safetensors").write_bytes(b"cut")
+    with pytest.raises(ModelError, match="cannot be read"):
+        critic(saved)
     await TorchPolicy(rl.PolicyConfig(model=saved)).save(saved)
     assert not np.any((await critic(saved).advantages(batch, rl.Gae())).ragged("values").values)

@@ -19,7 +19,7 @@ from meshrl.errors import DataError, ModelError
 from meshrl.roles import JoinedSampling
 from meshrl.weights import Bucket
 from meshrl_hf.seeds import key
-from meshrl_torch.draw import uniforms
+from meshrl_torch.draw import Draw, uniforms
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 from tests.backends.material import GPT2, MODEL, SHAPE, ModelOf, floats
@@ -38,6 +38,18 @@ async def parts(made: TorchSampler, prompts: Batch, sampling: Sampling) -> list[
 async def rollout(made: TorchSampler, sampling: Sampling, prompts: Batch = PROMPTS) -> Batch:
     """All rows in the order of the prompts."""
     return Batch.join(await parts(made, prompts.part(np.arange(len(prompts))), sampling))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log()
+    rows = np.arange(40_000)
+    for restrict, kept in (({}, [0, 2, 3, 4]), ({"top_k": 2}, [2, 4]), ({"top_p": 0.75}, [2, 3, 4])):
+        draw = Draw(Sampling.model_validate(restrict), key(0, 1))
+        tokens, _ = draw(logits.expand(len(rows), -1), rows, np.zeros_like(rows))
+        expected = torch.zeros(5)
+        expected[kept] = logits.exp()[kept]
+        shares = torch.bincount(tokens, minlength=5) / len(rows)
+        torch.testing.assert_close(shares, expected / expected.sum(), atol=0.01, rtol=0)
 
 
 @pytest.mark.parametrize("config", [MistralConfig(**SHAPE, sliding_window=4), GPT2Config(**GPT2)], ids=type)

@@ -38,7 +38,7 @@ class Kill(msgspec.Struct, tag="kill", frozen=True):
 
 
 class Close(msgspec.Struct, tag="close", frozen=True):
-    """End all ranks and the template. The engine's process goes on."""
+    """End all ranks and the template. The engine's process continues."""
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):

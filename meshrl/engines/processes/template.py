@@ -59,7 +59,7 @@ class Template:
 
     def __init__(self, control: socket.socket) -> None:
         self.was_closed = False
-        """True if the engine was closed, and its process goes on."""
+        """True if the engine was closed, and its process continues."""
         self._control = control
         self._ranks: dict[int, str] = {}
         """The key of each process."""
