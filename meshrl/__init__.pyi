@@ -1,4 +1,33 @@
 # The public names of meshrl, and the room of each. `__init__.py` imports a room when one of its names is first used.
+
+from . import agents as agents
+from . import cli as cli
+from . import config as config
+from . import data as data
+from . import engines as engines
+from . import environments as environments
+from . import errors as errors
+from . import evaluation as evaluation
+from . import events as events
+from . import hub as hub
+from . import launch as launch
+from . import log as log
+from . import losses as losses
+from . import mesh as mesh
+from . import objectives as objectives
+from . import overlap as overlap
+from . import planning as planning
+from . import report as report
+from . import rewards as rewards
+from . import roles as roles
+from . import run as run
+from . import simulation as simulation
+from . import tasks as tasks
+from . import testing as testing
+from . import trackers as trackers
+from . import user_code as user_code
+from . import watch as watch
+from . import weights as weights
 from .agents import Agent as Agent
 from .agents import AgentConfig as AgentConfig
 from .agents import Agents as Agents

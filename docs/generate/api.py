@@ -54,7 +54,7 @@ def _names(room: str) -> list[str]:
 
 def _index() -> str:
     rows: list[str] = []
-    for name in sorted(meshrl.__all__, key=str.lower):
+    for name in sorted(_DOORS, key=str.lower):
         value = getattr(meshrl, name)
         place = _DOORS[name]
         said = (inspect.getdoc(value) or _written(place, name)).partition("\n\n")[0]
@@ -75,7 +75,7 @@ def _written(module: str, name: str) -> str:
 def _public() -> dict[str, str]:
     """The public names, and the module of each."""
     stub = ast.parse(Path(meshrl.__file__).with_suffix(".pyi").read_text("utf-8"))
-    found = (node for node in stub.body if isinstance(node, ast.ImportFrom))
+    found = (node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module)
     return {alias.name: f"meshrl.{node.module}" for node in found for alias in node.names}
 
 

@@ -81,6 +81,8 @@ class Replicas:
             if is_away(replica):
                 self._away.setdefault(number, None)
                 self._start(self._return(number))
+            else:  # a call outside the stream may have brought it back
+                self._away.pop(number, None)
 
     def end(self) -> None:
         """Store the weights for the next restart of an absent replica, because no stream manages the replicas now."""
@@ -139,6 +141,8 @@ class Replicas:
         self._ended[number] += 1
         if died(error):
             leave_out(self.each[number])
+            if not is_away(self.each[number]):
+                raise error  # it is on no mesh, so nobody can restart it
             self._away[number] = error
             if self._restarts:
                 self._start(self._return(number))

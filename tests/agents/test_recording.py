@@ -45,9 +45,14 @@ def recorded_of(program: Callable[[openai.OpenAI], None], *arguments: object) ->
 
     talking = threading.Thread(target=talk)
     talking.start()
-    with os.fdopen(write, "w") as told, redirect_stdout(told), suppress(SystemExit):
-        cli.main(["record", *map(str, arguments), "--port", "0"])
+    status: object = 0
+    with os.fdopen(write, "w") as told, redirect_stdout(told):
+        try:
+            cli.main(["record", *map(str, arguments), "--port", "0"])
+        except SystemExit as end:
+            status = end.code
     talking.join()
+    assert not status, "Ctrl-C is how it ends"
 
 
 def converse(client: openai.OpenAI, *words: str) -> list[Any]:

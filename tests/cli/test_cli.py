@@ -23,7 +23,11 @@ SCRIPT = '''
 """Counts."""
 
 import asyncio
+import os
 import signal
+import sys
+import threading
+import time
 from meshrl import Actor, Metrics, Run
 from meshrl.config import Config
 from meshrl.errors import DataError
@@ -40,6 +44,14 @@ class Broken(Actor):
         raise ValueError("a bug")
 
 
+def terminate() -> None:
+    """From outside, once the loop waits."""
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "select":
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 async def count(run: Run, config: CountConfig) -> None:
     async for step in run.steps(config.steps):
         await run.record(Metrics.of(loss=(1.0, 2.0)), reward=step / 2)
@@ -49,7 +61,7 @@ async def count(run: Run, config: CountConfig) -> None:
         await (await run.mesh(1)).spawn(Broken)
     if config.then == "terminate":
         with waiting("the script", "nothing", "itself"):
-            signal.raise_signal(signal.SIGTERM)
+            threading.Thread(target=terminate).start()
             await asyncio.Event().wait()
     run.summary(exact_match_after=0.5)
 '''

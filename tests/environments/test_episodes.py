@@ -100,6 +100,9 @@ async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Pa
         policy, episodes = await made(run, rl.EnvironmentConfig(source=f"{games}:Count"))
         batch = await rl.rollout(episodes, PROMPTS, rl.Sampling(n=4, max_tokens=5))
         logprobs = (await (await policy.logprobs(batch)).load()).ragged("logprobs")
+        _, others = await made(run, rl.EnvironmentConfig(source=f"{games}:Count"))
+        async with rl.rollouts(others, [PROMPTS], rl.Sampling(n=4, max_tokens=5)) as stream:
+            assert (await anext(stream)).drop("staleness") == batch.drop("aborted"), "with ahead=0"
     assert batch.groups.tolist() == np.repeat(np.arange(3), 4).tolist()
     assert batch.objects("prompt") == tuple(text + ">" for text in ("a", "aa", "abc") for _ in range(4))
     assert batch.row("turns").tolist() == [3] * 12

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshrl as rl
-from meshrl.errors import ConfigError, ContractError, DataError, DataLost, OtherVersions, RankFailed
+from meshrl.errors import ConfigError, ContractError, DataError, DataLost, OtherVersions, RankDied, RankFailed
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.simulation import delayed, simulate
 from meshrl.testing import FakePolicy, FakeSampler
@@ -160,3 +160,32 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
     with pytest.raises(ContractError, match="needs the axis dp only"):
         await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
     await engine.close()
+
+
+def test_a_replica_that_died_before_the_first_batch_is_used_once_another_call_has_brought_it_back() -> None:
+    async def story() -> int:
+        engine, policy = FragileEngine(0), FakePolicy(POLICY)
+        sampler = await spawned(FakeSampler, engine, 2, 1)
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, prompts(2, 3), rl.Sampling(n=1)) as stream:
+            for number in range(2):
+                engine.kill(number)
+            await rl.publish(policy, stream)
+            await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling(n=1))
+            return len(await anext(stream))
+
+    assert simulate(story) == 3
+
+
+def test_the_death_of_a_sampler_that_is_on_no_mesh_is_told_whenever_it_comes() -> None:
+    class Dies(FakeSampler):
+        async def load(self, weights: rl.Weights) -> None:
+            raise RankDied("FakeSampler", 0, {"dp": 0}, "load", 7, "here", "crashed")
+
+    async def story() -> None:
+        stream = rl.rollouts(Dies(SAMPLER), prompts(2, 3), rl.Sampling(n=1), retries=1)
+        async with stream:
+            await rl.publish(FakePolicy(POLICY), stream)
+
+    with pytest.raises(RankDied, match="crashed"):
+        simulate(story)

@@ -26,7 +26,7 @@ NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
 def write(tmp_path: Path) -> Write:
     def to_file(*rows: object) -> str:
         path = tmp_path / "data.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), "utf-8")
         return str(path)
 
     return to_file

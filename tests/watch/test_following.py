@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import meshrl.watch
 from meshrl.events import Restart
 from meshrl.report import Line, make_content, read_run
-from meshrl.run import NOW, Now, ask
+from meshrl.run import NOW, PAUSED, Now, ask
+from meshrl.run.watch import Waits
 from meshrl.watch import live as live_module
 from meshrl.watch.live import EVENTS, SAMPLES, Live
 from meshrl.watch.patches import difference
@@ -120,6 +121,8 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert shown(live)["status"] == "not ended"
     (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0, [], [])))
     assert shown(live)["status"] == "running"
+    (folder / NOW).write_bytes(msgspec.json.encode(Now(3.5, [Waits("script", PAUSED, "a file", 0.5)], [])))
+    assert shown(live)["status"] == "paused"
     ask(folder, "checkpoint")
     assert shown(live)["asked"] == ["checkpoint"]
     append(folder / "events.jsonl", Restart(3.0, 1, "a rank died"))
@@ -127,6 +130,8 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     (folder / "summary.json").write_bytes(b'{"status":"failed","error":"all is lost"}')
     (folder / NOW).unlink()
     assert shown(live)["status"] == "failed"
+    (folder / "summary.json").write_bytes(b'{"status":"interrupted"}')
+    assert shown(live)["status"] == "interrupted"
 
 
 def test_whether_a_run_lives_is_seen_here_whatever_its_clock_says(

@@ -59,6 +59,8 @@ class Launcher:
         control, folder = self._started()
         asyncio.get_running_loop().add_reader(control, self._hear)
         self._was_used = True
+        if self._end is not None:
+            self._end.atexit = False  # the template sees this process exit, and then removes what it has held
         key = token_hex(8)
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
@@ -121,6 +123,7 @@ class Launcher:
                 "-m",
                 _TEMPLATE,
                 str(theirs.fileno()),
+                str(os.getpid()),
                 str(self._folder),
                 ",".join(self._modules),
                 os.environ.get("PYTHONPATH", ""),
@@ -130,7 +133,6 @@ class Launcher:
             )
         self._control = ours
         self._end = finalize(self, _end, self._template, ours, self._folder)
-        self._end.atexit = False  # the template sees this process exit, and then removes what it has held
         return ours, self._folder
 
     def _hear(self) -> None:

@@ -1,4 +1,4 @@
-"""The process that forks ranks: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
+"""The process that forks ranks: `python -m meshrl.engines.processes.template CONTROL CONTROLLER FOLDER MODULES PATHS`.
 
 It has one thread, and imports once what all ranks need. When its engine ends in any way, it kills the ranks and exits.
 If it dies itself, Linux kills them. `PATHS` is the PYTHONPATH of ranks and of the processes that they start. The
@@ -34,9 +34,8 @@ _PATIENCE: Final = 10.0
 
 def main() -> None:
     """Obey the engine's orders until it is gone."""
-    controller = os.getppid()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    folder, modules, paths = sys.argv[2:]
+    control, controller = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    folder, modules, paths = sys.argv[3:]
     os.environ["PYTHONPATH"] = paths
     if not paths:
         del os.environ["PYTHONPATH"]
@@ -115,7 +114,7 @@ class Template:
         try:
             pid = os.fork()
         except OSError as error:
-            send(self._control, Ended(order.key, f"this machine takes no more processes ({error})"))
+            self._tell(Ended(order.key, f"this machine takes no more processes ({error})"))
             if output:
                 output.let_go()
             return
@@ -157,8 +156,12 @@ class Template:
                 _kill(pid)
                 if output := self._outputs.pop(pid, None):
                     output.finish(self._ready)
-                send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
+                self._tell(Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
         sweep()  # their segments; the last reader removes those in use
+
+    def _tell(self, ended: Ended) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # its last orders are still to be read
+            send(self._control, ended)
 
     def _end(self) -> None:
         for pid in self._ranks:

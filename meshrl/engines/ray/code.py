@@ -22,7 +22,7 @@ from meshrl.user_code import copied, find_copies
 
 MOST: Final = 64 * 2**20
 """Most bytes of files that are copied."""
-CODE: Final = frozenset({".py", ".so"})
+CODE: Final = frozenset({".py", ".pyi", ".so"})
 TEXTS: Final = frozenset({".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
 """Text files that configure code, and are copied with it. Models and data must be where all nodes see them."""
 MOST_OF_A_TEXT: Final = 8 * 2**20
