@@ -165,11 +165,10 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
 def test_a_replica_that_died_before_the_first_batch_is_used_once_another_call_has_brought_it_back() -> None:
     async def story() -> int:
         engine, policy = FragileEngine(0), FakePolicy(POLICY)
-        sampler = await spawned(FakeSampler, engine, 2, 1)
+        sampler = await spawned(FakeSampler, engine, 1, 1)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, prompts(2, 3), rl.Sampling(n=1)) as stream:
-            for number in range(2):
-                engine.kill(number)
+            engine.kill(0)
             await rl.publish(policy, stream)
             await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling(n=1))
             return len(await anext(stream))
@@ -179,7 +178,7 @@ def test_a_replica_that_died_before_the_first_batch_is_used_once_another_call_ha
 
 def test_the_death_of_a_sampler_that_is_on_no_mesh_is_told_whenever_it_comes() -> None:
     class Dies(FakeSampler):
-        async def load(self, weights: rl.Weights) -> None:
+        async def load(self, weights: rl.Weights) -> rl.Batch:
             raise RankDied("FakeSampler", 0, {"dp": 0}, "load", 7, "here", "crashed")
 
     async def story() -> None:
