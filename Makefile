@@ -44,7 +44,7 @@ quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 mi
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
-test: setup $(if $(shell command -v npm),$(NODE))  ## what proves the product on one machine: engines, trainers, algorithms, a kill and a resume; 12 minutes
+test: setup $(if $(shell command -v npm),$(NODE))  ## what proves the product on one machine: engines, trainers, algorithms, a kill and a resume; 8 minutes
 	$(TESTS) $(if $(WIDE),,-m "not wide") $(addprefix --ignore tests/,attack cluster inference packaging/index vllm)
 
 test-fast: setup  ## the tests in virtual time, that start no process and compute with no model: under a minute
