@@ -57,7 +57,7 @@ class Template:
     """Forks ranks, and reaps them."""
 
     def __init__(self, control: socket.socket) -> None:
-        self.was_closed = False
+        self.was_closed: bool = False
         """True if the engine was closed, and its process continues."""
         self._control = control
         self._ranks: dict[int, str] = {}
