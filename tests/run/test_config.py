@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, RunConfig, SamplerConfig
 from meshrl import PolicyConfig as PolicyTable
@@ -137,8 +137,26 @@ def test_a_mistake_in_an_override_is_told_with_its_place_and_what_is_expected(tm
     assert len(long) < 130, "a long value is cut"
 
 
+class FunctionConfig(Config):
+    backend: str = "function"
+    function: str = "exact"
+
+    @field_validator("backend")
+    @classmethod
+    def _calls(cls, backend: str) -> str:
+        if backend == "torch":
+            raise ValueError("holds a model")
+        return backend
+
+
+class JudgeConfig(Config):
+    backend: str = "torch"
+    model: str | NewModel
+    optimizer: Optimizer = Optimizer()
+
+
 class Rewarded(Config):
-    reward: RewardConfig | RewardModelConfig = RewardConfig()
+    reward: FunctionConfig | JudgeConfig = FunctionConfig()
 
 
 def test_a_table_of_several_forms_is_judged_as_the_one_that_fits_best(tmp_path: Path) -> None:
@@ -148,9 +166,9 @@ def test_a_table_of_several_forms_is_judged_as_the_one_that_fits_best(tmp_path: 
             "reward.model: is missing",
             "reward.modl: no such key; did you mean reward.model?",
         ],
-        "model.layers = 3": ["reward.model.characters: is missing"],
+        "model.hidden = 3": ["reward.model.characters: is missing"],
         "model = 3": ["reward.model = 3: must be text in quotes, or must be a table"],
-        "model = 'x'\nmicro_batch_tokens = 0": ["reward.micro_batch_tokens = 0: must be greater than 0"],
+        "model = 'x'\noptimizer.lr = 0": ["reward.optimizer.lr = 0: must be greater than 0"],
     }
     assert {reward: mistakes(tmp_path, f"[reward]\n{reward}", form=Rewarded) for reward in table} == {
         reward: [f"x.toml: {line}" for line in told] for reward, told in table.items()

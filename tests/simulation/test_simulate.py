@@ -27,7 +27,8 @@ run.meshes.rollout.cpus = 1
 """
 
 MINE = """
-from meshrl import *
+from meshrl import AlgorithmConfig, CrossEntropy, Policy, PolicyConfig, Run, Sampler, SamplerConfig, Sampling
+from meshrl import ClippedLoss, Task, TaskConfig, ValueLoss, publish, rollouts
 
 class MineConfig(AlgorithmConfig):
     task: TaskConfig
