@@ -1,8 +1,8 @@
 """The process that forks ranks: `python -m meshrl.engines.processes.template CONTROL CONTROLLER FOLDER MODULES PATHS`.
 
 It has one thread, and imports once what all ranks need. When its engine ends in any way, it kills the ranks and exits.
-If it dies itself, Linux kills them. `CONTROLLER` is the engine's process id. `PATHS` is the PYTHONPATH of ranks and of the
-processes that they start. The template itself gets the whole path of the controller.
+If it dies itself, Linux kills them. `CONTROLLER` is the engine's process id. `PATHS` is the PYTHONPATH of ranks and
+of the processes that they start. The template itself gets the whole path of the controller.
 """
 
 import asyncio
