@@ -7,8 +7,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Final
 
 from meshrl import log
@@ -35,6 +36,13 @@ def copied(path: Path) -> Path:
     return path
 
 
+class _Source(SourceFileLoader):
+    """Reads a file, never its bytecode: Python takes that for current if a change kept the file's second and size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_file(path: Path) -> ModuleType:
     """Run a Python file as a module. Its folder goes last on the import path, so it may import its neighbours.
 
@@ -45,8 +53,8 @@ def import_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {path}")
     # A distinct name: a user's `random.py` must not be taken for the library's module.
     name = f"meshrl_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
+    if path.suffix != ".py" or spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file: its name must end in .py")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -176,3 +177,12 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("from neighbour_of_rewards import VALUE\ndef reward(p, c, row): return VALUE\n", "utf-8")
     assert load_function(f"{path}:reward")("", "", {}) == 2.0
     assert Path(str(sys.modules["random"].__file__)) != path, "a user's random.py is not the library's"
+
+
+def test_a_file_that_changed_within_a_second_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "rewards_of_today.py"
+    for value in (1.0, 2.0):
+        path.write_text(f"def reward(p, c, row): return {value}\n", "utf-8")
+        os.utime(path, (1e9, 1e9))
+        assert load_function(f"{path}:reward")("", "", {}) == value
