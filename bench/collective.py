@@ -17,11 +17,11 @@ import torch.distributed as dist
 from bench.harness import Figure, at_most, figure, median, within
 from meshrl import Actor, Gather, Mesh, PolicyConfig, Resources, SamplerConfig, Sum, Weights, endpoint, log
 from meshrl.engines import make_engine
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.collective import IN_FLIGHT
-from meshrl_hf.fingerprints import fingerprint
-from meshrl_hf.live_weights import LiveWeights, offered
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.wire.collective import IN_FLIGHT
+from meshrl_torch.wire.fingerprints import fingerprint
 
 RANKS: Final = 2
 """Number of sending ranks, and of reading ranks."""

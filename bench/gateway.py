@@ -36,8 +36,8 @@ from meshrl.agents import Gateway, GatewayConfig
 from meshrl.data import Source
 from meshrl.run import MeshConfig
 from meshrl.testing import ScriptedChat, ScriptedSampler
-from meshrl_hf.chat import HuggingFaceChat
-from meshrl_hf.text import Words, character_tokenizer
+from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.text import Words, character_tokenizer
 
 SESSIONS: Final = 256
 TURNS: Final = 4

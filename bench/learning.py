@@ -38,7 +38,7 @@ from meshrl import Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejec
 from meshrl.config import Config
 from meshrl.engines.local import RankLoop
 from meshrl.run import find_config, load_job
-from meshrl_hf.optimizer import learning_rate
+from meshrl_torch.train.optimizer import learning_rate
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 SIDES: Final = ("meshrl", "trl")

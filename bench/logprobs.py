@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.harness import Figure, arguments, report, within
 from meshrl import NewModel
 from meshrl.roles import ModelConfig
-from meshrl_hf.loading import load
-from meshrl_hf.model import LanguageModel, ready
+from meshrl_torch.model.loading import load
+from meshrl_torch.model.network import LanguageModel, ready
 
 VOCABULARY: Final = 150_000
 DIMS: Final = 896

@@ -37,12 +37,12 @@ from meshrl import Batch, NewModel, Run, RunConfig, Sampler, SamplerConfig, Samp
 from meshrl.config import Config
 from meshrl.engines.local import RankLoop
 from meshrl.roles import with_options
-from meshrl_hf import checkpoint
-from meshrl_hf.loading import load
-from meshrl_hf.seeds import key
-from meshrl_hf.text import encode_prompts
 from meshrl_inference.options import EngineOptions
 from meshrl_sglang.options import SglangConfig
+from meshrl_torch.model import saving as checkpoint
+from meshrl_torch.model.loading import load
+from meshrl_torch.model.text import encode_prompts
+from meshrl_torch.sample.draw import key
 from meshrl_vllm.options import VllmConfig
 
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"

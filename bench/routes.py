@@ -20,8 +20,8 @@ from bench.harness import Figure, arguments, figure, median, report
 from meshrl import Mesh, NewModel, PolicyConfig, Resources, SamplerConfig
 from meshrl.engines.ray import RayEngine
 from meshrl.testing.cluster import Cluster, missing
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 
 HOSTS: Final = 2
 """With samplers."""

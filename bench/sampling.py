@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from bench.harness import Figure, arguments, figure, median, report, take_turns
 from meshrl import NewModel, SamplerConfig, Sampling
-from meshrl_hf.loading import load
-from meshrl_hf.model import LanguageModel
-from meshrl_hf.rollouts import Request
-from meshrl_hf.seeds import key
-from meshrl_hf.text import encode_prompts
-from meshrl_torch.cache import Cache
-from meshrl_torch.decode import Decoder
-from meshrl_torch.draw import Draw
+from meshrl_torch.model.loading import load
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.text import encode_prompts
+from meshrl_torch.sample.cache import Cache
+from meshrl_torch.sample.decoder import Decoder
+from meshrl_torch.sample.draw import Draw, key
+from meshrl_torch.sample.rollouts import Request
 
 ROWS: Final = 512
 MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY", max_tokens=288)

@@ -24,7 +24,7 @@ from bench.harness import Figure, arguments, figure, median, report
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.local import RankLoop
 from meshrl.roles import ModelConfig, OptimizerConfig, Policy
-from meshrl_hf.loading import load
+from meshrl_torch.model.loading import load
 
 PEAKS: Final = {
     "H100 PCIe": 756e12,

@@ -70,9 +70,9 @@ from meshrl.rewards import exact_match
 from meshrl.roles import with_options
 from meshrl.weights import WeightSource
 from meshrl.weights.delta import DeltaVersion
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.text import character_tokenizer
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.model.text import character_tokenizer
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 

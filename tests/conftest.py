@@ -114,7 +114,7 @@ def random_model() -> Callable[..., str]:
     import torch  # noqa: PLC0415 -- slow to import, as the others are
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    from meshrl_hf.text import character_tokenizer  # noqa: PLC0415
+    from meshrl_torch.model.text import character_tokenizer  # noqa: PLC0415
 
     def save(config: "PretrainedConfig", folder: Path, auto: Any = AutoModelForCausalLM, noise: float = 0.2) -> str:
         torch.manual_seed(0)
@@ -158,7 +158,12 @@ class Warm:
                 return self._meshes[count]
             await self._meshes.pop(count).stop()
         if self._engine is None:
-            modules = "transformers", "meshrl_torch.policy", "meshrl_fsdp.policy", "meshrl_megatron.policy"
+            modules = (
+                "transformers",
+                "meshrl_torch.train.one_rank",
+                "meshrl_torch.train.fsdp.roles",
+                "meshrl_megatron.roles",
+            )
             self._engine = make_engine("processes", modules=modules)
         self._meshes[count] = await Mesh.reserve(self._engine, count, Resources(cpus=0))
         return self._meshes[count]

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from meshrl.mesh import Rank
 from meshrl.weights import Probe
-from meshrl_hf import broadcast
-from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import Sender
-from meshrl_hf.live_weights import LiveWeights, offered
+from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.weights import sender as broadcast
+from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.weights.sender import Sender
 
 if TYPE_CHECKING:
-    from meshrl_hf.ranks import RankGroup
+    from meshrl_torch.ranks.rank_group import RankGroup
 
 T = TypeVar("T")
 

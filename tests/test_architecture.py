@@ -209,15 +209,15 @@ def test_the_core_imports_no_library_of_a_backend() -> None:
     assert not wrong, listed(wrong)
 
 
-SHARED = {"meshrl_hf": set[str](), "meshrl_inference": {"meshrl_hf"}}
-"""What backends have in common, no backends themselves, and what each may see of the others."""
+SHARED = {"meshrl_torch": set[str](), "meshrl_inference": {"meshrl_torch"}}
+"""What backends have in common, and what each of these may see of the others."""
 
 IN_ANOTHER_ENVIRONMENT = (
     *(
         f"meshrl_inference.{name}"
         for name in ("worker", "engine", "arrival", "assembly", "mapped", "messages", "naming", "tensors")
     ),
-    *(f"meshrl_hf.{name}" for name in ("collective", "fingerprints", "fp8", "handover", "offer", "reach", "reading")),
+    *(name for name in BACKENDS if name.startswith("meshrl_torch.wire.")),
 )
 """Modules that the process of an engine imports, where there is no meshrl."""
 

@@ -11,10 +11,10 @@ ROLES: Final[Mapping[str, str]] = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 OPTIONS: Final[Mapping[str, str]] = {"Sampler": "meshrl_http.options:HttpConfig"}
 """The schema of the backend's options: the table `http` in the role's."""
 
-CHAT: Final = "meshrl_hf.chat:read_chat"
+CHAT: Final = "meshrl_torch.model.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
-COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 """Counts the tokens of prompts, without a model."""
 
 NEEDS: Final = "meshrl_http.found:check_servers"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshrl_hf.text import decode, stopped_after
 from meshrl_http.dialects import Ask, Piece
 from meshrl_inference.messages import Done, Generate, Row
+from meshrl_torch.model.text import decode, stopped_after
 
 _SEEDS = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15

@@ -13,7 +13,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from meshrl import log
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Sampling
-from meshrl_hf.probe import TOLERANCE
 from meshrl_http.client import Client, NoAnswerError
 from meshrl_http.folders import Folders
 from meshrl_http.found import find, no_weights
@@ -23,6 +22,7 @@ from meshrl_http.server import Server
 from meshrl_inference.messages import Answer, Order
 from meshrl_inference.naming import Naming
 from meshrl_inference.process import Listener, while_it_lives
+from meshrl_torch.weights.probe import TOLERANCE
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from meshrl_hf.collective import dtype_of, place_in
-from meshrl_hf.offer import Offer, Part
-from meshrl_hf.reading import Damaged, Lost, Reader
 from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
+from meshrl_torch.wire.collective import dtype_of, place_in
+from meshrl_torch.wire.manifest import Offer, Part
+from meshrl_torch.wire.reader import Damaged, Lost, Reader
 
 LoadTensors: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 """The engine's loader of tensors by their names in files. It may keep them for a while."""

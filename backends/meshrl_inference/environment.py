@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-import meshrl_hf
 import meshrl_inference
+import meshrl_torch
 
 _PATH: Final = 48
 """Most bytes of the path of temporary files, so that engines' socket paths stay within a system's 107."""
@@ -24,12 +24,12 @@ def new_folder(backend: str) -> tempfile.TemporaryDirectory[str]:
 def environment(folder: Path, backend: str) -> dict[str, str]:
     """Return this process's variables, with this folder for temporary files, and a Python path inside it.
 
-    The path contains only this package, a backend's, and `meshrl_hf`. The process imports modules of the last that need
-    no meshrl. It may use another Python with other packages.
+    The path contains only this package, a backend's, and `meshrl_torch`, of which the process imports `wire`. It may
+    use another Python with other packages.
     """
     paths = folder / "path"
     paths.mkdir()
-    for package in (meshrl_hf, meshrl_inference, import_module(f"meshrl_{backend}")):
+    for package in (meshrl_torch, meshrl_inference, import_module(f"meshrl_{backend}")):
         (paths / package.__name__).symlink_to(Path(str(package.__file__)).parent)
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getuser()}")  # torch's usual place, for later engines
     return {

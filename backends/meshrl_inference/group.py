@@ -11,7 +11,7 @@ import msgspec
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_hf.meeting import are_processes, meet
+from meshrl_torch.ranks.process_group import are_processes, meet
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")

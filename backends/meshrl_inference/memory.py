@@ -8,10 +8,10 @@ from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError
 from meshrl.roles import Memory, SamplerConfig, Term, Work, chosen_options
-from meshrl_hf import fp8
-from meshrl_hf.loading import without_values
-from meshrl_hf.memory import cache_per_token, config_of
 from meshrl_inference.options import EngineOptions
+from meshrl_torch.estimate.memory import cache_per_token
+from meshrl_torch.model.loading import config_of, without_values
+from meshrl_torch.wire import fp8
 
 MIB: Final = 2**20
 _CPU_CACHE: Final = 512 * MIB

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from meshrl_hf.offer import Offer
+from meshrl_torch.wire.manifest import Offer
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from meshrl_hf.fp8 import matrices, refusal
+from meshrl_torch.wire.fp8 import matrices, refusal
 
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from meshrl.errors import ModelError
-from meshrl_hf.rollouts import Finished, Request
-from meshrl_hf.text import Words, stopped_after
 from meshrl_inference.messages import Done
+from meshrl_torch.model.text import Words, stopped_after
+from meshrl_torch.sample.rollouts import Finished, Request
 
 
 class Call:

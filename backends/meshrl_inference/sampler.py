@@ -18,18 +18,18 @@ from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
 from meshrl.weights import ArrivalLog, Entry, Weights
-from meshrl_hf import checkpoint
-from meshrl_hf.files import folder_of
-from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.loading import load, read_words
-from meshrl_hf.probe import apart, check
-from meshrl_hf.rollouts import Request, Rollouts
-from meshrl_hf.seeds import key
 from meshrl_inference import group, messages
 from meshrl_inference.messages import Answer, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_inference.options import EngineOptions
 from meshrl_inference.process import EngineProcess, Kind, Orders
 from meshrl_inference.rows import Call, finished
+from meshrl_torch.model import saving as checkpoint
+from meshrl_torch.model.files import folder_of
+from meshrl_torch.model.loading import load, read_words
+from meshrl_torch.sample.draw import key
+from meshrl_torch.sample.rollouts import Request, Rollouts
+from meshrl_torch.weights.live_weights import LiveWeights
+from meshrl_torch.weights.probe import apart, check
 
 _SEEDS: Final = (1 << 63) - 1
 

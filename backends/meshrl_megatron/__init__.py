@@ -11,11 +11,11 @@ __all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
 MODELS: Final = "read"
 
 ROLES: Final[Mapping[str, str]] = {
-    "Critic": "meshrl_megatron.critic:MegatronCritic",
-    "Policy": "meshrl_megatron.policy:MegatronPolicy",
-    "Reference": "meshrl_megatron.reference:MegatronReference",
-    "Reward": "meshrl_megatron.reward:MegatronReward",
-    "RewardModel": "meshrl_megatron.reward_model:MegatronRewardModel",
+    "Critic": "meshrl_megatron.roles:MegatronCritic",
+    "Policy": "meshrl_megatron.roles:MegatronPolicy",
+    "Reference": "meshrl_megatron.roles:MegatronReference",
+    "Reward": "meshrl_megatron.roles:MegatronReward",
+    "RewardModel": "meshrl_megatron.roles:MegatronRewardModel",
 }
 """The class of each role. Strings, so that a look-up imports neither torch nor Megatron."""
 
@@ -25,10 +25,10 @@ AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(ROLES, ("dp", "pp", "cp
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.options:MegatronConfig")
 """The schema of each role's options: the table `megatron` in the role's."""
 
-COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 """Counts the tokens of prompts, without a model."""
 
-FLOPS: Final = "meshrl_hf.flops:flops_of"
+FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
 """Counts the operations of a pass over a row, without a model."""
 
 MEMORY: Final = "meshrl_megatron.memory:held"

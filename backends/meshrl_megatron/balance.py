@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data import Ragged
-from meshrl_hf.flops import layer_flops
-from meshrl_hf.packing import MicroBatch, Rows, packed
 from meshrl_megatron.shape import Decoder
+from meshrl_torch.estimate.flops import layer_flops
+from meshrl_torch.model.packing import MicroBatch, Rows, packed
 
 Ints = NDArray[np.int64]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from meshrl_hf import checkpoint
 from meshrl_megatron.model import Model
 from meshrl_megatron.world import World
+from meshrl_torch.model import saving as checkpoint
 
 _HEAD = "value_head."
 

@@ -7,8 +7,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshrl_hf.group import Shared
 from meshrl_megatron.core import ProcessGroupCollection
+from meshrl_torch.ranks.process_group import Shared
 
 AXES: Final = ("dp", "pp", "cp", "tp")
 """The axes of a mesh, from the outermost on."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshrl.errors import ConfigError
-from meshrl_hf.attention import Packed
 from meshrl_megatron.core import (
     MLP,
     ColumnParallelLinear,
@@ -37,6 +36,7 @@ from meshrl_megatron.core import (
     get_te_version,
 )
 from meshrl_megatron.options import TransformerImpl
+from meshrl_torch.model.attention import Packed
 
 
 @dataclass

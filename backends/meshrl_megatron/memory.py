@@ -23,23 +23,6 @@ from meshrl.roles import (
     Work,
     options_of,
 )
-from meshrl_hf.attention import Packed
-from meshrl_hf.live import Live
-from meshrl_hf.loading import GENERATOR
-from meshrl_hf.memory import (
-    DEPTHS,
-    Figures,
-    Marks,
-    OnGpu,
-    Rehearsal,
-    config_of,
-    fake,
-    knobs,
-    longest_rows,
-    rehearsed_alone,
-    skeleton_of,
-)
-from meshrl_hf.packing import MicroBatch
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import DistributedDataParallel, ProcessGroupCollection, fresh_scratch, quiet
 from meshrl_megatron.groups import Grid
@@ -48,6 +31,22 @@ from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Asked, Stage
+from meshrl_torch.estimate.live_bytes import Live
+from meshrl_torch.estimate.memory import (
+    DEPTHS,
+    Figures,
+    Marks,
+    OnGpu,
+    Rehearsal,
+    fake,
+    knobs,
+    longest_rows,
+    rehearsed_alone,
+    skeleton_of,
+)
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.loading import GENERATOR, config_of
+from meshrl_torch.model.packing import MicroBatch
 
 _KEPT: Final = 4
 """Bytes that torch's AdamW allocates on a GPU for each number that it steps over."""

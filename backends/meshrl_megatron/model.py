@@ -15,12 +15,6 @@ from torch import Tensor, nn
 from meshrl.losses import Predicts
 from meshrl.mesh import Rank
 from meshrl.roles import ModelConfig
-from meshrl_hf.boxes import Box, Boxes
-from meshrl_hf.kernels import Kernel, chosen
-from meshrl_hf.loading import GENERATOR, JUDGE, load, outline
-from meshrl_hf.model import LanguageModel
-from meshrl_hf.reward_training import kind_of, with_score
-from meshrl_hf.value_head import with_head
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.layers import modules_of
 from meshrl_megatron.naming import Piece, Place, pieces
@@ -28,6 +22,12 @@ from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Stage
 from meshrl_megatron.world import World
+from meshrl_torch.checkpoint.boxes import Box, Boxes
+from meshrl_torch.model.kernels import Kernel, chosen
+from meshrl_torch.model.loading import GENERATOR, JUDGE, load, outline
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.value_head import with_head
+from meshrl_torch.train.reward_training import kind_of, with_score
 
 _EXPERT: Final = ".local_experts."
 _LM_HEAD: Final = "lm_head.weight"

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from meshrl.losses import Predicts
 from meshrl.roles import OptimizerConfig
-from meshrl_hf.optimizer import learning_rate, not_finite
-from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -24,6 +22,8 @@ from meshrl_megatron.core import (
 from meshrl_megatron.core import OptimizerConfig as MegatronOptimizerConfig
 from meshrl_megatron.model import Model
 from meshrl_megatron.naming import Piece
+from meshrl_torch.checkpoint.spread_state import MOMENTS
+from meshrl_torch.train.optimizer import learning_rate, not_finite
 
 
 def gradient_layout() -> DistributedDataParallelConfig:

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from meshrl.roles import BackendOptions
-from meshrl_hf.options import Attention
+from meshrl_torch.options import Attention
 
 TransformerImpl: TypeAlias = Literal["local", "transformer_engine"]
 """Whose modules the decoder layers have, by Megatron-Core's names."""

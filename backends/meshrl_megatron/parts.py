@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_hf.attention import Group, Packed
-from meshrl_hf.devices import moved
-from meshrl_hf.packing import MicroBatch, groups_of, runs
+from meshrl_torch.model.attention import Group, Packed
+from meshrl_torch.model.devices import moved
+from meshrl_torch.model.packing import MicroBatch, groups_of, runs
 
 Ints = NDArray[np.int64]
 

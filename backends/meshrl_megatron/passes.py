@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.data import Batch
-from meshrl_hf.devices import moved
-from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import Passes, temperatures
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import P2PCommunicator, get_forward_backward_func, quiet
 from meshrl_megatron.model import Model
 from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.stage import Asked
+from meshrl_torch.model.devices import moved
+from meshrl_torch.model.packing import MicroBatch
+from meshrl_torch.model.scoring import Passes, temperatures
 
 Judged: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
 """A micro-batch's part of the loss, float32[], from the model's predictions for its targets."""

@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from meshrl.losses import Predicts
-from meshrl_hf.model import MAX_LOGITS
 from meshrl_megatron.core import (
     ColumnParallelLinear,
     GPTModel,
@@ -27,6 +26,7 @@ from meshrl_megatron.layers import FusedLinear, Packing, assembled, layer_spec, 
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.vocabulary import logprobs
+from meshrl_torch.model.network import MAX_LOGITS
 
 _SPLIT: Final[Mapping[type[nn.Module], int]] = {
     ColumnParallelLinear: 0,

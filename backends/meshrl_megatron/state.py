@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshrl_hf.boxes import Box, Boxes
-from meshrl_hf.ranks import RankGroup
-from meshrl_hf.spread_state import MODEL, SpreadState
 from meshrl_megatron.optimizer import Trained
+from meshrl_torch.checkpoint.boxes import Box, Boxes
+from meshrl_torch.checkpoint.spread_state import MODEL, SpreadState
+from meshrl_torch.ranks.rank_group import RankGroup
 
 
 class State(SpreadState):

@@ -8,15 +8,15 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, Predicts
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
-from meshrl_hf.boxes import Box
-from meshrl_hf.trainable import Trainable, own_rank
-from meshrl_hf.training import prepared, stepped
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build
 from meshrl_megatron.optimizer import Trained
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
+from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.train.step import prepared, stepped
+from meshrl_torch.train.trainable import Trainable, own_rank
 
 _ROLES: Final = {"logprobs": "policy", "values": "critic", "scores": "reward model"}
 

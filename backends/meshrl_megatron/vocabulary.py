@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from meshrl_hf.model import to_probabilities
+from meshrl_torch.model.network import to_probabilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable

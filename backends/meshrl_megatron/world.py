@@ -7,10 +7,10 @@ import torch
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_hf.group import join
-from meshrl_hf.ranks import RankGroup, Share
 from meshrl_megatron.core import ProcessGroupCollection
 from meshrl_megatron.groups import AXES, Grid
+from meshrl_torch.ranks.process_group import join
+from meshrl_torch.ranks.rank_group import RankGroup, Share
 
 
 @dataclass(frozen=True)

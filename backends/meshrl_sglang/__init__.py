@@ -14,10 +14,10 @@ AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 OPTIONS: Final[Mapping[str, str]] = {"Sampler": "meshrl_sglang.options:SglangConfig"}
 """The schema of the backend's options: the table `sglang` in the role's."""
 
-CHAT: Final = "meshrl_hf.chat:read_chat"
+CHAT: Final = "meshrl_torch.model.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
-COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 """Counts the tokens of prompts, without a model."""
 
 NEEDS: Final = "meshrl_sglang.options:check_installed"

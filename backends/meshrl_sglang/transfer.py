@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshrl_hf.offer import Offer
 from meshrl_inference.assembly import read
 from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
 from meshrl_inference.tensors import Places, tensors
+from meshrl_torch.wire.manifest import Offer
 
 FORMAT: Final = "meshrl_sglang.transfer.load"
 """The function that SGLang imports and calls for tensors in this format."""

@@ -17,10 +17,10 @@ AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """The schema of each role's options: the table `vllm` in the role's."""
 
-CHAT: Final = "meshrl_hf.chat:read_chat"
+CHAT: Final = "meshrl_torch.model.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
-COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 """Counts the tokens of prompts, without a model."""
 
 NEEDS: Final = "meshrl_vllm.options:check_installed"

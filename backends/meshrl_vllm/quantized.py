@@ -15,9 +15,9 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from meshrl_hf.fp8 import quantized
-from meshrl_hf.offer import SCALE
 from meshrl_inference.naming import Naming
+from meshrl_torch.wire.fp8 import quantized
+from meshrl_torch.wire.manifest import SCALE
 
 NAME: Final = "meshrl-fp8"
 """vLLM's name of the loader."""

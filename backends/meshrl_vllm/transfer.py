@@ -17,11 +17,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from meshrl_hf.offer import Offer
 from meshrl_inference.assembly import read
 from meshrl_inference.engine import Outcome
 from meshrl_inference.naming import Naming
 from meshrl_inference.tensors import Places, tensors
+from meshrl_torch.wire.manifest import Offer
 from meshrl_vllm import quantized
 from meshrl_vllm.whole import tell_whole
 

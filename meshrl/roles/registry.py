@@ -15,8 +15,8 @@ A backend's module has `ROLES`, which maps a role's name to the place of its cla
 
 The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
 
-    ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
-    OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
+    ROLES = {"Policy": "meshrl_torch.train.fsdp.roles:FsdpPolicy"}
+    OPTIONS = {"Policy": "meshrl_torch.options:FsdpConfig"}
 """
 
 import re

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from meshrl_hf.chat import HuggingFaceChat
-from meshrl_hf.text import Words
+from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.text import Words
 
 LLAMA = """{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>
 

@@ -20,8 +20,8 @@ from meshrl.agents import Gateway, Message, Recording, record, recorded
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import implementation
 from meshrl.testing import ScriptedChat, ScriptedSampler, delayed, simulate
-from meshrl_hf.loading import new_config
-from meshrl_hf.text import character_tokenizer
+from meshrl_torch.model.loading import new_config
+from meshrl_torch.model.text import character_tokenizer
 from tests.agents.talks import client_of
 
 MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1, heads=2, max_tokens=64)

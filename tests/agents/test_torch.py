@@ -12,9 +12,9 @@ from meshrl.errors import BackendError, ModelError
 from meshrl.roles import OptimizerConfig, implementation
 from meshrl.roles.generate_calls import GenerateCall
 from meshrl.testing import ScriptedChat
-from meshrl_hf.loading import new_config
-from meshrl_hf.text import character_tokenizer
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.model.loading import new_config
+from meshrl_torch.model.text import character_tokenizer
+from meshrl_torch.sample.sampler import TorchSampler
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
 SIZES = {"hidden_size": 16, "ffn_size": 32, "layers": 1, "heads": 2, "max_tokens": 48}

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from meshrl import PolicyConfig, TeacherConfig, check_teacher
 from meshrl.errors import ConfigError
-from meshrl_hf.text import character_tokenizer
+from meshrl_torch.model.text import character_tokenizer
 from tests.algorithms.pages import Ran, lines, run_page, write_task
 
 CHARACTERS = "abcd>"

@@ -12,10 +12,8 @@ from torch import nn
 import meshrl as rl
 from meshrl.losses import Loss
 from meshrl.roles import OptimizerConfig
-from meshrl_hf.optimizer import Optimizer
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reward_model import TorchRewardModel
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
+from meshrl_torch.train.optimizer import Optimizer
 
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
 SLOW = OptimizerConfig(lr=1e-5)

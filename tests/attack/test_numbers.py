@@ -11,9 +11,8 @@ import meshrl as rl
 from meshrl.errors import DataError, ModelError
 from meshrl.rewards.function import boundary
 from meshrl.run.jobs import load_job
-from meshrl_hf.seeds import key
-from meshrl_torch.draw import Draw
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.sample.draw import Draw, key
+from meshrl_torch.train.one_rank import TorchPolicy
 
 if TYPE_CHECKING:
     from meshrl.losses import Loss

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, SamplerConfig, Sampling, SequenceLoss, rollout
 from meshrl.run import RunConfig, find_doubts, load_job, shipped_configs
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_vllm.whole import tell_whole
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)

@@ -21,13 +21,13 @@ from transformers import MistralConfig
 
 from meshrl import ClippedLoss, PolicyConfig
 from meshrl.errors import ConfigError
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import kernels
-from meshrl_hf.attention import Packed
-from meshrl_hf.kernels import Kernel
-from meshrl_hf.options import Attention
-from meshrl_hf.roles import TrainedPolicy
-from meshrl_megatron.policy import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy
+from meshrl_torch.model import kernels
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.kernels import Kernel
+from meshrl_torch.options import Attention
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.train.roles import TrainedPolicy
 from tests.backends.material import MODEL, SGD, SHAPE, ModelOf, floats, near, rollouts
 from tests.gpu_contracts.contracts import read
 from tests.gpu_contracts.sources import distribution_of
@@ -189,7 +189,7 @@ async def test_kernels_for_gpus_are_asked_for_the_same_numbers(
     updated = await plain.weights()
 
     machine(["flash-attn", "flash-attn-4"])
-    module = "meshrl_fsdp.loading" if backend == "fsdp" else "meshrl_megatron.model"
+    module = "meshrl_torch.train.fsdp.loading" if backend == "fsdp" else "meshrl_megatron.model"
     monkeypatch.setattr(sys.modules[module], "chosen", lambda asked, _: kernels.chosen(asked, GPU))
     monkeypatch.setattr(Kernel, "takes", lambda _, states: True)
     fused = role(PolicyConfig.model_validate({**table, backend: {"attention": name}}))

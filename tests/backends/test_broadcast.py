@@ -22,18 +22,20 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from meshrl import PolicyConfig
 from meshrl.errors import ConfigError, ModelError
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import broadcast, collective, fp8, live_weights
-from meshrl_hf.boxes import Box
-from meshrl_hf.collective import IN_FLIGHT, KEPT, Asked, Flight, Line
-from meshrl_hf.fingerprints import fingerprint
-from meshrl_hf.handover import Desk, Handing, Slots, Taking, Unopened, desk_of, open_slots
-from meshrl_hf.live_weights import LiveWeights, offered
-from meshrl_hf.offer import FP8, SCALE
-from meshrl_hf.reach import Where, on_gpus, routes
-from meshrl_hf.reading import Reader
 from meshrl_inference.assembly import read
 from meshrl_inference.naming import Naming
+from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.weights import live_weights
+from meshrl_torch.weights import sender as broadcast
+from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.wire import collective, fp8
+from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, Asked, Flight, Line
+from meshrl_torch.wire.fingerprints import fingerprint
+from meshrl_torch.wire.handover import Desk, Handing, Slots, Taking, Unopened, desk_of, open_slots
+from meshrl_torch.wire.locality import Where, on_gpus, routes
+from meshrl_torch.wire.manifest import FP8, SCALE
+from meshrl_torch.wire.reader import Reader
 from tests.backends.material import GPT2, SHAPE, ModelOf
 from tests.senders import Senders, sending
 

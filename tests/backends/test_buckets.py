@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.errors import ModelError
-from meshrl_hf import fp8
-from meshrl_hf.boxes import Box, Boxes, Ranges, write_boxes
-from meshrl_hf.buckets import planned
-from meshrl_hf.collective import Flight, copy, place_in, view
-from meshrl_hf.fingerprints import fingerprint
-from meshrl_hf.offer import SCALE
+from meshrl_torch.checkpoint.boxes import Box, Boxes, Ranges, write_boxes
+from meshrl_torch.weights.buckets import planned
+from meshrl_torch.wire import fp8
+from meshrl_torch.wire.collective import Flight, copy, place_in, view
+from meshrl_torch.wire.fingerprints import fingerprint
+from meshrl_torch.wire.manifest import SCALE
 
 LIMIT = 1 << 10
 QUANTISED = frozenset({"matrix", "tall", "columns", "none"})

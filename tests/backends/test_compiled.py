@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig
 from meshrl.roles import LoraConfig
-from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from tests.backends.material import rollouts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -25,15 +25,14 @@ from meshrl.errors import ConfigError, ModelError
 from meshrl.losses import TokenLoss
 from meshrl.roles import LoraConfig, OptimizerConfig, Policy
 from meshrl.run import AlgorithmConfig
-from meshrl_fsdp.optimizer import ShardedOptimizer
-from meshrl_fsdp.options import FsdpConfig
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_fsdp.world import grid_of
-from meshrl_hf.boxes import write_boxes
-from meshrl_megatron.policy import MegatronPolicy
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_megatron.roles import MegatronPolicy
+from meshrl_torch.checkpoint.boxes import write_boxes
+from meshrl_torch.options import FsdpConfig
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.train.fsdp.world import grid_of
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy
 from tests.backends.material import MODEL, Counted, Late, floats, near, rollouts, updated
 
 QUICK = OptimizerConfig(lr=1e-2)
@@ -147,7 +146,10 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     backend: type[FsdpPolicy | TorchPolicy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updated, waited = Event(), list[bool]()
-    for place, write in (("meshrl_hf.state.save_file", save_file), ("meshrl_hf.spread_state.write_boxes", write_boxes)):
+    for place, write in (
+        ("meshrl_torch.checkpoint.state.save_file", save_file),
+        ("meshrl_torch.checkpoint.spread_state.write_boxes", write_boxes),
+    ):
 
         def later(*arguments: Any, write: Callable[..., None] = write) -> None:
             waited.append(updated.wait(60))

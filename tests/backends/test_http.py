@@ -19,7 +19,7 @@ from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, Mode
 from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
 from meshrl_http.sampler import HttpSampler
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=64)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "d>"])

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from meshrl import NewModel, PolicyConfig
 from meshrl.errors import ConfigError
-from meshrl_megatron.policy import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy
 from tests.backends.material import SHAPE, ModelOf
 
 pytestmark = pytest.mark.megatron
@@ -32,11 +32,11 @@ MODULES = {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear"}
 SCRIPT = """
 import asyncio, json, sys, warnings
 import numpy as np
-import meshrl_hf.lora  # peft looks for Transformer Engine too
+import meshrl_torch.model.lora  # peft looks for Transformer Engine too
 from tests.backends.engine_standin import install, used
 install()
 from meshrl import ClippedLoss, PolicyConfig
-from meshrl_megatron.policy import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy
 from tests.backends.material import SGD, rollouts
 
 warnings.simplefilter("error")

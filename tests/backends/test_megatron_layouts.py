@@ -18,16 +18,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ModelError, RankFailed
-from meshrl_fsdp.critic import FsdpCritic
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_megatron.critic import MegatronCritic
-from meshrl_megatron.policy import MegatronPolicy
-from meshrl_megatron.reference import MegatronReference
+from meshrl_megatron.roles import MegatronCritic, MegatronPolicy, MegatronReference
 from meshrl_megatron.vocabulary import logprobs as shared_logprobs
 from meshrl_megatron.world import World
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
+from meshrl_torch.train.fsdp.roles import FsdpCritic, FsdpPolicy
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
 from tests.backends import material
 from tests.backends.material import RANKS_OF_MEGATRON, ModelOf, near
 
@@ -220,7 +215,7 @@ async def test_moments_are_forgotten_and_half_a_state_is_told(tmp_path: Path, mo
     def fail(*_: object) -> None:
         raise ModelError("the disk is gone")
 
-    monkeypatch.setattr("meshrl_hf.boxes.Boxes.read", fail)
+    monkeypatch.setattr("meshrl_torch.checkpoint.boxes.Boxes.read", fail)
     with pytest.raises(ModelError, match=r"the disk is gone. The policy has loaded a part of it and cannot be used"):
         await policy.restore(str(tmp_path))
 

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from meshrl import Actor, ClippedLoss, Gather, Mesh, PolicyConfig, endpoint
 from meshrl.mesh import Same
 from meshrl.roles import Work, memory_of
-from meshrl_megatron.policy import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy
 from tests.backends.material import RANKS_OF_MEGATRON, ModelOf
 from tests.backends.test_memory import COMPLETION, PROMPT, ROWS, N, most, rollouts, told
 

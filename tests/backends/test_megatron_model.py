@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from meshrl import Batch, PolicyConfig, Ragged
 from meshrl.data import Source
 from meshrl.mesh import Rank, rank_context
-from meshrl_hf.scoring import logprobs
 from meshrl_megatron.model import Model, build
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
+from meshrl_torch.model.scoring import logprobs
 from tests.backends.material import SHAPE, ModelOf
 
 pytestmark = [pytest.mark.bits, pytest.mark.megatron]

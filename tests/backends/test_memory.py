@@ -19,12 +19,10 @@ from transformers import AutoConfig, Qwen3Config
 import meshrl as rl
 from meshrl.errors import ConfigError
 from meshrl.roles import Memory, Work, memory_of, with_options
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.flops import flops_of
 from meshrl_inference.memory import parameters_of
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
+from meshrl_torch.estimate.flops import flops_of
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
 from meshrl_vllm.options import VllmConfig
 from tests.backends.material import ModelOf, changed
 
@@ -116,7 +114,9 @@ def taken_by(role: type[TorchPolicy | FsdpPolicy], config: rl.PolicyConfig) -> i
 def test_a_policys_memory_is_told_within_a_tenth(
     changes: Mapping[str, object], model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl_hf.model.MAX_LOGITS", 1500 * 150)  # so that a micro-batch's logits are made in chunks
+    monkeypatch.setattr(
+        "meshrl_torch.model.network.MAX_LOGITS", 1500 * 150
+    )  # so that a micro-batch's logits are made in chunks
     model = model_of(changes["model"]) if "model" in changes else LLAMA
     config = rl.PolicyConfig.model_validate({**changes, "model": model, "micro_batch_tokens": 500})
     files = Path(model).glob("*.safetensors") if isinstance(model, str) else []

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, CrossEntropy, PolicyConfig, Ragged
 from meshrl.roles import OptimizerConfig
-from meshrl_hf import packing
-from meshrl_hf.attention import Packed
-from meshrl_hf.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.parts import Part, part_of
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.model import packing
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import SHAPE, ModelOf, by_row, changed, floats, norm_of
 
 LONG = packing._WORTH + 6

@@ -14,15 +14,11 @@ from torch import Tensor
 
 import meshrl as rl
 from meshrl.errors import DataError, ModelError
-from meshrl_fsdp.options import FsdpConfig
-from meshrl_fsdp.reward import FsdpReward
-from meshrl_fsdp.reward_model import FsdpRewardModel
-from meshrl_hf.text import character_tokenizer
-from meshrl_megatron.reward import MegatronReward
-from meshrl_megatron.reward_model import MegatronRewardModel
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reward import TorchReward
-from meshrl_torch.reward_model import TorchRewardModel
+from meshrl_megatron.roles import MegatronReward, MegatronRewardModel
+from meshrl_torch.model.text import character_tokenizer
+from meshrl_torch.options import FsdpConfig
+from meshrl_torch.train.fsdp.roles import FsdpReward, FsdpRewardModel
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReward, TorchRewardModel
 from tests.backends.material import GPT2, SHAPE, ModelOf, changed, floats, norm_of
 
 WORDS = ["abc", "abd", "hgf", "d", "hgd", "cab", "e", "gab"]

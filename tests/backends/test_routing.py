@@ -12,14 +12,13 @@ from transformers import MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReferenceConfig, SamplerConfig, Sampling
 from meshrl.agents import Gateway
 from meshrl.errors import ConfigError, DataError
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.chat import HuggingFaceChat
-from meshrl_hf.roles import TrainedPolicy
-from meshrl_hf.text import Words, character_tokenizer
-from meshrl_megatron.policy import MegatronPolicy
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
-from meshrl_torch.sampler import TorchSampler
+from meshrl_megatron.roles import MegatronPolicy
+from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.text import Words, character_tokenizer
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
+from meshrl_torch.train.roles import TrainedPolicy
 from meshrl_vllm.sampler import VllmSampler
 from tests.backends import material
 from tests.backends.material import ModelOf, floats

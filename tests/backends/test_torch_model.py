@@ -17,12 +17,12 @@ from torch import Tensor
 from meshrl import Batch, CrossEntropy, NewModel, PolicyConfig, SamplerConfig, Sampling
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import ModelConfig
-from meshrl_hf.dialogues import encode_messages
-from meshrl_hf.loading import load
-from meshrl_hf.model import ready
-from meshrl_hf.text import END, Words, character_tokenizer, encode_completions, encode_prompts
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.model.encode import encode_messages
+from meshrl_torch.model.loading import load
+from meshrl_torch.model.network import ready
+from meshrl_torch.model.text import END, Words, character_tokenizer, encode_completions, encode_prompts
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -156,7 +156,7 @@ def test_logprobs_of_a_large_vocabulary_are_computed_in_chunks_with_the_same_gra
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tempered: bool
 ) -> None:
     tokens, vocabulary = 100, 500
-    monkeypatch.setattr("meshrl_hf.model.MAX_LOGITS", 32 * vocabulary)
+    monkeypatch.setattr("meshrl_torch.model.network.MAX_LOGITS", 32 * vocabulary)
     shape: dict[str, Any] = {**SIZES, "hidden_size": 8, "vocab_size": vocabulary, "eos_token_id": 1}
     network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     network = network.bfloat16() if dtype == torch.bfloat16 else network

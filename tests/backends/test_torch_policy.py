@@ -19,11 +19,8 @@ from meshrl.losses import Correction, Normalise, TokenLoss, effective_sample_siz
 from meshrl.mesh import Rank, rank_context
 from meshrl.objectives import gae
 from meshrl.roles import ModelConfig, OptimizerConfig
-from meshrl_hf.optimizer import learning_rate
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
-from meshrl_torch.reward_model import TorchRewardModel
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference, TorchRewardModel
+from meshrl_torch.train.optimizer import learning_rate
 from tests.backends.material import (
     GPT2,
     MODEL,

@@ -6,8 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import meshrl as rl
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
 from tests.backends.material import MODEL, SGD, by_row, near, norm_of
 
 BETA = 0.5

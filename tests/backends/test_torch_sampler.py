@@ -18,10 +18,9 @@ from meshrl import rollout as drawn_by
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import JoinedSampling
 from meshrl.weights import Bucket
-from meshrl_hf.seeds import key
-from meshrl_torch.draw import Draw, uniforms
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.draw import Draw, key, uniforms
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import GPT2, MODEL, SHAPE, ModelOf, floats
 
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"], groups=np.arange(10, 15))

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshrl.mesh import Rank
-from meshrl_hf import group
-from meshrl_hf.vigil import Vigil
+from meshrl_torch.ranks import process_group as group
+from meshrl_torch.ranks.host_monitor import Vigil
 
 Told: TypeAlias = "Queue[tuple[int, int]]"
 """Who is told, and of whom."""

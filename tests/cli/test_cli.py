@@ -175,7 +175,7 @@ def test_check_and_run_tell_all_that_is_wrong_before_a_model_loads(tmp_path: Pat
 
 
 def test_check_asks_for_the_packages_of_a_reference_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith(("meshrl_torch.", "meshrl_hf."))]:
+    for module in [name for name in sys.modules if name.startswith("meshrl_torch.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it was not installed
     model = "prompts = 1\nreward.function = 'exact_match'\nreference.model.characters = 'act>'"

@@ -5,8 +5,8 @@ import asyncio
 from meshrl import Mesh, NewModel, PolicyConfig, Resources, SamplerConfig, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.mesh import Same
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from tests.cluster.jobs import on
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=512, ffn_size=2048, layers=2, heads=2, max_tokens=48)

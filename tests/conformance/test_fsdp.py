@@ -11,10 +11,9 @@ from transformers import LlamaConfig, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ContractError, DataError, RankFailed
-from meshrl_fsdp.options import FsdpConfig
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_fsdp.reference import FsdpReference
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.options import FsdpConfig
+from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpReference
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL, SHAPE, floats, rollouts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]

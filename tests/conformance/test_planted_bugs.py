@@ -13,12 +13,10 @@ from meshrl import Batch, Metrics, PolicyConfig, Ragged, Weights
 from meshrl.errors import DataError
 from meshrl.losses import Loss
 from meshrl.testing.conformance import CHECKS
-from meshrl_hf import checkpoint
-from meshrl_hf.optimizer import Optimizer
-from meshrl_hf.transfer import copy_into
-from meshrl_torch.critic import TorchCritic
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
+from meshrl_torch.model import saving as checkpoint
+from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
+from meshrl_torch.train.optimizer import Optimizer
+from meshrl_torch.weights.transfer import copy_into
 from tests.conformance.kits import Bugs, missed
 
 

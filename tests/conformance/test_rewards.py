@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen3C
 
 from meshrl import Batch, Mesh, Reward, RewardModelConfig, stop
 from meshrl.errors import DataError, RankFailed
-from meshrl_fsdp.reward import FsdpReward
-from meshrl_megatron.reward import MegatronReward
-from meshrl_torch.reward import TorchReward
+from meshrl_megatron.roles import MegatronReward
+from meshrl_torch.train.fsdp.roles import FsdpReward
+from meshrl_torch.train.one_rank import TorchReward
 from tests.backends.material import SHAPE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]

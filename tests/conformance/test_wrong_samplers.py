@@ -13,7 +13,7 @@ from meshrl.errors import ModelError
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import SAMPLER, Harness, Subject, interruptions
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of
-from meshrl_torch.sampler import TorchSampler
+from meshrl_torch.sample.sampler import TorchSampler
 from tests.conformance.kits import Bugs, missed
 
 

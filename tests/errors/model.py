@@ -161,8 +161,8 @@ async def template_that_rewrites_turns() -> None:
 
 def _divide(model: rl.NewModel, experts: int = 1, **sizes: int) -> None:
     """What each rank of a mesh of these axes does first."""
-    from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
     from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
+    from meshrl_torch.model.loading import load  # noqa: PLC0415 -- brings torch
 
     config = load(rl.PolicyConfig(model=model)).network.config
     Decoder.of(config, valued=False).check(

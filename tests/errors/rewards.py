@@ -16,7 +16,7 @@ from meshrl.agents.config import load_agent
 from meshrl.config import validate
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.rewards.function import FunctionReward
-from meshrl_hf.text import character_tokenizer
+from meshrl_torch.model.text import character_tokenizer
 
 JUDGE = """
 SCALE = 2.0

@@ -16,7 +16,7 @@ from meshrl import NewModel, PolicyConfig
 from meshrl.errors import ModelError
 from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.first_hour.hub_server import Files, Hub, serving
 from tests.first_hour.terminal import FAKES, SMALL, done, refused
 

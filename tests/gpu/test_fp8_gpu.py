@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshrl_hf import fp8
+from meshrl_torch.wire import fp8
 
 KINDS = pytest.mark.parametrize(
     ("kind", "to"),

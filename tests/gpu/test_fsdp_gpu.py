@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshrl import ClippedLoss, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.roles import ModelConfig, Policy
 from meshrl.run import MeshConfig
-from meshrl_hf import kernels
-from meshrl_hf.attention import Group, Packed
-from meshrl_hf.kernels import Bounds, Kernel
-from meshrl_hf.loading import load
-from meshrl_hf.model import LanguageModel, ready
+from meshrl_torch.model import kernels
+from meshrl_torch.model.attention import Group, Packed
+from meshrl_torch.model.kernels import Bounds, Kernel
+from meshrl_torch.model.loading import load
+from meshrl_torch.model.network import LanguageModel, ready
 from tests.backends.material import rollouts
 
 pytestmark = pytest.mark.gpu

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from meshrl_hf.handover import Desk, Slots
-from meshrl_hf.reach import Where
+from meshrl_torch.wire.handover import Desk, Slots
+from meshrl_torch.wire.locality import Where
 
 READER = """
 import sys
 import torch
-from meshrl_hf.handover import Taking
+from meshrl_torch.wire.handover import Taking
 
 device = torch.device(sys.argv[2])
 with Taking(sys.argv[1], "key", "a", device, 600) as taking:

@@ -12,8 +12,8 @@ OBJECTS: Final[Mapping[str, str]] = {
         "megatron.core.distributed.finalize_model_grads.finalize_model_grads"
     ),
     "torch.distributed.init_process_group": "torch.distributed.distributed_c10d.init_process_group",
-    "meshrl_fsdp/sharded.py module.reshard": "torch.distributed.fsdp.FSDPModule.reshard",
-    "meshrl_fsdp/sharded.py root": "torch.distributed.fsdp.FSDPModule",
+    "meshrl_torch/train/fsdp/sharded.py module.reshard": "torch.distributed.fsdp.FSDPModule.reshard",
+    "meshrl_torch/train/fsdp/sharded.py root": "torch.distributed.fsdp.FSDPModule",
     "vllm.LLMEngine": "vllm.v1.engine.llm_engine.LLMEngine",
     "vllm.platforms.current_platform": "vllm.platforms.interface.Platform",
     "meshrl_vllm/engine.py collective_rpc": "vllm.v1.worker.gpu_worker.Worker",

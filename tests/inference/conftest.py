@@ -15,7 +15,7 @@ from meshrl import Gather, NewModel, PolicyConfig, SamplerConfig, endpoint
 from meshrl.roles import with_options
 from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
 from meshrl.roles import with_options
-from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.text import character_tokenizer
 from meshrl_inference.sampler import EngineSampler
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.model.text import character_tokenizer
+from meshrl_torch.train.one_rank import TorchPolicy
+from meshrl_torch.weights.live_weights import LiveWeights
 from meshrl_vllm.options import VllmConfig
 from tests.backends.material import by_row
 from tests.senders import Senders

@@ -11,7 +11,7 @@ import pytest
 from meshrl import PolicyConfig, Sampling, Weights
 from meshrl.agents import Gateway, read_chat
 from meshrl_inference.sampler import EngineSampler
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.inference.conftest import MODEL
 
 pytestmark = pytest.mark.slow

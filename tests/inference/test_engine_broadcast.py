@@ -12,12 +12,12 @@ from transformers import LlamaConfig
 from meshrl import Weights
 from meshrl.errors import DataLost, ModelError
 from meshrl.mesh import Rank, rank_context
-from meshrl_hf import broadcast
-from meshrl_hf.broadcast import Hop
-from meshrl_hf.fingerprints import fingerprint
-from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.reach import Where
 from meshrl_inference.sampler import EngineSampler
+from meshrl_torch.weights import sender as broadcast
+from meshrl_torch.weights.live_weights import LiveWeights
+from meshrl_torch.weights.sender import Hop
+from meshrl_torch.wire.fingerprints import fingerprint
+from meshrl_torch.wire.locality import Where
 from tests.inference.networks import ENDLESS, LONG, PROMPTS, SHAPE, completions, offer, two
 from tests.senders import Senders, sending
 

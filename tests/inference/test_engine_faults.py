@@ -10,7 +10,7 @@ import pytest
 from meshrl import Mesh, NewModel, PolicyConfig, Resources, Sampling, publish, respawn, rollout, stop
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import RankFailed
-from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from tests.inference.conftest import TOLD, ended
 from tests.inference.networks import GREEDY, PROMPTS
 

@@ -16,7 +16,7 @@ from meshrl import Batch, ClippedLoss, PolicyConfig, Ragged, SamplerConfig, Samp
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.evaluation import BesideSampling
 from meshrl_inference.sampler import EngineSampler
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.inference.conftest import MODEL, ended
 from tests.inference.networks import PROMPTS
 

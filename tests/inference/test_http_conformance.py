@@ -19,7 +19,7 @@ from meshrl import PolicyConfig
 from meshrl.engines.hosting.messages import reserved_port
 from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.conformance.kits import keep
 from tests.inference.test_engine_conformance import COVERING
 

@@ -20,16 +20,16 @@ from transformers import Qwen3MoeConfig
 import meshrl as rl
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import DataLost, RankDied, RankFailed
-from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf import fp8
-from meshrl_hf.collective import Flight
-from meshrl_hf.handover import Taking
-from meshrl_hf.live_weights import LiveWeights
-from meshrl_hf.offer import SCALE
-from meshrl_hf.transfer import arrays
 from meshrl_inference.assembly import read
-from meshrl_megatron.policy import MegatronPolicy
-from meshrl_torch.sampler import TorchSampler
+from meshrl_megatron.roles import MegatronPolicy
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.weights.live_weights import LiveWeights
+from meshrl_torch.weights.transfer import arrays
+from meshrl_torch.wire import fp8
+from meshrl_torch.wire.collective import Flight
+from meshrl_torch.wire.handover import Taking
+from meshrl_torch.wire.manifest import SCALE
 from tests.processes.conftest import NO_CORE, running, until
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import meshrl as rl
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import DataLost, MeshStopped, RankDied, RankFailed
 from meshrl.mesh import CollectiveActor
-from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from tests.processes.conftest import running, until, wait_until
 from tests.ray.conftest import NO_CORE, Probe, stored
 

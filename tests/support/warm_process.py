@@ -23,7 +23,7 @@ from typing import TypedDict
 MODULES = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
-    "transformers.generation.utils", "accelerate", "peft", "meshrl_torch", "meshrl_fsdp", "meshrl_http",
+    "transformers.generation.utils", "accelerate", "peft", "meshrl_torch.train.fsdp", "meshrl_http",
     "meshrl_megatron",
 )  # fmt: skip
 """What engines of tests import again and again. One that is not installed is left out."""

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, PreTraine
 from meshrl import Batch, PolicyConfig
 from meshrl.errors import EngineDied, ModelError
 from meshrl.mesh import Rank, rank_context
-from meshrl_hf import fp8
-from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
+from meshrl_torch.wire import fp8
 from meshrl_vllm.sampler import VllmSampler
 from tests.inference.networks import SHAPE, config_of, distances, drawn, offer, saved, two
 from tests.senders import sending

@@ -9,9 +9,8 @@ from meshrl import Mesh, NewModel, PolicyConfig, ReferenceConfig, Resources, Sam
 from meshrl.engines.processes import ProcessEngine
 from meshrl.testing.conformance.material import LOSS, by_hand
 from meshrl.testing.conformance.material import Model as Material
-from meshrl_megatron.policy import MegatronPolicy
-from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.reference import TorchReference
+from meshrl_megatron.roles import MegatronPolicy
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
 from meshrl_vllm.sampler import VllmSampler
 from tests.inference.networks import PROMPTS, config_of
 

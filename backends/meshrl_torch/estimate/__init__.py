@@ -1,0 +1,1 @@
+"""The memory and the operations of a role, without weights."""

@@ -1,0 +1,252 @@
+"""Load models by name: a Hugging Face folder, a GGUF file, or a new small Llama."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from meshrl.errors import ModelError
+from meshrl.roles import ModelConfig, NewModel
+from meshrl_torch.model.files import folder_of
+from meshrl_torch.model.network import LanguageModel, ready
+from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
+
+_lock = threading.RLock()
+"""One model at a time: construction seeds torch, and reading or writing quiets transformers, for all threads."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of model that a folder must contain."""
+
+    name: str
+    lacks: str
+    """What a model of another kind cannot do."""
+    read: Callable[..., object]
+    """transformers' loader of a folder."""
+    make: Callable[..., object]
+    """The same without values."""
+
+
+GENERATOR: Final = Kind(
+    "causal language model",
+    "it cannot generate",
+    AutoModelForCausalLM.from_pretrained,
+    AutoModelForCausalLM.from_config,
+)
+JUDGE: Final = Kind(
+    "sequence classifier",
+    "it has no head that gives a score",
+    AutoModelForSequenceClassification.from_pretrained,
+    AutoModelForSequenceClassification.from_config,
+)
+
+
+def without_values(shape: PretrainedConfig) -> PreTrainedModel:
+    """Make a causal language model on torch's device `meta`. ModelError for an unknown architecture."""
+    try:
+        with torch.device("meta"):
+            network: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
+    except Exception as error:
+        raise ModelError(f"transformers cannot make a {shape.model_type} of its configuration: {error}") from error
+    network.tie_weights()
+    return network
+
+
+def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
+    """Load the model in a role's table, in its dtype, without randomness in its forward pass."""
+    with _lock:
+        return _load(config, kind)
+
+
+def read_words(config: ModelConfig, folder: Path) -> Words:
+    """Read how the model of a folder encodes and decodes texts, without loading the model."""
+    with _lock, quiet():
+        try:
+            shape = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise unreadable(str(folder), GENERATOR, error) from error
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except OSError:  # without the file, its configuration decides
+            generation = GenerationConfig.from_model_config(shape)
+        return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model whose parameters have no values yet, and the place of these values."""
+
+    model: LanguageModel
+    folder: Path
+    """A folder of safetensors files that have each parameter under its own name."""
+
+
+def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
+    """Return the model in a role's table, float32, with unread parameters. None if they have other names."""
+    if isinstance(config.model, NewModel):
+        return None
+    with _lock, quiet():
+        folder = folder_of(config.model)
+        network = _empty(config.model, folder, kind)
+        if not _named_alike(network, folder):
+            return None
+        return Outline(ready(network, read_tokenizer(config.model, folder), config.template), folder)
+
+
+def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
+    """Make a model with computed buffers, and parameters on the device `meta`."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            network = cast("PreTrainedModel", kind.make(config, dtype=torch.float32))
+    except Exception as error:
+        raise unreadable(name, kind, error) from error
+    _check_kind(name, kind, network)
+    network.tie_weights()
+    with contextlib.suppress(OSError):  # without the file, its configuration decides
+        network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return network
+
+
+def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
+    """True if the folder's safetensors have each parameter under its name and in its shape."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            shapes.update({name: list(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+    saved = network.state_dict().keys()
+    buffers = {name for name, _ in network.named_buffers() if name in saved}
+    return not buffers and all(shapes.get(name) == list(each.shape) for name, each in network.named_parameters())
+
+
+def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    if isinstance(config.model, NewModel):
+        network, tokenizer = _new(config.model, config.seed, dtype)
+    else:
+        with quiet():
+            folder = folder_of(config.model)
+            network, tokenizer = _read(config.model, folder, dtype, kind)
+    return ready(network, tokenizer, config.template)
+
+
+def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
+    config = new_config(spec, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = LlamaForCausalLM(config)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network, tokenizer
+
+
+def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    """Return the configuration of a new model for these tokens."""
+    if spec.hidden_size % (2 * spec.heads):
+        raise ModelError(
+            f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
+            "dims a head: it must be an even number"
+        )
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        max_position_embeddings=spec.max_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+
+
+def config_of(config: ModelConfig) -> PretrainedConfig:
+    """Read the configuration of a role's model. Of a folder, it reads only config.json."""
+    if isinstance(config.model, NewModel):
+        return new_config(config.model, character_tokenizer(config.model.characters, config.model.max_tokens))
+    folder = folder_of(config.model)
+    with quiet():
+        try:
+            return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True))
+        except Exception as error:
+            raise unreadable(config.model, GENERATOR, error) from error
+
+
+def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        loaded = kind.read(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
+    except Exception as error:
+        raise unreadable(name, kind, error) from error
+    network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
+    _check_kind(name, kind, network)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
+            "random: the folder is incomplete or of another architecture"
+        )
+    return network, read_tokenizer(name, folder)
+
+
+def unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
+    """Return the error for a model that transformers cannot read."""
+    return ModelError(f"model {name!r}: cannot be loaded as a {kind.name}: {_first_line(error)}")
+
+
+def _check_kind(name: str, kind: Kind, network: PreTrainedModel) -> None:
+    written = getattr(network.config, "architectures", None) or ()
+    if written and not any(type(network).__name__ == each for each in written):
+        raise ModelError(f"model {name!r} is a {written[0]}, not a {kind.name}: {kind.lacks}")
+
+
+def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a folder. ModelError with the model's name if that fails."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "
+            f"tokenizer_config.json belong next to config.json): {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Silence transformers' progress bars and advice while it reads or writes a model. Errors are raised."""
+    with _lock:
+        level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(level)
+            if bar:
+                transformers_logging.enable_progress_bar()

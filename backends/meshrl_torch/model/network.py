@@ -1,0 +1,226 @@
+"""A language model with its tokenizer, and its forward pass over packed sequences."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meshrl.data import Batch
+from meshrl.errors import DataError, ModelError
+from meshrl_torch.model import attention
+from meshrl_torch.model.attention import Attend, Group, Packed
+from meshrl_torch.model.kernels import Kernel
+from meshrl_torch.model.routing import Routers, Routes
+from meshrl_torch.model.text import Template, Words, words
+
+MAX_LOGITS: Final = 1 << 26
+"""Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
+
+Each chunk adds to the head's gradient, which is as large as the head, so smaller chunks would do little else.
+"""
+
+_AT_ONCE: Final = 1 << 22
+"""Probabilities that are held in addition to their logarithms, few enough to stay in a cache."""
+
+
+@dataclass(frozen=True)
+class LanguageModel(Words):
+    """A model, its tokenizer, and their operations for roles."""
+
+    network: PreTrainedModel
+    head: PreTrainedModel
+    """The model without its body, with shared parameters: it computes logits from the last hidden states."""
+    kernel: Kernel | None = None
+    """The kernel for packed sequences. None: SDPA."""
+    routers: Routers | None = None
+    """The routers of a mixture of experts."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it computes on."""
+        return self.network.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: Routes | None = None) -> Tensor:
+        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
+        body = self.network.base_model
+        if self.routers is not None:
+            self.routers.routes = routes
+        attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
+        output = body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
+        return cast("Tensor", output.last_hidden_state)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
+        return self._logits(hidden).float()
+
+    def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+        """Return the log-probability of each chosen token, float32[tokens], at a temperature for each.
+
+        If gradients are kept, returns float32[tokens, 2]: also the entropy of the distribution, in nats, without a
+        gradient. `hidden` is [tokens, hidden], of the tokens that predict. More than MAX_LOGITS logits are made in
+        chunks, so memory does not grow with tokens times vocabulary.
+        """
+        rows = max(1, MAX_LOGITS // int(self.network.config.get_text_config().vocab_size))
+        if len(hidden) <= rows:
+            return self._chosen(hidden, chosen, temperature)
+        pieces: list[Tensor] = []
+        for start in range(0, len(hidden), rows):
+            span = slice(start, start + rows)
+            scale = None if temperature is None else temperature[span]
+            piece = checkpoint(self._chosen, hidden[span], chosen[span], scale, use_reentrant=False)
+            pieces.append(cast("Tensor", piece))
+        return torch.cat(pieces)
+
+    def _chosen(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+        logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _Chosen.apply)
+        return logprobs_of(self._logits(hidden), chosen, temperature)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits in the head's dtype."""
+        return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
+
+    @property
+    def known(self) -> int:
+        """Number of token embeddings."""
+        return _embeddings(self.network)
+
+    def check_rows(self, batch: Batch) -> None:
+        """Raise DataError if the model cannot read a batch: too long a row, or an unknown token id."""
+        tokens, known = batch.tokens, self.known
+        self.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+        ids = tokens.values.astype(np.int64, copy=False)
+        wrong = np.flatnonzero((ids < 0) | (ids >= known))
+        if len(wrong):
+            row = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
+            raise DataError(
+                f"row {row} has the token {ids[wrong[0]]} and the model knows 0 to {known - 1}: use the model's own "
+                "tokenizer"
+            )
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model."""
+        once: dict[tuple[int, torch.Size, torch.dtype], tuple[str, Tensor]] = {}
+        for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
+            once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
+        return dict(once.values())
+
+
+def to_probabilities(logprobs: Tensor) -> Tensor:
+    """Convert log-probs, float32[tokens, vocabulary], to probabilities in place. Returns entropies in nats."""
+    sums: list[Tensor] = []
+    for part in logprobs.split(max(1, _AT_ONCE // max(1, logprobs.shape[1]))):
+        probabilities = part.exp()
+        # For probability 0 the product must be 0, not that of 0 and infinity.
+        sums.append(part.clamp_(min=torch.finfo(part.dtype).min).mul_(probabilities).sum(-1))
+        part.copy_(probabilities)
+    return torch.cat(sums).neg_()
+
+
+class _Chosen(torch.autograd.Function):
+    """Returns the log-prob of each chosen token, from logits of any dtype, and the entropy if a gradient is needed.
+
+    In addition to the logits it holds one float32 tensor of their size, which the backward pass turns into their
+    gradient. Autograd would hold three.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+        scaled = logits if temperature is None else logits / temperature[:, None]  # float32, as temperatures are
+        logprobs = scaled.log_softmax(-1, dtype=torch.float32)
+        own = logprobs.gather(1, chosen[:, None])[:, 0]
+        if not ctx.needs_input_grad[0]:
+            return own
+        entropy = to_probabilities(logprobs)
+        ctx.save_for_backward(logprobs, chosen, temperature)
+        ctx.dtype = logits.dtype
+        return torch.stack([own, entropy], 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, chosen, temperature = ctx.saved_tensors
+        given = gradients[0][:, 0]
+        own = given if temperature is None else given / temperature
+        result = probabilities.mul_(-own[:, None]).scatter_add_(1, chosen[:, None], own[:, None])
+        return result.to(ctx.dtype), None, None
+
+
+def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None) -> LanguageModel:
+    """Set up a loaded network: no randomness in its forward pass, and packed sequences kept separate."""
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the sampler's log-probs must be the trainer's
+    network.train(False)
+    network.set_attn_implementation(attention.NAME)
+    own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
+    routers = Routers.of(network)
+    model = LanguageModel(
+        own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network), routers=routers
+    )
+    embeddings = _embeddings(network)
+    if tokenizer.vocab_size > embeddings:  # unused added tokens may be beyond
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
+            "they do not belong together"
+        )
+    if network.device.type != "meta":  # otherwise it is checked once it has values
+        check_packing(model)
+    return model
+
+
+class _States:
+    """The result of a body: its last hidden states, and None for anything else that a head reads."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Replaces a model's body and returns given hidden states."""
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _States:
+        return _States(inputs_embeds)
+
+
+def _headless(network: PreTrainedModel) -> PreTrainedModel:
+    """Return the network without its body, so that its code (scaling, capping) makes the logits."""
+    if network.base_model is network:
+        raise ModelError(f"{type(network).__name__} has no body apart from its head")
+    head = copy.copy(network)
+    head.__dict__["_modules"] = {**network._modules, network.base_model_prefix: _Given()}  # noqa: SLF001
+    return head
+
+
+def check_packing(model: LanguageModel) -> None:
+    """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions."""
+    ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    ids, positions = ids.to(model.device) % _embeddings(model.network), positions.to(model.device)
+    name = type(model.network).__name__
+    try:
+        with torch.no_grad():
+            packed = model.hidden(ids, positions, Packed((Group(1, 3, 3), Group(1, 4, 4))))[0, 3:]
+            alone = model.hidden(ids[:, 3:], positions[:, 3:], Packed((Group(1, 4, 4),)))[0]
+    except TypeError as error:
+        raise ModelError(f"{name} does not take the keywords of packed sequences: {error}") from error
+    tolerance = math.sqrt(torch.finfo(packed.dtype).eps)
+    if not torch.allclose(packed, alone, rtol=0, atol=tolerance * float(alone.abs().max())):
+        raise ModelError(
+            f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention or positions "
+            "that do not restart): the torch backend cannot train it"
+        )
+
+
+def _embeddings(network: PreTrainedModel) -> int:
+    return len(cast("nn.Embedding", network.get_input_embeddings()).weight)

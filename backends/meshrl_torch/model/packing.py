@@ -1,0 +1,275 @@
+"""Pack rows into micro-batches: each is one sequence without padding, and shared beginnings are computed once.
+
+The rows of one prompt, a family, share that prompt. Any rows may share more if that is long enough to be worth it: the
+history of a conversation's branches, or a long system message.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.data import Ragged
+from meshrl.errors import DataError
+from meshrl_torch.model.attention import Group, Packed
+from meshrl_torch.model.devices import moved
+
+Ints = NDArray[np.int64]
+
+_WORTH: Final = 32
+"""Rows that share at least this many tokens beyond a prompt compute them once..."""
+_PARTS: Final = 4
+"""... and without such a prompt, at least the row's tokens divided by this, because sharing has a cost."""
+_KEY: Final = 8
+"""This many shared tokens beyond a prompt, whose keys and values are copied for each row, count as one token."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows to compute, and how much of each. All int64[rows], numbered as in the token column."""
+
+    starts: Ints
+    """The row's first token in the column."""
+    inputs: Ints
+    """Tokens that the model has to read: those before the row's last target."""
+    prefix: Ints
+    """How many of these the row shares with its family, as their prompt. 0 for a row without a family."""
+    family: Ints
+    """Rows with the same number share their prefix."""
+    first: Ints
+    """The row's first target, a position in the row. Targets end at position `inputs`."""
+    apart: bool = False
+    """True if rows share only their prompt, because each row has other data for the same tokens, such as experts."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed sequence of T tokens, and the N tokens that it predicts. A token is predicted only once."""
+
+    ids: Tensor
+    """int64[1, T]."""
+    positions: Tensor
+    """int64[1, T], restarting in each row."""
+    attend: Packed
+    source: Tensor
+    """int64[N]: the packed token that predicts."""
+    target: Ints
+    """int64[N]: the predicted token, a position in the batch's token column."""
+    read: Ints
+    """int64[T]: the token of that column in each place of the sequence."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the same with its tensors on the device."""
+        ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
+        return replace(self, ids=ids, positions=positions, attend=self.attend.to(device), source=source)
+
+
+Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBatch]]
+"""Divides rows of a token column into micro-batches of at most the given number of tokens, like `micro_batches`."""
+
+IDLE: Final = MicroBatch(
+    ids=torch.zeros(1, 2, dtype=torch.int64),
+    positions=torch.arange(2)[None],
+    attend=Packed((Group(1, 2, 2),)),
+    source=torch.empty(0, dtype=torch.int64),
+    target=np.empty(0, np.int64),
+    read=np.zeros(1, np.int64),
+)
+"""A pass without targets, for a rank without rows that has to keep in step with others.
+
+Two tokens, because compiled layers would be compiled again for one.
+"""
+
+
+def with_idle(micros: list[MicroBatch], passes: int) -> list[MicroBatch]:
+    """Add idle passes, up to the number of the rank with the most."""
+    return micros + [IDLE] * (passes - len(micros))
+
+
+def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False) -> Rows:
+    """Return what training reads: each row with a learned token, up to the last such token."""
+    spans = np.flatnonzero(mask.values)
+    row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
+    rows, firsts = np.unique(row, return_index=True)
+    lasts = np.append(firsts, len(row))[1:] - 1
+    starts = tokens.offsets[rows]
+    first = spans[firsts] - starts
+    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first), apart=apart)
+
+
+def check_first(tokens: Ragged, mask: Ragged) -> None:
+    """Raise DataError if a row's first token is learned, which nothing predicts."""
+    starts = tokens.offsets[:-1][tokens.lengths > 0]
+    values = np.asarray(mask.values, np.bool_)
+    if values[starts].any():
+        row = int(np.searchsorted(tokens.offsets, starts[values[starts]][0], side="right")) - 1
+        raise DataError(
+            f"`loss_mask` of row {row} is True at the first token, which nothing predicts: a row needs a token before "
+            "the first that is learned"
+        )
+
+
+def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
+    """Return what scoring every token reads. If the mask marks prompts, each is read once for all its rows."""
+    starts, lengths = tokens.offsets[:-1], tokens.lengths
+    rows = np.flatnonzero(lengths > 1)
+    starts, inputs = starts[rows], lengths[rows] - 1
+    prompt = np.zeros(len(rows), np.int64)
+    if mask is not None:
+        spans = np.flatnonzero(mask.values)
+        after = np.searchsorted(spans, starts)
+        found = after < len(spans)
+        first = spans[np.minimum(after, len(spans) - 1)] - starts if len(spans) else prompt
+        prompt = np.where(found & (first <= inputs), first, 0)
+    return replace(_with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64)), apart=apart)
+
+
+def ends(tokens: Ragged, prompt: Ints) -> Rows:
+    """Return what one number for each row reads. The last token only stands for that number and is not read.
+
+    `prompt`, int64[rows]: tokens that a row has in common with its family. Empty rows are skipped.
+    """
+    rows = np.flatnonzero(tokens.lengths)
+    starts, inputs = tokens.offsets[rows], tokens.lengths[rows] - 1
+    return _with_families(tokens, starts, inputs, np.minimum(prompt[rows], inputs), inputs)
+
+
+def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints) -> Rows:
+    names: dict[bytes, int] = {}
+    values = tokens.values
+    spans = zip(starts.tolist(), (starts + prompt).tolist(), strict=True)
+    keys = (values[start:end].tobytes() for start, end in spans)
+    family = np.fromiter((names.setdefault(key, len(names)) for key in keys), np.int64, len(starts))
+    alone = np.bincount(family, minlength=1)[family] == 1
+    return Rows(starts, inputs, np.where(alone, 0, prompt), family, first)
+
+
+def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
+    """Fill micro-batches of at most `budget` tokens. A longer row gets its own.
+
+    Rows that begin alike stay together, and others are sorted by length, so that few shapes of attention are needed.
+    """
+    order, shared = _alike(tokens, rows, np.arange(len(rows.starts)))
+    prefix, family = rows.prefix[order], rows.family[order]
+    tree = np.cumsum(shared == 0) - 1  # a row that shares nothing with the previous one starts a tree
+    longest = np.zeros(len(order), np.int64)
+    np.maximum.at(longest, tree, rows.inputs[order])
+    # Rows of a family that share only their prompt do so in any order, so they are sorted by length.
+    deep = np.zeros(len(order), np.bool_)
+    np.logical_or.at(deep, tree, (shared > 0) & ((shared != prefix) | (np.diff(family, prepend=-1) != 0)))
+    deep = deep[tree]
+    within = np.where(deep, np.arange(len(order)), rows.inputs[order])
+    places = np.lexsort((within, tree, longest[tree]))
+    begins = np.diff(tree[places], prepend=-1) != 0
+    shared = np.where(begins, 0, np.where(deep, shared, prefix)[places])
+    for part in _filled(rows, order[places], shared, budget):
+        yield packed(tokens, rows, part, learn)
+
+
+def _filled(rows: Rows, order: Ints, shared: Ints, budget: int) -> Iterator[Ints]:
+    """Yield adjacent rows of this order. `shared`: tokens that each shares with those before it."""
+    start = filled = 0
+    inputs = rows.inputs[order]
+    costs = inputs - shared + -(-np.maximum(shared - rows.prefix[order], 0) // _KEY)
+    for index, (cost, alone) in enumerate(zip(costs.tolist(), inputs.tolist(), strict=True)):
+        if index > start and filled + cost > budget:
+            yield order[start:index]
+            start = index
+        filled = alone if index == start else filled + cost
+    if start < len(order):
+        yield order[start:]
+
+
+def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
+    """Sort rows, numbers of `part`, so that those that begin alike are adjacent, shorter ones first.
+
+    Also returns how many tokens each, in this order, takes from those before it. A subset of the rows never increases
+    it.
+    """
+    starts, inputs = rows.starts[part], rows.inputs[part]
+    family = rows.family[part] if rows.apart else np.zeros(len(part), np.int64)
+    spans = [tokens.values[start : start + length] for start, length in zip(starts, inputs, strict=True)]
+    keys = [(number, span.tobytes()) for number, span in zip(family.tolist(), spans, strict=True)]
+    order = np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64)
+    common = np.zeros(len(spans), np.int64)
+    for place, (one, other) in enumerate(pairwise(order.tolist()), start=1):
+        if family[one] != family[other]:
+            continue
+        size = min(len(spans[one]), len(spans[other]))
+        differs = spans[one][:size] != spans[other][:size]
+        common[place] = differs.argmax() if differs.any() else size
+    prefix = rows.prefix[part][order]
+    prefix = np.where(common >= prefix, prefix, 0)
+    worth = (common - prefix >= _WORTH) & ((prefix > 0) | (common * _PARTS >= inputs[order])) & (not rows.apart)
+    return order, np.where(worth, common, prefix)
+
+
+def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
+    """Pack rows, numbers of `rows`, into one micro-batch. With `learn`, only learned targets are predicted."""
+    starts, lengths = rows.starts[part], rows.inputs[part]
+    alike, shared = _alike(tokens, rows, part)
+    before = np.zeros(len(part), np.int64)
+    before[alike] = shared
+    queries = lengths - before
+    order = np.lexsort((lengths, queries))
+    order = order[queries[order] > 0]
+    packed_at = np.zeros(len(queries), np.int64)
+    packed_at[order] = np.cumsum(queries[order]) - queries[order]
+
+    # The packed token of each input of each row.
+    offsets = np.cumsum(lengths) - lengths
+    path = runs(packed_at - before, lengths)
+    for one, other in pairwise(alike.tolist()):
+        path[offsets[other] :][: before[other]] = path[offsets[one] :][: before[other]]
+
+    read = runs((starts + before)[order], queries[order])
+    keys = torch.from_numpy(path[runs(offsets[order], lengths[order])]) if before.any() else None
+    source, target = _targets(rows, part, path, learn)
+    return MicroBatch(
+        ids=torch.from_numpy(tokens.values[read].astype(np.int64))[None],
+        positions=torch.from_numpy(runs(before[order], queries[order]))[None],
+        attend=Packed(groups_of(queries[order], lengths[order]), keys),
+        source=torch.from_numpy(source),
+        target=target,
+        read=read,
+    )
+
+
+def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[Ints, Ints]:
+    """Return the packed token that predicts, and the predicted token of the column, for each target of these rows.
+
+    `path`: the packed token of each input of each row.
+    """
+    inputs, first = rows.inputs[part], rows.first[part]
+    counts = inputs - first + 1
+    source = path[runs(np.cumsum(inputs) - inputs + first - 1, counts)]
+    target = runs(rows.starts[part] + first, counts)
+    if learn is None:
+        return source, target
+    kept = np.asarray(learn.values, np.bool_)[target]
+    return source[kept], target[kept]
+
+
+def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
+    """Group runs of equal shapes. Empty if there are no segments."""
+    if not len(queries):
+        return ()
+    changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
+    bounds = [0, *changes.tolist(), len(queries)]
+    shapes: Sequence[tuple[int, int]] = list(
+        zip(queries[bounds[:-1]].tolist(), keys[bounds[:-1]].tolist(), strict=True)
+    )
+    counts = np.diff(bounds).tolist()
+    return tuple(Group(count, *shape) for count, shape in zip(counts, shapes, strict=True))
+
+
+def runs(starts: Ints, counts: Ints) -> Ints:
+    """Concatenate `start, start + 1, ...` for each start, as many as its count."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + counts, counts)

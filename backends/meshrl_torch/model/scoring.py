@@ -1,0 +1,105 @@
+"""Log-probabilities of given tokens, for the policy and the reference alike."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.data import Batch, Ragged, Source
+from meshrl.losses import spread
+from meshrl_torch.model.devices import moved
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.packing import MicroBatch, Rows, Split, micro_batches, whole, with_idle
+from meshrl_torch.model.routing import COLUMN, followed
+from meshrl_torch.ranks.rank_group import SINGLE_RANK, RankGroup, Share
+
+Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
+"""The prediction for each target of a micro-batch, float32[targets]: log-probs, or values.
+
+If gradients are kept, log-probs come with entropies, float32[targets, 2].
+"""
+PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
+"""The same for micro-batches in order, which a pipeline may compute together."""
+Values: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Runs a role's model over a batch, on all its ranks."""
+
+    model: LanguageModel
+    predict: PredictAll
+    budget: int
+    """Most tokens of a micro-batch."""
+    ranks: RankGroup = SINGLE_RANK
+    split: Split = micro_batches
+
+
+def one_by_one(predict: Predict) -> PredictAll:
+    """Compute each micro-batch when it is requested."""
+    return lambda batch, micros: (predict(batch, micro) for micro in micros)
+
+
+def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
+    """Return `LanguageModel.logprobs` for each target of a micro-batch.
+
+    Logits are divided by the batch's `temperature` if it has one. `follows`: tokens are routed to the experts in the
+    batch, if it has some.
+    """
+    there = micro.to(model.device)
+    routes = followed(batch, micro, model.device) if follows else None
+    hidden = model.hidden(there.ids, there.positions, there.attend, routes)[0].index_select(0, there.source)
+    tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
+    return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
+
+
+def temperatures(batch: Batch, target: NDArray[np.int64], device: torch.device) -> Tensor | None:
+    """The temperature of the row of each of these tokens, float32[target]. None if the batch has none."""
+    return moved(torch.from_numpy(spread(batch, "temperature", target)), device) if "temperature" in batch else None
+
+
+def check_readable(model: LanguageModel, batch: Batch) -> None:
+    """Raise DataError if `predicted` cannot read a batch."""
+    model.check_rows(batch)
+    if "temperature" in batch:
+        spread(batch, "temperature", np.empty(0, np.int64))
+
+
+@torch.no_grad()
+def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None) -> Values:
+    """Return the model's prediction for each target, float32[tokens of the batch]. Other tokens get 0.
+
+    `rows`, called once, raises on all ranks if a rank's rows do not fit. All ranks make the same number of passes.
+    """
+    micros: list[MicroBatch] = []
+
+    def share() -> Share:
+        micros.extend(passes.split(batch.tokens, rows(), learn, passes.budget))
+        return Share(len(micros))
+
+    values = np.zeros(len(batch.tokens.values), np.float32)
+    padded = with_idle(micros, passes.ranks.total(share).passes)
+    for micro, said in zip(padded, passes.predict(batch, padded), strict=True):
+        values[micro.target] = said.cpu().numpy()
+    return values
+
+
+def logprobs(
+    passes: Passes, batch: Batch, source: Source, check: Callable[[LanguageModel, Batch], object] = check_readable
+) -> Ragged:
+    """Return the log-probability of each token of `tokens`, ragged float32 with this source. 0 for a row's first token.
+
+    `check` raises if this rank's rows do not fit the model.
+    """
+    tokens = batch.tokens
+    mask = batch.loss_mask if "loss_mask" in batch else None
+
+    def rows() -> Rows:
+        check(passes.model, batch)
+        return whole(tokens, mask, apart=COLUMN in batch)
+
+    return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

@@ -1,0 +1,1 @@
+"""Sampling on one rank: continuous batching over a cache of slots."""

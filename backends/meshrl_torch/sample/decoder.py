@@ -1,0 +1,355 @@
+"""Continuous batching: rows wait, take a slot, grow by one token in each step, and leave.
+
+Slots 0 to `count` are the rows being decoded. The last of them replaces a row that finishes. So each step is one
+forward pass over the first slots of the cache.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.packing import groups_of, runs
+from meshrl_torch.model.routing import Routes
+from meshrl_torch.model.text import decode
+from meshrl_torch.sample.cache import Cache, Decode, Prefill
+from meshrl_torch.sample.draw import Draw, UInt64
+from meshrl_torch.sample.rollouts import Finished, Ints, Request
+
+PREFILL_TOKENS: Final = 16384
+"""Most prompt tokens in one forward pass."""
+GROWTH: Final = 32
+"""The number of positions of the slots grows in multiples of this."""
+
+
+class Decoder:
+    """The rows of one call, or of several with the same sampling, and their slots.
+
+    Waiting rows are admitted once `refill` slots are free, because a prompt's forward pass costs as much as a step, for
+    any number of rows. `routed`: as in `Rollouts`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: Cache,
+        request: Request,
+        draw: Draw,
+        slots: int,
+        refill: int | None = None,
+        routed: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._most = slots
+        cache.begin(min(slots, len(request.limits)))
+        self._request = request
+        self._draw = draw
+        self._lengths = np.fromiter(map(len, request.prefixes), np.int64, len(request.prefixes))
+        self._rows = len(request.limits)
+        self._slots = min(slots, self._rows)
+        self._refill = max(1, slots // 8) if refill is None else refill
+        self._next = 0  # the first row that waits
+        self._count = 0
+        self._row = np.zeros(self._slots, np.int64)
+        self._prompt = np.zeros(self._slots, np.int64)
+        self._place = np.zeros(self._slots, np.int64)  # of the newest token, which the model has not read yet
+        self._end = np.zeros(self._slots, np.int64)
+        self._tokens = np.zeros((self._slots, 0), np.int32)
+        self._logprobs = np.zeros((self._slots, 0), np.float32)
+        self._versions = np.zeros((self._slots, 0), np.int32)
+        self._experts = np.zeros((self._slots, 0, *routed), np.int16)
+        self._ends = np.array(sorted(request.ends), np.int32)
+        self._calls = 1
+        self._call = np.zeros(self._rows, np.int64)  # of each row
+        self._seeds = np.full(self._rows, draw.seed)
+        self._left = {0: self._rows}
+        """For each unfinished call, its number of rows that are decoded or wait."""
+        self._finished: dict[int, list[Finished]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True if a row is decoded or waits."""
+        return self._count > 0 or self._next < self._rows
+
+    @property
+    def room(self) -> int:
+        """Number of rows that would find a slot at once."""
+        return self._most - self._count - (self._rows - self._next)
+
+    @property
+    def finished(self) -> Iterable[int]:
+        """The calls with finished rows that were not taken."""
+        return self._finished
+
+    def has(self, call: int) -> bool:
+        """True if a row of a call is decoded or waits."""
+        return call in self._left
+
+    def add(self, request: Request, seed: UInt64) -> int:
+        """Add the rows of another call with the same sampling and its own seed. Returns its number. The first is 0."""
+        self._keep(np.arange(self._next, self._rows))
+        had, count = self._request, len(request.limits)
+        self._request = replace(
+            had,
+            prefixes=[*had.prefixes, *request.prefixes],
+            prefix=np.concatenate([had.prefix, request.prefix + len(had.prefixes)]),
+            rows=np.concatenate([had.rows, request.rows]),
+            starts=np.concatenate([had.starts, request.starts]),
+            limits=np.concatenate([had.limits, request.limits]),
+            numbers=np.concatenate([had.numbers, request.numbers]),
+        )
+        number, self._calls = self._calls, self._calls + 1
+        self._left[number] = count
+        self._lengths = np.fromiter(map(len, self._request.prefixes), np.int64, len(self._request.prefixes))
+        self._call = np.concatenate([self._call, np.full(count, number)])
+        self._seeds = np.concatenate([self._seeds, np.full(count, seed)])
+        self._rows += count
+        self._grow(min(self._most, self._rows))
+        return number
+
+    def take(self, call: int = 0) -> Finished | None:
+        """Return the rows of a call that finished since the last time."""
+        parts = self._finished.pop(call, None)
+        if not parts:
+            return None
+        return Finished(*(np.concatenate([getattr(part, name) for part in parts]) for name in Finished.__match_args__))
+
+    def stop(self, call: int = 0) -> None:
+        """End all rows of a call, waiting ones included. `take` returns them as aborted, with their tokens so far."""
+        running = self._call[self._row[: self._count]] == call
+        self._finish(np.flatnonzero(running), np.zeros(int(running.sum()), np.bool_), aborted=True)
+        self._leave(running)
+        waiting = np.arange(self._next, self._rows)
+        others, waiting = waiting[self._call[waiting] != call], waiting[self._call[waiting] == call]
+        prefixes = [self._request.prefixes[prefix] for prefix in self._request.prefix[waiting].tolist()]
+        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
+        tokens = np.fromiter(chain.from_iterable(prefixes), np.int32, lengths.sum())
+        self._finished.setdefault(call, []).append(
+            Finished(
+                rows=self._request.rows[waiting],
+                lengths=lengths,
+                prompts=self._request.starts[waiting],
+                truncated=np.zeros(len(waiting), np.bool_),
+                aborted=np.ones(len(waiting), np.bool_),
+                tokens=tokens,
+                logprobs=np.zeros(len(tokens), np.float32),
+                versions=np.full(len(tokens), -1, np.int32),
+                experts=np.full((len(tokens), *self._experts.shape[2:]), -1, np.int16),
+            )
+        )
+        self._keep(others)
+        self._left.pop(call, None)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Admit waiting rows if enough slots are free, then sample one token for each row in a slot."""
+        waiting = self._rows - self._next
+        free = self._slots - self._count
+        if waiting and free >= min(self._refill, waiting, self._slots):
+            self._admit(min(free, waiting), version)
+        if self._count:
+            self._record(0, self._forward(), version)
+            self._retire()
+
+    def _forward(self) -> Tensor:
+        """Read the newest token of each slot: float32[count, vocabulary]."""
+        count = self._count
+        places = self._place[:count]
+        longest = int(places.max()) + 1
+        self._reserve(longest + 1)
+        ids = self._tokens[np.arange(count), places].astype(np.int64)
+        positions = torch.from_numpy(places.copy())
+        attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
+        routes = self._routes()
+        hidden = self._model.hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, routes)
+        if routes is not None:
+            self._experts[np.arange(count), places] = routes.told()
+        return self._model.logits(hidden[:, 0])
+
+    def _admit(self, count: int, version: int) -> None:
+        """Put the next rows into the slots after the last. Each prefix is read once for all its rows."""
+        rows = np.arange(self._next, self._next + count)
+        self._next += count
+        prefixes = self._request.prefix[rows]
+        rows = rows[np.lexsort((prefixes, self._lengths[prefixes]))]
+        for part in self._affordable(rows):
+            first = self._count
+            self._count += len(part)
+            lengths, starts = self._lengths[self._request.prefix[part]], self._request.starts[part]
+            here = slice(first, self._count)
+            self._row[here], self._prompt[here] = part, starts
+            self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
+            self._reserve(int(lengths.max()) + 1)
+            self._record(first, self._prefill(part, np.arange(first, self._count)), version)
+        self._retire()
+
+    def _affordable(self, rows: Ints) -> Iterator[Ints]:
+        """Yield runs of rows whose distinct prefixes have at most PREFILL_TOKENS, or that share a longer one."""
+        prefixes = self._request.prefix[rows]
+        new = np.append(True, prefixes[1:] != prefixes[:-1])
+        start = filled = 0
+        for index in np.flatnonzero(new).tolist():
+            tokens = int(self._lengths[prefixes[index]])
+            if index > start and filled + tokens > PREFILL_TOKENS:
+                yield rows[start:index]
+                start, filled = index, 0
+            filled += tokens
+        yield rows[start:]
+
+    def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
+        """Read the prefixes of these rows into their slots. Returns float32[rows, vocabulary] for their last tokens."""
+        prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
+        order = np.argsort(self._lengths[prefixes], kind="stable")
+        lengths = self._lengths[prefixes[order]]
+        ids = np.concatenate([self._request.prefixes[prefix] for prefix in prefixes[order]]).astype(np.int64)
+        ends = np.cumsum(lengths)
+        at = np.empty_like(ends)
+        at[order] = ends - lengths  # the start of each prefix in the packed sequence
+        mine = self._lengths[prefixes[which]]
+        entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
+        slot = np.repeat(slots, mine)
+        self._tokens[slot, places] = ids[entries]
+        self._logprobs[slot, places] = 0
+        self._versions[slot, places] = -1
+        attend = Prefill(
+            Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
+        )
+        positions = runs(np.zeros_like(lengths), lengths)
+        routes = self._routes()
+        hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend, routes)[0]
+        if routes is not None:
+            self._experts[slot, places] = routes.told()[entries]
+        last = torch.from_numpy(at + self._lengths[prefixes] - 1)
+        return self._model.logits(hidden[last])[torch.from_numpy(which)]
+
+    def _routes(self) -> Routes | None:
+        """Return the record of a pass's experts, if they are recorded."""
+        return Routes() if self._experts.shape[2] else None
+
+    def _record(self, first: int, logits: Tensor, version: int) -> None:
+        """Sample the next token of the slots from `first` on."""
+        here = slice(first, first + len(logits))
+        self._place[here] += 1
+        place = self._place[here]
+        row = self._row[here]
+        draw = replace(self._draw, seed=self._seeds[row])
+        tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], version)
+        slots = np.arange(here.start, here.stop)
+        self._tokens[slots, place] = tokens.numpy()
+        self._logprobs[slots, place] = logprobs.numpy()
+        self._versions[slots, place] = version
+        self._experts[slots, place] = -1  # until the token is read
+
+    def _retire(self) -> None:
+        """Remove rows that ended. The last rows take their slots."""
+        count = self._count
+        place = self._place[:count]
+        ended = np.isin(self._tokens[np.arange(count), place], self._ends)
+        if self._request.stop:
+            ended |= self._stopped()
+        done = ended | (place + 1 >= self._end[:count])
+        if not done.any():
+            return
+        slots = np.flatnonzero(done)
+        self._finish(slots, ~ended[slots], aborted=False)
+        self._leave(done)
+
+    def _leave(self, done: NDArray[np.bool_]) -> None:
+        """Free these slots, bool[count]. The last rows take them."""
+        slots = np.flatnonzero(done)
+        self._count -= len(slots)
+        holes = slots[slots < self._count]
+        if len(holes):
+            self._move(np.flatnonzero(~done[self._count :]) + self._count, holes)
+
+    def _keep(self, waiting: Ints) -> None:
+        """Keep only rows in slots and these waiting ones."""
+        rows, had = np.concatenate([self._row[: self._count], waiting]), self._request
+        self._request = replace(
+            had,
+            prefixes=had.prefixes if len(waiting) else (),
+            prefix=had.prefix[rows],
+            rows=had.rows[rows],
+            starts=had.starts[rows],
+            limits=had.limits[rows],
+            numbers=had.numbers[rows],
+        )
+        self._call, self._seeds = self._call[rows], self._seeds[rows]
+        self._row[: self._count] = np.arange(self._count)
+        self._next, self._rows = self._count, len(rows)
+
+    def _grow(self, slots: int) -> None:
+        """Grow to at least this many slots."""
+        more = slots - self._slots
+        if more <= 0:
+            return
+        self._slots = slots
+        self._cache.slots = slots
+        self._row, self._prompt, self._place, self._end = (
+            np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
+        )
+        below = ((0, more), (0, 0))
+        self._tokens = np.pad(self._tokens, below)
+        self._logprobs = np.pad(self._logprobs, below)
+        self._versions = np.pad(self._versions, below)
+        self._experts = np.pad(self._experts, (*below, (0, 0), (0, 0)))
+
+    def _finish(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> None:
+        calls = self._call[self._row[slots]]
+        for call in np.unique(calls).tolist():
+            mine = calls == call
+            self._left[call] -= int(mine.sum())
+            if not self._left[call]:
+                del self._left[call]
+            self._finished.setdefault(call, []).append(self._told(slots[mine], truncated[mine], aborted))
+
+    def _told(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> Finished:
+        lengths = self._place[slots] + 1
+        flat = runs(slots * self._tokens.shape[1], lengths)
+        return Finished(
+            rows=self._request.rows[self._row[slots]],
+            lengths=lengths,
+            prompts=self._prompt[slots],
+            truncated=truncated,
+            aborted=np.full(len(slots), aborted),
+            tokens=self._tokens.reshape(-1)[flat],
+            logprobs=self._logprobs.reshape(-1)[flat],
+            versions=self._versions.reshape(-1)[flat],
+            experts=self._experts.reshape(self._tokens.size, *self._experts.shape[2:])[flat],
+        )
+
+    def _move(self, source: Ints, target: Ints) -> None:
+        longest = int(self._place[source].max()) + 1
+        tokens = self._tokens, self._logprobs, self._versions, self._experts
+        for state in (self._row, self._prompt, self._place, self._end, *tokens):
+            state[target] = state[source]
+        self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
+
+    def _stopped(self) -> NDArray[np.bool_]:
+        """True for each row in a slot that ends with a stop text, bool[count]."""
+        # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
+        reach = 4 * max(map(len, self._request.stop)) + 4
+        spans = zip(self._tokens, self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
+        tails = [tokens[max(prompt, last + 1 - reach) : last + 1].tolist() for tokens, prompt, last in spans]
+        texts = decode(self._model.tokenizer, tails)
+        return np.array([any(stop in text for stop in self._request.stop) for text in texts], np.bool_)
+
+    def _reserve(self, positions: int) -> None:
+        """Make room for this many tokens in each slot."""
+        room = self._tokens.shape[1]
+        if positions > room:
+            room = -(-max(positions, room + room // 2) // GROWTH) * GROWTH
+            more = ((0, 0), (0, room - self._tokens.shape[1]))
+            self._tokens = np.pad(self._tokens, more)
+            self._logprobs = np.pad(self._logprobs, more)
+            self._versions = np.pad(self._versions, more)
+            self._experts = np.pad(self._experts, (*more, (0, 0), (0, 0)))
+        self._cache.reserve(room)

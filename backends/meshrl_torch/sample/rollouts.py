@@ -1,0 +1,241 @@
+"""The common part of all samplers: rows to token sequences to continue, and decoded tokens to rollouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.data import Batch, Ragged, Source
+from meshrl.errors import DataError
+from meshrl.mesh import Array
+from meshrl.roles import Sampling
+from meshrl_torch.model.encode import observed
+from meshrl_torch.model.packing import runs
+from meshrl_torch.model.routing import COLUMN
+from meshrl_torch.model.text import Words, decode, encode_prompts, texts_of
+
+Ints = NDArray[np.int64]
+
+_PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+"""Columns of rows that are to be continued."""
+_NEWEST: Final = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Request:
+    """The rows that one call of `generate` has to decode."""
+
+    prefixes: Sequence[Sequence[int]]
+    """Distinct token sequences, each with at least one token: prompts, and started completions."""
+    prefix: Ints
+    """The prefix that each row continues, int64[rows]. Rows of one prefix should be adjacent."""
+    rows: Ints
+    """Names of the rows, int64[rows]."""
+    starts: Ints
+    """Tokens of each row's prompt, int64[rows], which is where its completion starts."""
+    limits: Ints
+    """Most tokens of each row's completion, int64[rows]."""
+    numbers: Ints
+    """Numbers that determine each row's random numbers, int64[rows]."""
+    ends: frozenset[int]
+    """The tokens that end a row."""
+    stop: tuple[str, ...]
+
+    def select(self, rows: NDArray[np.bool_]) -> "Request":
+        """Select some rows, bool[rows]."""
+        return replace(
+            self,
+            prefix=self.prefix[rows],
+            rows=self.rows[rows],
+            starts=self.starts[rows],
+            limits=self.limits[rows],
+            numbers=self.numbers[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Rows that are finished, or were stopped. Token arrays are flat, [sum of lengths], with the prompts.
+
+    The tokens that a row had at its start, its prefix, have log-probs of 0 and versions of -1.
+    """
+
+    rows: Ints
+    lengths: Ints
+    prompts: Ints
+    """Tokens of each row's prompt."""
+    truncated: NDArray[np.bool_]
+    aborted: NDArray[np.bool_]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    experts: NDArray[np.int16] = field(default_factory=lambda: np.empty((0, 0, 0), np.int16))
+    """[sum of lengths, layers, experts of a token]. 0 layers if experts are not recorded."""
+
+
+NONE: Final = Finished(
+    rows=np.empty(0, np.int64),
+    lengths=np.empty(0, np.int64),
+    prompts=np.empty(0, np.int64),
+    truncated=np.empty(0, np.bool_),
+    aborted=np.empty(0, np.bool_),
+    tokens=np.empty(0, np.int32),
+    logprobs=np.empty(0, np.float32),
+    versions=np.empty(0, np.int32),
+)
+"""No rows."""
+
+
+class Rollouts:
+    """The rows of one call of `generate`: the request to decode, and the batches of results."""
+
+    def __init__(self, words: Words, prompts: Batch, sampling: Sampling, routed: tuple[int, int] = (0, 0)) -> None:
+        """Raises DataError for a row that cannot be read, or is too long with all its new tokens.
+
+        `routed`: number of layers that route, and of experts for each token, if experts are recorded.
+        """
+        self._words = words
+        self._routed = routed
+        self._sampling = sampling
+        rows = prompts.repeat(sampling.n)
+        had: object = None
+        if COLUMN in rows:
+            had, rows = rows[COLUMN], rows.drop(COLUMN)
+        self._continued = all(name in rows for name in _PREFIX)
+        self._answered = self._continued and "observation" in rows
+        self._full = np.zeros(len(rows), np.bool_)
+        if self._answered:
+            rows, self._full = observed(words, rows)
+        if self._continued and routed[0]:
+            rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
+        self.rows: Final = rows
+        """`n` rows for each prompt."""
+        request, ended = self._read()
+        self.request: Final = request
+        """The rows to decode."""
+        self.ended: Final = ended
+        """The rows that have ended already."""
+
+    def batch(self, finished: Finished, version: int) -> Batch:
+        """Return finished rows. `version` is for rows without a new token."""
+        rows = self.rows.select(finished.rows)
+        offsets = np.append(0, np.cumsum(finished.lengths))
+        place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
+        new = place >= np.repeat(finished.prompts, finished.lengths)
+        if self._continued:
+            had = runs(offsets[:-1], rows.tokens.lengths)
+            finished.logprobs[had] = rows.sampler_logprobs.values
+            finished.versions[had] = rows.versions.values
+        oldest = np.full(len(rows), version, np.int32)
+        begun = finished.lengths > finished.prompts
+        oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
+        texts = decode(self._words.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        told = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
+        return rows.assign(
+            tokens=Ragged(finished.tokens, offsets),
+            loss_mask=Ragged(new, offsets),
+            sampler_logprobs=Ragged(finished.logprobs, offsets, source=Source("sampler")),
+            versions=Ragged(finished.versions, offsets),
+            oldest_version=oldest,
+            completion=[_cut(text, self._sampling.stop) for text in texts],
+            temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
+            truncated=finished.truncated,
+            aborted=finished.aborted,
+            **told,
+        )
+
+    def _read(self) -> tuple[Request, Finished]:
+        rows, sampling = self.rows, self._sampling
+        prefixes, prefix, starts = _prefixes(rows) if self._continued else self._prompts()
+        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))[prefix]
+        own = rows.row("max_tokens") if "max_tokens" in rows else sampling.max_tokens
+        limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
+        if len(limits) and limits.min() < 1:
+            row = int(limits.argmin())
+            raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion needs at least 1 token")
+        if self._answered:
+            limits = np.minimum(limits, self._words.max_tokens - starts)
+        totals = np.maximum(starts + limits, lengths)
+        if len(totals):
+            row = int(totals.argmax())
+            self._words.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
+        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
+        if len(np.unique(numbers)) != len(numbers):  # rows repeated since the split must not sample equally
+            numbers = np.arange(len(rows))
+        ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
+        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
+        if not self._continued or not len(rows):
+            return request, replace(NONE, experts=np.empty((0, *self._routed), np.int16))
+        stopped = self._stopped(request)
+        done = stopped | self._full | (lengths - starts >= limits)
+        return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
+
+    def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
+        """Return the distinct prompts, the number of each row's prompt, and its length."""
+        texts = texts_of(self.rows, "prompt")
+        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        ids = encode_prompts(self._words.tokenizer, list(different), self._words.chat)
+        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
+        return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
+
+    def _stopped(self, request: Request) -> NDArray[np.bool_]:
+        """True for each row whose completion has an end already, bool[rows]."""
+        values, offsets = self.rows.tokens.values, self.rows.tokens.offsets
+        begun = self.rows.tokens.lengths > request.starts
+        stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
+        if request.stop:
+            texts = decode(self._words.tokenizer, _completions(values, offsets, request.starts))
+            stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
+        return stopped
+
+
+def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
+    """Return the distinct token sequences to continue, that of each row, and the starts of completions."""
+    empty = np.flatnonzero(rows.tokens.lengths == 0)
+    if len(empty):
+        raise DataError(
+            f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the columns "
+            f"{', '.join(_PREFIX)} to start all rows from their prompts"
+        )
+    different: dict[bytes, int] = {}
+    tokens = [row.astype(np.int32) for row in rows.tokens]
+    prefix = np.fromiter((different.setdefault(row.tobytes(), len(different)) for row in tokens), np.int64, len(rows))
+    prefixes = [np.frombuffer(each, np.int32).tolist() for each in different]
+    starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
+    return prefixes, prefix, np.array(starts, np.int64)
+
+
+def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:
+    """Return these rows as they are."""
+    some = rows.select(which)
+    return Finished(
+        rows=which,
+        lengths=some.tokens.lengths,
+        prompts=starts[which],
+        truncated=truncated[which],
+        aborted=np.zeros(len(which), np.bool_),
+        tokens=some.tokens.values.astype(np.int32),
+        logprobs=some.sampler_logprobs.values.astype(np.float32),
+        versions=some.versions.values.astype(np.int32),
+        experts=cast("Ragged", some[COLUMN]).values.astype(np.int16) if COLUMN in some else NONE.experts,
+    )
+
+
+def _lengthened(had: object, tokens: Ragged, routed: tuple[int, int]) -> Ragged:
+    """Extend the experts `had` of rows: -1 for later tokens, and for all tokens if they are of another model."""
+    values = np.full((len(tokens.values), *routed), -1, np.int16)
+    if isinstance(had, Ragged) and had.values.shape[1:] == routed:
+        values[runs(tokens.offsets[:-1], had.lengths)] = had.values
+    return Ragged(values, tokens.offsets)
+
+
+def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:
+    spans = zip((offsets[:-1] + starts).tolist(), offsets[1:].tolist(), strict=True)
+    return [tokens[start:end].tolist() for start, end in spans]
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> str:
+    found = [place for place in (text.find(each) for each in stop) if place >= 0]
+    return text[: min(found)] if found else text

@@ -1,0 +1,1 @@
+"""Training: a loss, a step, an optimizer, and the roles. `one_rank` and `fsdp` lay a model out."""

@@ -1,0 +1,206 @@
+"""One optimizer step on a whole batch, for all trained roles."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.data import Batch, Metrics, Ragged, check_lengths
+from meshrl.errors import DataError
+from meshrl.losses import Loss, Predicts, spread, token_weights
+from meshrl_torch.model.devices import moved
+from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
+from meshrl_torch.model.routing import COLUMN
+from meshrl_torch.model.scoring import Passes, Predict
+from meshrl_torch.ranks.rank_group import RankGroup, Share
+
+_OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
+"""The metrics of the step itself."""
+
+
+class Steps(Protocol):
+    """The optimizer, as a step uses it."""
+
+    steps: int
+    """Steps so far."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        ...
+
+    def step(self, predicts: Predicts) -> float:
+        """Step and drop the gradients. Returns their norm before clipping. ModelError and no step if not finite.
+
+        `predicts`: the model's prediction, for the message.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        ...
+
+
+async def step(
+    optimizer: Steps,
+    passes: Passes,
+    predict: Predict,
+    batch: Batch,
+    loss: Loss,
+    check: Callable[[], object],
+    begin: Callable[[bool], None] = lambda _: None,
+) -> Metrics:
+    """Make one step on the rows of all ranks, with the same number of passes on each. `predict` keeps gradients.
+
+    `begin` is called before each pass, with True for the last one. `check` raises if this rank's rows do not fit. If
+    peers allow it, the step may be cancelled between two micro-batches. After that, or an error, no weight has changed.
+    DataError if there is nothing to learn or a metric of the loss has a name of the step's, ModelError if the gradient
+    is not finite.
+    """
+    peers = passes.ranks
+    ready = prepared(passes, batch, loss, check)
+    optimizer.forget()  # gradients of an update that failed half-way
+    for left, micro in zip(reversed(range(len(ready.micros))), ready.micros, strict=True):
+        begin(left == 0)
+        ready.judge(predict(batch, micro), micro, peers).backward()
+        if peers.interruptible:
+            await asyncio.sleep(0)  # a cancelled call ends here
+    told = peers.agree(ready.judge.told)[peers.number]
+    return stepped(optimizer, loss.predicts, told, batch, peers)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step before the computation of its gradients."""
+
+    judge: "Judge"
+    micros: list[MicroBatch]
+    """The same number on each rank."""
+
+
+def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]) -> Prepared:
+    """Prepare `step`: micro-batches, and the loss that weighs them together.
+
+    DataError on all ranks if there is nothing to learn. An error of `check` on one rank is raised on all.
+    """
+    tokens, mask = batch.tokens, batch.loss_mask
+    micros: list[MicroBatch] = []
+
+    def share() -> Share:
+        check()
+        _check_logprobs(batch, loss)
+        rows, count = learnable(tokens, mask)
+        if count:
+            micros.extend(passes.split(tokens, learned(tokens, mask, apart=COLUMN in batch), mask, passes.budget))
+        return Share(len(micros), count, rows)
+
+    total = passes.ranks.total(share)
+    if not total.tokens:
+        raise DataError(
+            f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
+            f"{', and on the other ranks' if passes.ranks.size > 1 else ''}; leave such a batch out"
+        )
+    weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
+    return Prepared(Judge(batch, loss, weights), with_idle(micros, total.passes))
+
+
+class Judge:
+    """The loss of one step, micro-batch by micro-batch. Its sums stay on the device until `told` reads them."""
+
+    def __init__(self, batch: Batch, loss: Loss, weights: NDArray[np.float32]) -> None:
+        self._batch, self._loss, self._weights = batch, loss, weights
+        self._sums: dict[str, Tensor] = {}
+        """float64[] each, on the device: the sum of `loss`, and of each metric by name."""
+        self._failure: Exception | None = None
+
+    def __call__(self, predicted: Tensor, micro: MicroBatch, peers: RankGroup) -> Tensor:
+        """Return the micro-batch's part of the loss, float32[].
+
+        If the loss raises while other ranks would wait for this one, it continues with zeros, and `told` raises.
+        """
+        if micro is not IDLE and self._failure is None:
+            try:
+                return self._judged(predicted, micro)
+            except Exception as error:
+                if peers.interruptible:
+                    raise
+                self._failure = error
+        return predicted.sum() * 0
+
+    def told(self) -> Mapping[str, float]:
+        """Return the sums of `loss` and of its metrics, after all passes. Raises the loss's error."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._sums:  # all micro-batches were idle
+            return {}
+        return dict(zip(self._sums, cast("list[float]", torch.stack([*self._sums.values()]).tolist()), strict=True))
+
+    def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
+        logprobs, entropy = predicted.unbind(1) if predicted.dim() > 1 else (predicted, None)
+        device = predicted.device
+        columns = {name: torch.from_numpy(spread(self._batch, name, micro.target)) for name in self._loss.columns}
+        judged = self._loss(logprobs, {name: moved(column, device) for name, column in columns.items()})
+        _check_names(self._loss, judged.metrics)
+        part = judged.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
+        own = {} if entropy is None else {"entropy": entropy}
+        for name, metric in {"loss": part, **judged.metrics, **own}.items():
+            before = self._sums.get(name, part.new_zeros((), dtype=torch.float64))
+            self._sums[name] = before + metric.detach().sum()
+        return part
+
+
+def stepped(optimizer: Steps, predicts: Predicts, told: Mapping[str, float], batch: Batch, peers: RankGroup) -> Metrics:
+    """Make the step, with the gradients of all micro-batches and the sums of the judge.
+
+    The mean of its metrics over the ranks with different rows is that of the whole batch.
+    """
+    ranks = peers.size
+    rate = optimizer.lr
+    norm = optimizer.step(predicts)
+    own = Metrics.of(
+        loss=(told.get("loss", 0.0), 1 / ranks),
+        grad_norm=(norm / ranks, 1 / ranks),
+        lr=(rate / ranks, 1 / ranks),
+        rows=(len(batch), 1 / ranks),
+        tokens=(len(batch.tokens.values), 1 / ranks),
+    )
+    learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
+    return own | Metrics({name: (total, learned_tokens) for name, total in told.items() if name != "loss"})
+
+
+def _check_logprobs(batch: Batch, loss: Loss) -> None:
+    """Raise DataError if log-probs of learned tokens are not finite, which would make gradients NaN."""
+    for name in loss.columns:
+        if name.endswith("logprobs") and name in batch and isinstance(column := batch[name], Ragged):
+            if column.offsets is not batch.tokens.offsets:
+                check_lengths(name, column.lengths, batch.tokens.lengths)
+            bad = np.flatnonzero(~np.isfinite(column.values) & np.asarray(batch.loss_mask.values, np.bool_))
+            if len(bad):
+                row = int(np.searchsorted(column.offsets, bad[0], side="right")) - 1
+                raise DataError(
+                    f"`{name}` is not finite at {len(bad)} learned tokens, the first in row {row}, token "
+                    f"{bad[0] - column.offsets[row]}: leave such rows out with batch.select"
+                )
+
+
+def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
+    """Raise DataError if a loss uses a name of the step's metrics, before the step: a retry must not learn twice."""
+    if taken := sorted(_OWN.intersection(metrics)):
+        raise DataError(
+            f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update reports: choose a name "
+            f"other than {', '.join(sorted(_OWN))}"
+        )
+
+
+def learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
+    """Return the number of rows with a learned token, and the number of learned tokens."""
+    check_first(tokens, mask)
+    starts = tokens.offsets[:-1][tokens.lengths > 0]
+    values = np.asarray(mask.values, np.bool_)
+    rows = int(np.add.reduceat(values, starts).astype(bool).sum()) if len(starts) else 0
+    return rows, int(values.sum())

@@ -1,0 +1,1 @@
+"""A policy's weights: whole (`transfer`), or broadcast from its shards (`sender`, `live_weights`)."""
