@@ -38,7 +38,7 @@ from typing import Any, Final
 from bench.harness import ALLOCATOR, ROOT, Figure, figure, report
 from meshrl import AlgorithmConfig, RunConfig
 from meshrl.events import Call, Event, Step
-from meshrl.report.reading import read_events
+from meshrl.observe.reading import read_events
 from meshrl.run import find_config, load_job
 from meshrl.run.jobs import shipped_scripts
 

@@ -29,10 +29,10 @@ import psutil
 
 from bench.harness import Figure, arguments, at_least, figure, median, report, take_turns, within
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, Weights, endpoint
+from meshrl.data import WeightSource
 from meshrl.engines.ray import RayEngine
 from meshrl.mesh import EVERY
 from meshrl.testing.cluster import Cluster, Host, missing
-from meshrl.weights import WeightSource
 
 HOSTS: Final = 4
 """Number of hosts with samplers."""

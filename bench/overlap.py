@@ -50,13 +50,13 @@ from meshrl import (
     rollouts,
     stop,
 )
+from meshrl.algo import Loss
 from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
-from meshrl.losses import Loss
 from meshrl.mesh import Engine
+from meshrl.observe.analysis import overlap
+from meshrl.observe.reading import read_events
 from meshrl.overlap.producer import SwapMode
-from meshrl.report.analysis import overlap
-from meshrl.report.reading import read_events
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 PROMPTS: Final = 64

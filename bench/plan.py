@@ -37,8 +37,8 @@ from bench.harness import (
     report,
     within,
 )
+from meshrl.observe import read_events
 from meshrl.planning import Devices, Plan, Proposal, Wanted, make_plan
-from meshrl.report import read_events
 from meshrl.run import RunConfig, find_config, load_job
 from meshrl.simulation import Record, fit, forecast_of
 from meshrl.simulation.pace import step_windows

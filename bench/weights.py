@@ -62,14 +62,14 @@ from meshrl import (
     publish,
     rollout,
 )
+from meshrl.data import WeightSource
+from meshrl.data.delta import DeltaVersion
 from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.mesh import EVERY
-from meshrl.rewards import exact_match
 from meshrl.roles import with_options
-from meshrl.weights import WeightSource
-from meshrl.weights.delta import DeltaVersion
+from meshrl.tasks import exact_match
 from meshrl_torch.model.text import character_tokenizer
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy

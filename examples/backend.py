@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Sampling, Weights
+from meshrl.algo import Loss, check_predicts, check_sources, spread, token_weights
 from meshrl.data import Source
-from meshrl.losses import Loss, check_predicts, check_sources, spread, token_weights
 from meshrl.mesh import current_rank
 from meshrl.roles import Completion, SteppingSampler, completed
 

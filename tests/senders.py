@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshrl.data import Probe
 from meshrl.mesh import Rank
-from meshrl.weights import Probe
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.weights import sender as broadcast
 from meshrl_torch.weights.live_weights import LiveWeights, offered

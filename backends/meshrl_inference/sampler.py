@@ -13,11 +13,10 @@ from typing import ClassVar, Final
 import numpy as np
 
 from meshrl import log
-from meshrl.data import Batch
+from meshrl.data import ArrivalLog, Batch, Entry, Weights
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
-from meshrl.weights import ArrivalLog, Entry, Weights
 from meshrl_inference import group, messages
 from meshrl_inference.messages import Answer, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_inference.options import EngineOptions

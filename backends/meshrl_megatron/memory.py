@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshrl.losses import Predicts
+from meshrl.algo import Predicts
 from meshrl.roles import (
     CriticConfig,
     Memory,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.losses import Predicts
+from meshrl.algo import Predicts
 from meshrl.mesh import Rank
 from meshrl.roles import ModelConfig
 from meshrl_megatron.core import TransformerConfig, quiet

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.losses import Predicts
+from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
 from meshrl_megatron.core import (
     DistributedDataParallel,

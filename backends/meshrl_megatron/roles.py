@@ -1,6 +1,6 @@
 """The roles of the backend `megatron`: a model split over its ranks, which call each method together."""
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import (
     CriticConfig,
@@ -10,7 +10,6 @@ from meshrl.roles import (
     RewardTrainingConfig,
     options_of,
 )
-from meshrl.weights import Weights
 from meshrl_megatron.model import build
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline

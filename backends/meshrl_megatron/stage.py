@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from meshrl.losses import Predicts
+from meshrl.algo import Predicts
 from meshrl_megatron.core import (
     ColumnParallelLinear,
     GPTModel,

@@ -5,8 +5,8 @@ from typing import Final
 
 from torch import Tensor
 
+from meshrl.algo import Loss, Predicts
 from meshrl.data import Batch, Metrics
-from meshrl.losses import Loss, Predicts
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build

@@ -1,6 +1,6 @@
 """The reference of metrics: what each number of a run means, and its unit, as the report knows them."""
 
-from meshrl.report.quantities import QUANTITIES, Hue
+from meshrl.observe.quantities import QUANTITIES, Hue
 
 PAGE = "reference/metrics.md"
 _SIDES: dict[Hue, str] = {

@@ -41,9 +41,8 @@ from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.rewards import finite
 from meshrl.roles import Sampling
-from meshrl.tasks import Row
+from meshrl.tasks import Row, finite
 from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8

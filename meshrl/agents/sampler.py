@@ -20,10 +20,9 @@ import numpy as np
 from meshrl import log
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Weights
 from meshrl.overlap import Schedule, schedule
 from meshrl.roles import ResumingSampler, Sampler, Sampling
-from meshrl.weights import Weights
 
 _EPISODE: Final = "episode"
 

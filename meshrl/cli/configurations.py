@@ -27,7 +27,7 @@ from meshrl.cli.signals import Terminated, cancelled_by_sigterm
 from meshrl.cli.terminal import show_findings, show_lines, show_raised
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
-from meshrl.report import diagnose, find_run, read_numbers
+from meshrl.observe import diagnose, find_run, read_numbers
 from meshrl.run import (
     Job,
     Run,

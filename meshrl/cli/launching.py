@@ -8,7 +8,8 @@ import typer
 
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
-from meshrl.launch import (
+from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
+from meshrl.run.launch import (
     SSH,
     Need,
     Pods,
@@ -21,7 +22,6 @@ from meshrl.launch import (
     submit,
     yaml_text,
 )
-from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
 
 launch: typer.Typer = typer.Typer(
     help="Run on several machines, with SLURM, with KubeRay, or over ssh.", no_args_is_help=True

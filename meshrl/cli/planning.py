@@ -19,8 +19,8 @@ from meshrl.cli.application import (
     write,
 )
 from meshrl.errors import ConfigError
+from meshrl.observe import BOUND, find_run
 from meshrl.planning import Devices, Plan, Wanted, make_plan
-from meshrl.report import BOUND, find_run
 
 
 @app.command(context_settings=WITH_SETTINGS)

@@ -16,8 +16,7 @@ from meshrl.cli.terminal import show_comparison, show_error, show_findings, show
 from meshrl.config import validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import DataError, MeshrlError
-from meshrl.evaluation import Question, evaluate_run
-from meshrl.report import (
+from meshrl.observe import (
     STEPS,
     compare,
     diagnose,
@@ -33,6 +32,7 @@ from meshrl.roles import Address
 from meshrl.run import audit_run, merge_adapters
 from meshrl.run import push as push_run
 from meshrl.run import serve as serve_run
+from meshrl.run.evaluation import Question, evaluate_run
 
 _BREACHES = 10
 """Violations to show for each guarantee."""

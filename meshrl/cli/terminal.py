@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from meshrl.errors import MeshrlError, RankFailed, described
 from meshrl.log import SCREEN, processors
-from meshrl.report import Comparison, Finding
+from meshrl.observe import Comparison, Finding
 from meshrl.user_code import frames_of, is_of_meshrl
 
 

@@ -9,7 +9,7 @@ import typer
 
 from meshrl.cli.application import app
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.watch import run_to_watch
+from meshrl.observe import run_to_watch
 
 
 @app.command()
@@ -37,7 +37,7 @@ def watch(
 
 
 async def _watch(folder: Path, port: int | None, control: bool) -> None:
-    from meshrl.watch import Watcher  # noqa: PLC0415 -- it needs packages of an extra
+    from meshrl.observe import Watcher  # noqa: PLC0415 -- it needs packages of an extra
 
     with cancelled_by_sigterm():
         watcher = Watcher(folder, control=control)

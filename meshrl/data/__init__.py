@@ -2,24 +2,39 @@
 
 Columns are numpy arrays without padding, with one value for each row or each token. A column on other ranks is a
 `RemoteColumn`, which a batch splits, joins and loads like any other. Log-probs say what computed them (`Source`).
+
+A model's weights, as they are sent from a policy to samplers.
+
+Tensors are sent by name, in buckets of shared memory. Each has a fingerprint, so that a sampler can prove what it has.
+`delta` sends only what changed.
 """
 
+from meshrl.data.arrival import ArrivalLog
 from meshrl.data.batch import Batch
+from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.column_ops import lengths
 from meshrl.data.columns import Column, check_lengths, private
+from meshrl.data.delta import WeightSource
 from meshrl.data.metrics import Metrics
 from meshrl.data.provenance import Origin, Source
 from meshrl.data.ragged import Ragged, check_dtype, from_raw, frozen, pickled, raw
 from meshrl.data.remote_column import RemoteColumn, is_ragged
+from meshrl.data.weights import Probe, Weights
 
 __all__ = [
+    "ArrivalLog",
     "Batch",
+    "Bucket",
     "Column",
+    "Entry",
     "Metrics",
     "Origin",
+    "Probe",
     "Ragged",
     "RemoteColumn",
     "Source",
+    "WeightSource",
+    "Weights",
     "check_dtype",
     "check_lengths",
     "from_raw",

@@ -6,7 +6,7 @@ from typing import Literal, Never, TypeAlias
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import DataError
 from meshrl.mesh import Rows, parts, streams
 from meshrl.overlap.condition import Condition
@@ -18,7 +18,6 @@ from meshrl.overlap.routing import NOWHERE, Router, Share
 from meshrl.overlap.staleness import StalenessLedger
 from meshrl.overlap.suspects import Suspects
 from meshrl.roles import ResumingSampler, Sampler, Sampling
-from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
 """The effect of a publication on running rollouts. `in_flight`: they use the new weights from the next token. `drain`:

@@ -15,13 +15,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
 from meshrl.overlap.kept_rows import KeptRows, RowKeeper
 from meshrl.roles import Sampler
-from meshrl.weights import Weights
 
 Kind: TypeAlias = Literal["draw", "publish", "deliver"]
 

@@ -9,7 +9,7 @@ from typing import Final, Never, TypeAlias, TypeVar
 import numpy as np
 
 from meshrl import log
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import (
     ConfigError,
     EngineDied,
@@ -26,7 +26,6 @@ from meshrl.overlap.condition import Condition
 from meshrl.overlap.replay import load_alone, newest
 from meshrl.overlap.suspects import check_call
 from meshrl.roles import Sampler
-from meshrl.weights import Weights
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from meshrl import log
-from meshrl.data import Batch, lengths
+from meshrl.data import Batch, Weights, lengths
 from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
@@ -35,7 +35,6 @@ from meshrl.overlap.replay import DecisionLog, Opened, schedule
 from meshrl.overlap.staleness import Late, StalenessLedger
 from meshrl.roles import Sampler, Sampling
 from meshrl.tasks import data_cursor
-from meshrl.weights import Weights
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 Keep: TypeAlias = Callable[[Batch], ArrayLike]

@@ -7,14 +7,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.overlap.replay import load_into
 from meshrl.overlap.replicas import outlive
 from meshrl.overlap.stream import Rollouts, Score
 from meshrl.roles import Policy, Sampler, Sampling
-from meshrl.weights import Weights
 
 _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns that a sampler adds to a prompt, and that it would read as the start of a completion."""

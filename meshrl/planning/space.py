@@ -7,9 +7,9 @@ from typing import Final, Literal, TypeAlias, cast
 
 from meshrl.config import Table
 from meshrl.errors import ConfigError
-from meshrl.rewards import RewardConfig
 from meshrl.roles import PolicyConfig, RoleConfig, SamplerConfig, axes_of, models_of
 from meshrl.run import Job, MeshConfig, RunConfig, tables_of
+from meshrl.tasks import RewardConfig
 
 Value: TypeAlias = "int | float | str | Mapping[str, Value]"
 

@@ -7,12 +7,10 @@ a batch are listed in `data.Batch`.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
-from meshrl.data import Batch, Metrics
-from meshrl.losses import Loss
+from meshrl.algo import Gae, Loss
+from meshrl.data import Batch, Metrics, Weights
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
-from meshrl.objectives import Gae
 from meshrl.roles.sampling import Sampling
-from meshrl.weights import Weights
 
 
 class Stateful(Actor, ABC):

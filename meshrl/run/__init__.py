@@ -6,14 +6,13 @@ guarantees, and `serve` passes a trained model to a server.
 """
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
-from meshrl.run.artifacts import merge_adapters, newest_model, table_of
+from meshrl.run.artifacts import merge_adapters, newest_model
 from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.checkpoints import newest_checkpoint
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.control import PAUSED, Command, ask, asked
 from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
@@ -28,17 +27,12 @@ from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 from meshrl.run.tables import tables_of
 from meshrl.run.train import Trained, train
-from meshrl.run.watch import LOOKS, NOW, Now
 
 __all__ = [
-    "LOOKS",
-    "NOW",
-    "PAUSED",
     "AlgorithmConfig",
     "Asked",
     "Audit",
     "BackgroundMeasurements",
-    "Command",
     "EvaluationConfig",
     "Findings",
     "Fork",
@@ -47,7 +41,6 @@ __all__ = [
     "Measurement",
     "MemoryPlan",
     "MeshConfig",
-    "Now",
     "RankMemory",
     "RolloutConfig",
     "Run",
@@ -56,8 +49,6 @@ __all__ = [
     "Trained",
     "Verdict",
     "about",
-    "ask",
-    "asked",
     "audit_run",
     "copy_script",
     "examine",
@@ -79,7 +70,6 @@ __all__ = [
     "savings_of",
     "serve",
     "shipped_configs",
-    "table_of",
     "tables_of",
     "train",
     "unseen",

@@ -7,7 +7,6 @@ from typing import Final, Self, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshrl.config import Config
-from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     MOST_COMPLETIONS,
     ModelConfig,
@@ -19,7 +18,7 @@ from meshrl.roles import (
     SamplerConfig,
     TeacherConfig,
 )
-from meshrl.tasks import TaskConfig
+from meshrl.tasks import RewardConfig, TaskConfig
 
 
 class EvaluationConfig(Config):

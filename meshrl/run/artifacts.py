@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from meshrl.config import Table, load_toml, validate
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.mesh import Mesh
+from meshrl.observe import table_of
 from meshrl.roles import BackendOptions, NewModel, Policy, PolicyConfig, implementation, models_of, with_options
 from meshrl.run.checkpoints import newest_checkpoint
 
@@ -73,12 +73,6 @@ async def merge_adapters(run: Path, folder: Path) -> Path:
 def _check_free(folder: Path) -> None:
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another place with --out, or remove it")
-
-
-def table_of(table: Mapping[str, object], name: str) -> Table:
-    """Return a table of a table. A missing one is empty."""
-    found = table.get(name)
-    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def summary_of(run: Path) -> Table:

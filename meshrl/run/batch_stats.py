@@ -4,9 +4,9 @@ from typing import Final
 
 import numpy as np
 
+from meshrl.algo import effective_sample_size
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError
-from meshrl.losses import effective_sample_size
 
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
 """Columns whose mean is reported, and the metric's name."""

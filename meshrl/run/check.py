@@ -6,9 +6,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, dotted
-from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, nearest, shortened
-from meshrl.rewards import RewardConfig, is_own, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
     Models,
@@ -33,8 +31,17 @@ from meshrl.run.check_rows import find_row_doubts, find_row_mistakes
 from meshrl.run.config import RunConfig
 from meshrl.run.memory import doubts_of_memory
 from meshrl.run.tables import reads_reference, tables_of
-from meshrl.tasks import TaskConfig, first_row
-from meshrl.trackers import make_tracker
+from meshrl.run.trackers import make_tracker
+from meshrl.tasks import (
+    EnvironmentConfig,
+    RewardConfig,
+    TaskConfig,
+    first_row,
+    is_own,
+    load_environment,
+    load_function,
+    try_reward,
+)
 from meshrl.user_code import where_raised
 
 C = TypeVar("C", bound=Config)

@@ -2,37 +2,16 @@
 
 import asyncio
 import shutil
-import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from meshrl import log
 from meshrl.events import waiting
+from meshrl.observe import CONTROL, PAUSED, REQUESTS, Command, requested_at
 
-Command: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
-
-PAUSED: Final = "the end of a pause"
-"""What a paused script waits for."""
-_FOLDER: Final = "control"
-_ASKED: Final = ("pause", "checkpoint", "stop")
 _LOOKS: Final = 0.2
 """Seconds between two checks of a paused run."""
-
-
-def ask(run: Path, command: Command) -> None:
-    """Send a request to a run, by its folder. The run carries it out before its next step. OSError if writing fails."""
-    folder = run / _FOLDER
-    folder.mkdir(exist_ok=True)
-    if command == "resume":
-        (folder / "pause").unlink(missing_ok=True)
-    else:
-        (folder / command).touch()
-
-
-def asked(run: Path) -> list[str]:
-    """Return the open requests to a run."""
-    return [each for each in _ASKED if _asked_at(run / _FOLDER / each)]
 
 
 class Control:
@@ -46,12 +25,12 @@ class Control:
         """`run` returns the run's folder, which may move. Requests to an earlier part of the run are ignored."""
         self._run = run
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._done = {each: _asked_at(self._folder / each) for each in _ASKED}
+        self._done = {each: requested_at(self._folder / each) for each in REQUESTS}
         """Modification time of each command that is done or belongs to an earlier part of the run."""
 
     @property
     def _folder(self) -> Path:
-        return self._run() / _FOLDER
+        return self._run() / CONTROL
 
     async def obey(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
         """Carry out requests, and wait while the run is paused. Raises KeyboardInterrupt on `stop`, like Ctrl-C.
@@ -76,7 +55,7 @@ class Control:
         if not self._is_asked("checkpoint"):
             return
         file = self._folder / "checkpoint"
-        self._done["checkpoint"] = _asked_at(file)
+        self._done["checkpoint"] = requested_at(file)
         if checkpoint:
             await checkpoint()
         else:
@@ -87,13 +66,4 @@ class Control:
             log.warning(f"{file} was carried out but cannot be removed ({error}): touch it to request it again")
 
     def _is_asked(self, command: Command) -> bool:
-        return _asked_at(self._folder / command) not in {0, self._done.get(command)}
-
-
-def _asked_at(file: Path) -> int:
-    """Return when a request was written, in nanoseconds. 0 if there is no readable request."""
-    try:
-        found = file.stat()
-    except OSError:
-        return 0
-    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else 0
+        return requested_at(self._folder / command) not in {0, self._done.get(command)}

@@ -13,7 +13,7 @@ import msgspec
 from meshrl import log
 from meshrl.config import Table
 from meshrl.errors import DataError
-from meshrl.run.artifacts import table_of
+from meshrl.observe import table_of
 
 EVENTS: Final = "events.jsonl"
 

@@ -15,7 +15,7 @@ import msgspec
 from meshrl import log
 from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
-from meshrl.run.artifacts import table_of
+from meshrl.observe import table_of
 from meshrl.run.audit import steps_made
 from meshrl.run.checkpoints import checkpoint_until, deal_anew, newest_checkpoint, steps_of
 from meshrl.run.disk import write_whole

@@ -13,8 +13,9 @@ import tomli_w
 from meshrl.config import Table, load_toml, validate
 from meshrl.errors import ConfigError
 from meshrl.hub import Repository, create
+from meshrl.observe import table_of
 from meshrl.roles import PolicyConfig
-from meshrl.run.artifacts import newest_model, summary_of, table_of
+from meshrl.run.artifacts import newest_model, summary_of
 
 _MEASURES: Final = ("reward", "reward_sampled", "exact_match", "exact_match_sampled")
 

@@ -18,8 +18,8 @@ from meshrl.errors import DataError, described
 from meshrl.events import Event, clock
 from meshrl.run.disk import write_whole
 from meshrl.run.folder import beginning, cut, take
+from meshrl.run.trackers import Trackers
 from meshrl.tasks import StepAccount
-from meshrl.trackers import Trackers
 
 if TYPE_CHECKING:
     from meshrl.run.progress import Progress

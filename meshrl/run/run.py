@@ -27,9 +27,9 @@ from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
 from meshrl.run.room import with_room
+from meshrl.run.trackers import Trackers
 from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
-from meshrl.trackers import Trackers
 
 R = TypeVar("R")
 S = TypeVar("S", bound=Stateful)

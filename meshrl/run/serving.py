@@ -9,6 +9,7 @@ from typing import Final
 from meshrl import log
 from meshrl.config import Table, load_toml, validate
 from meshrl.errors import BackendError, ModelError
+from meshrl.observe import table_of
 from meshrl.roles import (
     Address,
     PolicyConfig,
@@ -17,7 +18,7 @@ from meshrl.roles import (
     backends_with,
     implementation,
 )
-from meshrl.run.artifacts import newest, newest_folder, newest_source, sample_prompt, table_of
+from meshrl.run.artifacts import newest, newest_folder, newest_source, sample_prompt
 
 _LOOKS: Final = 1.0
 """Seconds between two checks of the run's folder."""

@@ -12,7 +12,6 @@ import msgspec
 
 from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
-from meshrl.rewards import RewardConfig, RewardFunction
 from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import RunConfig
@@ -20,7 +19,7 @@ from meshrl.run.jobs import Job, find_script, load_script, make_job
 from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.pins import pin
 from meshrl.run.restarts import run_job
-from meshrl.tasks import numbered_rows
+from meshrl.tasks import RewardConfig, RewardFunction, numbered_rows
 
 _SOURCE: Final = Path("settings")
 """The name of the settings in error messages."""

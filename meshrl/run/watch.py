@@ -12,44 +12,13 @@ from meshrl import log
 from meshrl.errors import MeshrlError
 from meshrl.events import EventLog, Pending
 from meshrl.mesh import running_calls, slow_calls
+from meshrl.observe import LOOKS, NOW, Now, Runs, Waits
 from meshrl.run.disk import part_of, write_whole
 
-NOW: Final = "now.json"
-"""File in the folder of a running run: a `Now`, rewritten each second and removed at the run's end."""
-LOOKS: Final = 1.0
-"""Longest time between two looks, in seconds."""
 _MOST: Final = 32
 """Waits that are reported at most, and calls."""
 _TEXT: Final = 200
 """Characters of a text at most."""
-
-
-class Waits(msgspec.Struct, frozen=True):
-    """A task that waits: `trainer` for `a batch`, `3 of 64 groups are ready`."""
-
-    who: str
-    what: str
-    on: str
-    seconds: float
-    """Seconds so far."""
-
-
-class Runs(msgspec.Struct, frozen=True):
-    """A running call: `Policy.update` on `rank 0 (...)`."""
-
-    where: str
-    ranks: str
-    seconds: float
-    """Seconds so far."""
-
-
-class Now(msgspec.Struct, frozen=True):
-    """The state of a run at one moment."""
-
-    at: float
-    """Seconds since its start."""
-    waits: list[Waits]
-    calls: list[Runs]
 
 
 class Watch:

@@ -12,17 +12,15 @@ from typing import ClassVar, Self, cast
 
 import numpy as np
 
-from meshrl.data import Batch, Metrics, Ragged, Source
+from meshrl.algo import Gae, Loss, check_predicts, check_sources
+from meshrl.data import Batch, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
-from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
-from meshrl.objectives import Gae
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.pace import Draws, Endpoint, Pace, Tape
 from meshrl.simulation.processor import Job, Processor
-from meshrl.weights import Weights
 
 MODELS = "ignored"
 

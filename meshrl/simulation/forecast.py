@@ -24,7 +24,7 @@ from meshrl.config import Config, Table
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
-from meshrl.report import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
+from meshrl.observe import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
 from meshrl.simulation.backend import SimEngine

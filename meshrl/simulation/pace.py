@@ -13,7 +13,7 @@ import numpy as np
 
 from meshrl.errors import DataError
 from meshrl.events import Call, Delivery, Event, Span, Step, Wait
-from meshrl.report import Intervals, alone, seconds_in, subtract, union
+from meshrl.observe import Intervals, alone, seconds_in, subtract, union
 
 ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
 """The simulated roles. A recorded call belongs to the role with which its actor's class name ends."""

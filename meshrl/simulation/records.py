@@ -14,7 +14,7 @@ import numpy as np
 from meshrl.config import Table
 from meshrl.errors import DataError
 from meshrl.events import CORES_OF, Gauge
-from meshrl.report import read_events
+from meshrl.observe import read_events
 from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
 
 WARM_UP: Final = 2

@@ -2,47 +2,95 @@
 
 `Task.load` reads a source once. `Task.batches` yields training prompts forever, and in a resumed run skips those that
 were used before its checkpoint. Pairs and steps for supervised algorithms are made from a task's rows here too.
+
+Reward functions: the shipped ones, the user's own, and a sandbox for code.
+
+Errors of user code are confined: an exception is reported in its row, and affects only that row.
+
+Environments: they take turns with a model, and the episodes look like the rows of a sampler.
+
+This room has the backend `function`, whose roles call Python functions: a reward, or a step of an environment.
 """
 
 from meshrl.tasks import verifiers
 from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
+from meshrl.tasks.builtin import exact_match, finite, overlong_penalty
 from meshrl.tasks.config import MessageTemplate, TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
+from meshrl.tasks.environment import Environment, EnvironmentConfig, FunctionEnvironment, load_environment
+from meshrl.tasks.episodes import Episodes
+from meshrl.tasks.function import (
+    FunctionReward,
+    RewardConfig,
+    RewardFunction,
+    gathered,
+    is_own,
+    load_function,
+    try_reward,
+)
 from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
+from meshrl.tasks.reasoning import numeric_answer, reasoning_format
+from meshrl.tasks.sandbox import code_tests
 from meshrl.tasks.sources import Row, numbered_rows, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
+from meshrl.tasks.trl import from_trl
+
+MODELS = "none"
+ROLES = {"Environment": "meshrl.tasks:FunctionEnvironment", "Reward": "meshrl.tasks:FunctionReward"}
+"""The roles of the backend `function`, for the registry."""
 
 __all__ = [
     "APART",
+    "MODELS",
+    "ROLES",
     "CursorState",
     "DataCursor",
+    "Environment",
+    "EnvironmentConfig",
+    "Episodes",
+    "FunctionEnvironment",
+    "FunctionReward",
     "Happening",
     "MessageTemplate",
     "Ranges",
+    "RewardConfig",
+    "RewardFunction",
     "Row",
     "StepAccount",
     "Task",
     "TaskConfig",
     "answer_pairs",
     "as_ranges",
+    "code_tests",
     "corrupted",
     "counted",
     "data_cursor",
     "dialogue",
+    "exact_match",
     "fill",
     "fill_answer",
     "fill_prompt",
+    "finite",
     "first_row",
+    "from_trl",
+    "gathered",
     "in_ranges",
+    "is_own",
     "labelled",
     "labelled_steps",
     "least_margins",
+    "load_environment",
+    "load_function",
     "load_quietly",
     "mismatched",
     "numbered_rows",
+    "numeric_answer",
+    "overlong_penalty",
     "read_rows",
+    "reasoning_format",
     "rejected_answers",
+    "try_reward",
     "verifiers",
 ]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
 from meshrl.data import Batch, Metrics, Ragged
-from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.objectives import Gae, with_advantages
 from meshrl.roles import Critic, CriticConfig
 from meshrl.simulation import State, read_state
 

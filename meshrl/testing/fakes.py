@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Metrics, Ragged, Source
+from meshrl.algo import Loss, check_predicts, check_sources
+from meshrl.data import Batch, Metrics, Ragged, Source, Weights
 from meshrl.errors import DataError, ModelError
-from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     ModelConfig,
     Policy,
@@ -32,8 +31,8 @@ from meshrl.roles import (
     SteppingSampler,
 )
 from meshrl.simulation import State, read_state
+from meshrl.tasks import RewardConfig
 from meshrl.testing.scripted import END, reply, said
-from meshrl.weights import Weights
 
 _SKILL = "skill"
 _ONE_BY_ONE, _LOTS = 12, 4

@@ -6,8 +6,8 @@ from typing import cast
 
 import numpy as np
 
+from meshrl.algo import Loss, check_predicts
 from meshrl.data import Batch, Metrics, Ragged
-from meshrl.losses import Loss, check_predicts
 from meshrl.roles import RewardModel, RewardTrainingConfig
 from meshrl.simulation import State, read_state
 

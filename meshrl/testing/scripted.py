@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from meshrl.agents import Message, Tool
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.roles import Completion, ModelConfig, Sampling, SteppingSampler, completed
-from meshrl.weights import Weights
 
 END: Final = "\0"
 """Ends a turn."""

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshrl.data import Batch, Metrics
-from meshrl.losses import Loss
+from meshrl.algo import Loss
+from meshrl.data import Batch, Metrics, Weights
 from meshrl.roles import Policy
-from meshrl.weights import Weights
 
 _AGAIN: Final = "; if the script trains rows again, see docs/testing.md"
 

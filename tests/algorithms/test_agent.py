@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, Task
+from meshrl.data import Weights
 from meshrl.run.batch_stats import statistics
 from meshrl.testing import FakePolicy, FakeRun, ScriptedSampler, delayed, simulate
-from meshrl.weights import Weights
 from tests.algorithms.pages import FAKE, meshrl, numbers, play
 
 GIVEN = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "prompts": 4}

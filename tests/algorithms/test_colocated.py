@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Sampling, Task
-from meshrl.losses import Loss
+from meshrl.algo import Loss
+from meshrl.data import Weights
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, ScheduleFailed, explore
-from meshrl.weights import Weights
 from tests.algorithms.pages import FAKES, numbers, play
 
 BUDGET = 20

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, SamplerConfig, Task
+from meshrl.algo import Loss
 from meshrl.errors import DataError, MeshrlError, RankFailed
-from meshrl.losses import Loss
-from meshrl.report.content import make_content
-from meshrl.report.reading import read_run
+from meshrl.observe.content import make_content
+from meshrl.observe.reading import read_run
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
 from tests.algorithms.pages import FAKE, FAKES, lines, numbers, play
 

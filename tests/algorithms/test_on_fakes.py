@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.config import validate
 from meshrl.errors import ConfigError
-from meshrl.report.quantities import quantity
+from meshrl.observe.quantities import quantity
 from tests.algorithms.pages import FAKE, NAMES, Ran, lines, run_page, script, write_task
 
 ROLES: dict[str, object] = {

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 import meshrl as rl
+from meshrl.algo import Loss
 from meshrl.data import Source
-from meshrl.losses import Loss
 from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
 from tests.algorithms.pages import FAKES, numbers, play
 

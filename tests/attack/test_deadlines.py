@@ -20,9 +20,9 @@ from meshrl.engines.local import LocalEngine
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import CallTimeout
 from meshrl.mesh import Resources, Same, limited
-from meshrl.rewards.function import FunctionReward
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
+from meshrl.tasks.function import FunctionReward
 from meshrl.testing import FakePolicy, Lognormal, delayed
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import meshrl as rl
-from meshrl.losses import Loss
+from meshrl.algo import Loss
 from meshrl.roles import OptimizerConfig
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
 from meshrl_torch.train.optimizer import Optimizer

@@ -9,13 +9,13 @@ import torch
 
 import meshrl as rl
 from meshrl.errors import DataError, ModelError
-from meshrl.rewards.function import boundary
 from meshrl.run.jobs import load_job
+from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchPolicy
 
 if TYPE_CHECKING:
-    from meshrl.losses import Loss
+    from meshrl.algo import Loss
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)

@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from meshrl import LocalEngine, Metrics, Run, RunConfig
 from meshrl.errors import ConfigError, DataError
+from meshrl.observe import NOW
 from meshrl.run.lock import FolderLock
-from meshrl.run.watch import NOW
 
 HOLDS = """
 import asyncio, sys

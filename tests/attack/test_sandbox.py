@@ -18,13 +18,13 @@ import pytest
 import meshrl
 from meshrl import RewardConfig
 from meshrl.errors import ConfigError
-from meshrl.rewards import sandbox
-from meshrl.rewards.function import FunctionReward
-from meshrl.rewards.sandbox import Enforced, Limits, Outcome, run_tests
+from meshrl.tasks import sandbox
+from meshrl.tasks.function import FunctionReward
+from meshrl.tasks.sandbox import Enforced, Limits, Outcome, run_tests
 
 JUDGES = """
 import asyncio, json, os, sys
-from meshrl.rewards.sandbox import Limits, enforced, run_tests
+from meshrl.tasks.sandbox import Limits, enforced, run_tests
 
 async def main(codes):
     limits = Limits(timeout=10, memory_mib=256, processes=8, files_mib=8)

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from meshrl import Actor, LocalEngine, Mesh, Metrics, Resources, Run, RunConfig, endpoint
 from meshrl.data import Batch
 from meshrl.errors import RankFailed, described
-from meshrl.rewards import RewardConfig
-from meshrl.rewards.function import FunctionReward
+from meshrl.tasks import RewardConfig
+from meshrl.tasks.function import FunctionReward
 from meshrl.testing import FakeRun
 
 

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, Policy, Ragged, Weights
-from meshrl.losses import TokenLoss
+from meshrl.algo import TokenLoss
 from meshrl.roles import OptimizerConfig
 
 ModelOf: TypeAlias = Callable[..., str]

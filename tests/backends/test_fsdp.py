@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig, SamplerConfig, Sampling
 from meshrl import rollout as drawn_by
+from meshrl.algo import TokenLoss
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
-from meshrl.losses import TokenLoss
 from meshrl.roles import LoraConfig, OptimizerConfig, Policy
 from meshrl.run import AlgorithmConfig
 from meshrl_megatron.roles import MegatronPolicy

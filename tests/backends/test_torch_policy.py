@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GraniteConfig, MistralConfig, MixtralConfig
 
 import meshrl as rl
+from meshrl.algo import Correction, Normalise, TokenLoss, effective_sample_size, gae, spread
 from meshrl.data import Source
 from meshrl.errors import ContractError, DataError, ModelError
-from meshrl.losses import Correction, Normalise, TokenLoss, effective_sample_size, spread
 from meshrl.mesh import Rank, rank_context
-from meshrl.objectives import gae
 from meshrl.roles import ModelConfig, OptimizerConfig
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference, TorchRewardModel
 from meshrl_torch.train.optimizer import learning_rate

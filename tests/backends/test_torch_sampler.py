@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Pretra
 
 from meshrl import Batch, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights
 from meshrl import rollout as drawn_by
+from meshrl.data import Bucket
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import JoinedSampling
-from meshrl.weights import Bucket
 from meshrl_torch.sample.draw import Draw, key, uniforms
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy

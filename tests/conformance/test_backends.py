@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 
 from meshrl import ClippedLoss, Resources
+from meshrl.algo import TokenLoss
 from meshrl.errors import RankFailed
-from meshrl.losses import TokenLoss
 from meshrl.testing import conformance
 from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, refusals, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers

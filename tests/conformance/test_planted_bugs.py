@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshrl import Batch, Metrics, PolicyConfig, Ragged, Weights
+from meshrl.algo import Loss
 from meshrl.errors import DataError
-from meshrl.losses import Loss
 from meshrl.testing.conformance import CHECKS
 from meshrl_torch.model import saving as checkpoint
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
-from meshrl.environments.environment import FunctionEnvironment
-from meshrl.evaluation import BesideSampling
 from meshrl.overlap.producer import SwapMode
 from meshrl.roles import Completion, completed
+from meshrl.run.evaluation import BesideSampling
+from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.testing import FakeSampler, ScriptedSampler
 
 GAMES = """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import meshrl as rl
-from meshrl.losses import Loss
+from meshrl.algo import Loss
 from meshrl.mesh import TP, Same
 from meshrl.roles import RoleConfig, implementation
 

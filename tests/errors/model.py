@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 import meshrl as rl
+from meshrl.algo import Loss, TokenLoss
 from meshrl.cli import app
 from meshrl.data import Source
-from meshrl.losses import Loss, TokenLoss
 from meshrl.roles import LoraConfig, RoleConfig, with_options
 from meshrl.run import MeshConfig
 from meshrl_megatron.options import MegatronConfig

@@ -14,8 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 import meshrl as rl
 from meshrl.agents.config import load_agent
 from meshrl.config import validate
-from meshrl.environments.environment import FunctionEnvironment
-from meshrl.rewards.function import FunctionReward
+from meshrl.tasks.environment import FunctionEnvironment
+from meshrl.tasks.function import FunctionReward
 from meshrl_torch.model.text import character_tokenizer
 
 JUDGE = """

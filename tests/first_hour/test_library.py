@@ -15,9 +15,9 @@ import structlog
 
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
-from meshrl.rewards import FunctionReward, load_function
-from meshrl.rewards.function import named
 from meshrl.run import Trained
+from meshrl.tasks import FunctionReward, load_function
+from meshrl.tasks.function import named
 
 FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}
 ROWS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]

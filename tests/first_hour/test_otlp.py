@@ -14,7 +14,7 @@ from meshrl import events
 from meshrl.config import validate
 from meshrl.errors import ConfigError
 from meshrl.run import RunConfig
-from meshrl.trackers import TrackedRun, Tracker, make_tracker
+from meshrl.run.trackers import TrackedRun, Tracker, make_tracker
 from tests.first_hour.hub_server import serve
 from tests.first_hour.terminal import FAKES, SMALL, done
 
@@ -147,7 +147,7 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(co
 def test_events_that_are_too_many_for_a_trace_are_told_once(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshrl.trackers.otlp._MOST", 2)
+    monkeypatch.setattr("meshrl.run.trackers.otlp._MOST", 2)
     tracker = begun(collector.address)
     for step in range(2):
         waits = [events.Wait(f"{each}", "it", "that", float(step), step + 0.5) for each in range(3)]

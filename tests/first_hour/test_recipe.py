@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl import RunConfig
-from meshrl.run import table_of
+from meshrl.observe import table_of
 from meshrl.run.jobs import make_job
 from tests.first_hour.chat_model import save_model
 from tests.first_hour.terminal import done, refused, type_in

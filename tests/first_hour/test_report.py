@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.events import Delivery, Event, Span, Step, Wait
-from meshrl.report.content import make_content
-from meshrl.report.reading import Record
-from meshrl.report.text import run_lines, time_lines
+from meshrl.observe.content import make_content
+from meshrl.observe.reading import Record
+from meshrl.observe.text import run_lines, time_lines
 
 CONFIG = 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
 UNUSED = "\n[policy.fsdp]\nreplicate = 1\n\n[sampler.vllm]\n"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.run.recorder import Recorder
-from meshrl.trackers import Trackers
+from meshrl.run.trackers import Trackers
 from tests.first_hour.terminal import FAKES, SMALL, done, refused
 
 QUICK = (*FAKES, *SMALL, "prompts=4")
@@ -141,7 +141,7 @@ def test_trackio(tracked: Path) -> None:
 OWN = """
 import threading
 import meshrl as rl
-from meshrl.trackers import Tracker
+from meshrl.run.trackers import Tracker
 
 told = []
 
@@ -184,7 +184,7 @@ def test_one_of_ones_own_and_one_that_breaks_costs_the_run_nothing(tmp_path: Pat
 def test_those_that_hang_are_left_behind_and_others_hear_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshrl.trackers.delivery._PATIENCE", 3.0)
+    monkeypatch.setattr("meshrl.run.trackers.delivery._PATIENCE", 3.0)
     trackers = Trackers([f"mine.py:{name}" for name in ("Mine", "Hangs", "Hangs", "Hangs")])
     trackers.begin(tmp_path, {}, 0)
     for step in range(4):

@@ -14,7 +14,7 @@ import pytest
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, Ragged, SamplerConfig, Sampling, SequenceLoss, rollout
 from meshrl.errors import ConfigError, DataError, ModelError
-from meshrl.evaluation import BesideSampling
+from meshrl.run.evaluation import BesideSampling
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.inference.conftest import MODEL, ended

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.launch import yaml_text
+from meshrl.run.launch import yaml_text
 from tests.first_hour.terminal import done, refused
 from tests.launch.conftest import CONFIG
 

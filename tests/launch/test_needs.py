@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.errors import ConfigError
-from meshrl.launch import Need, nodes_for
+from meshrl.run.launch import Need, nodes_for
 
 
 def test_so_many_nodes_have_room() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.launch import SSH, SshCluster
+from meshrl.run.launch import SSH, SshCluster
 
 # In Python's place: it describes a host, or writes down what is to run.
 PYTHON = """#!/bin/sh

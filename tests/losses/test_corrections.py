@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshrl.algo import ClippedLoss, Correction, effective_sample_size, importance_weights
 from meshrl.data import Metrics
-from meshrl.losses import ClippedLoss, Correction, effective_sample_size, importance_weights
 
 Tokens: TypeAlias = list[tuple[float, float, float, float, int]]
 """The policy's log-prob, the trainer's before its updates, the sampler's, the advantage and the row of each token."""

@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 import meshrl as rl
+from meshrl.algo import Correction, Loss, TokenLoss, WithKl, pair_margins, sequence_ratios, token_weights
 from meshrl.data import Ragged
-from meshrl.losses import Correction, Loss, TokenLoss, WithKl, sequence_ratios, token_weights
-from meshrl.objectives import pair_margins
 
 Floats: TypeAlias = NDArray[np.float64]
 Equation: TypeAlias = Callable[[Floats], float]

@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshrl as rl
-from meshrl.config import Config, validate
-from meshrl.data import Metrics, Ragged
-from meshrl.errors import ConfigError, DataError
-from meshrl.losses import (
+from meshrl.algo import (
     Correction,
     Loss,
     Normalise,
@@ -26,6 +23,9 @@ from meshrl.losses import (
     reverse_kl,
     token_weights,
 )
+from meshrl.config import Config, validate
+from meshrl.data import Metrics, Ragged
+from meshrl.errors import ConfigError, DataError
 
 
 def column(*values: float) -> torch.Tensor:

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from meshrl.algo import ClippedLoss, Correction, CrossEntropy, check_sources
 from meshrl.data import Batch, Column, Ragged, Source
 from meshrl.errors import DataError
-from meshrl.losses import ClippedLoss, Correction, CrossEntropy, check_sources
 from meshrl.mesh import Ref
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
+from meshrl.algo import Gae, gae, group_advantages, leave_one_out, turn_advantages, whiten
 from meshrl.data import Ragged
 from meshrl.errors import DataError
-from meshrl.objectives import Gae, gae, group_advantages, leave_one_out, turn_advantages, whiten
 
 rewards = st.floats(-10, 10, width=32)
 batches = st.lists(st.tuples(rewards, st.integers(-3, 3)), min_size=1, max_size=40)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.algo import minibatches
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.objectives import minibatches
 
 
 def drawn(rows: int, epochs: int, count: int, seed: int | tuple[int, ...]) -> list[list[int]]:

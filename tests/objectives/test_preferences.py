@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from meshrl import labelled_steps, least_margins, mismatched, reference_point, score_columns, with_labels
-from meshrl.config import validate
-from meshrl.data import Batch, Ragged
-from meshrl.errors import ConfigError, DataError
-from meshrl.objectives import (
+from meshrl.algo import (
     best_and_worst,
     log_ratios,
     pair_margins,
@@ -23,6 +20,9 @@ from meshrl.objectives import (
     score_metrics,
     step_score_metrics,
 )
+from meshrl.config import validate
+from meshrl.data import Batch, Ragged
+from meshrl.errors import ConfigError, DataError
 from meshrl.roles import PairSampling
 from meshrl.tasks import answer_pairs, corrupted, labelled, rejected_answers
 

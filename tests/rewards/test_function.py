@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from meshrl import Ragged
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.rewards import RewardConfig, load_function
-from meshrl.rewards.function import FunctionReward, boundary
 from meshrl.run.batch_stats import statistics
+from meshrl.tasks import RewardConfig, load_function
+from meshrl.tasks.function import FunctionReward, boundary
 
 FUNCTIONS = """
 import asyncio
@@ -158,7 +158,7 @@ async def test_cancelling_is_no_error_of_the_function() -> None:
 def test_a_function_of_an_installed_package_and_names_that_find_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_function("meshrl.rewards:exact_match") is load_function("exact_match")
+    assert load_function("meshrl.tasks:exact_match") is load_function("exact_match")
     (tmp_path / "broken.py").write_text("def reward(:\n", "utf-8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, message in {

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from meshrl.rewards import numeric_answer, reasoning_format
-from meshrl.rewards.reasoning import final_number
+from meshrl.tasks import numeric_answer, reasoning_format
+from meshrl.tasks.reasoning import final_number
 
 NUMBERS: dict[str, Fraction | int | None] = {
     "42": 42,

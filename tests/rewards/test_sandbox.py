@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshrl import Batch, RewardConfig
-from meshrl.rewards import sandbox
-from meshrl.rewards.function import FunctionReward
-from meshrl.rewards.sandbox import Limits, code_of, enforced, run_tests
+from meshrl.tasks import sandbox
+from meshrl.tasks.function import FunctionReward
+from meshrl.tasks.sandbox import Limits, code_of, enforced, run_tests
 
 pytestmark = pytest.mark.process
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError
-from meshrl.evaluation import BesideSampling
 from meshrl.roles import GenerateCalls
+from meshrl.run.evaluation import BesideSampling
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
 PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 
 from meshrl.data import Metrics
 from meshrl.events import Pending, waiting
-from meshrl.run import NOW, PAUSED, Command, Now, Run, RunConfig, ask, asked
+from meshrl.observe import NOW, PAUSED, Command, Now, ask, asked
+from meshrl.run import Run, RunConfig
 
 Act = Callable[[Run], Awaitable[None]]
 

@@ -16,8 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Batch, Metrics, PolicyConfig, RunConfig, Task
+from meshrl.algo import Loss
 from meshrl.config import validate
-from meshrl.losses import Loss
 from meshrl.run import Job, audit_run, run_job
 from meshrl.testing import (
     FakeCritic,

@@ -15,7 +15,7 @@ from meshrl import LocalEngine, Resources, RunConfig
 from meshrl.engines.local import LocalSlot
 from meshrl.errors import ConfigError, DataLost, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
 from meshrl.events import Event, Restart
-from meshrl.report import read_run, render
+from meshrl.observe import read_run, render
 from meshrl.run import Run, run_job
 from meshrl.testing import simulate
 from tests.schedules.conftest import (

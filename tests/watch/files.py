@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from meshrl.events import Delivery, Event, Span, Step
-from meshrl.report import Line
+from meshrl.observe import Line
 
 
 def lines(*values: object) -> bytes:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from meshrl.run import NOW
-from meshrl.watch import Watcher, live
+from meshrl.observe import NOW, Watcher, live
 from tests.watch.files import append, events, metrics
 
 if TYPE_CHECKING:

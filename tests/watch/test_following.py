@@ -11,19 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import meshrl.watch
+import meshrl.observe
 from meshrl.events import Restart
-from meshrl.report import Line, make_content, read_run
-from meshrl.run import NOW, PAUSED, Now, ask
-from meshrl.run.watch import Waits
-from meshrl.watch import live as live_module
-from meshrl.watch.live import EVENTS, SAMPLES, Live
-from meshrl.watch.patches import difference
-from meshrl.watch.tail import Tail
-from meshrl.watch.thinned import POINTS, Thinned
+from meshrl.observe import NOW, PAUSED, Line, Now, Waits, ask, make_content, read_run
+from meshrl.observe import live as live_module
+from meshrl.observe.live import EVENTS, SAMPLES, Live
+from meshrl.observe.patches import difference
+from meshrl.observe.tail import Tail
+from meshrl.observe.thinned import POINTS, Thinned
 from tests.watch.files import append, events, lines, metrics
 
-ROOM = Path(meshrl.watch.__file__).parent
+ROOM = Path(meshrl.observe.__file__).parent
 
 
 def write(folder: Path, steps: int = 6) -> Path:

@@ -13,9 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl.errors import ConfigError
-from meshrl.run import NOW, Now
-from meshrl.watch import Watcher, live, run_to_watch
-from meshrl.watch.live import Live
+from meshrl.observe import NOW, Now, Watcher, live, run_to_watch
+from meshrl.observe.live import Live
 from tests.watch.files import append
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from structlog.testing import capture_logs
 
 from meshrl import Weights
-from meshrl.weights import ArrivalLog
+from meshrl.data import ArrivalLog
 
 
 class Arrived(Weights):

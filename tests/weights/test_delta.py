@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Weights
+from meshrl.data import WeightSource
 from meshrl.mesh import Rank, Ref, rank_context
-from meshrl.weights import WeightSource
 
 SIZE = 5000
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.events import Event, Span, Step, Wait
-from meshrl.report.analysis import overlap
-from meshrl.report.content import make_content
-from meshrl.report.reading import Record
+from meshrl.observe.analysis import overlap
+from meshrl.observe.content import make_content
+from meshrl.observe.reading import Record
 
 
 def span(mesh: str, endpoint: str, began: float, ended: float, rank: int = 0) -> Span:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.data import Probe, Weights
 from meshrl.errors import DataError
 from meshrl.mesh import Ref
 from meshrl.mesh.shared_memory import FOLDER
-from meshrl.weights import Probe, Weights
 
 
 def tensors(dtype: type = np.float32) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
@@ -79,7 +79,7 @@ def test_nothing_can_be_written_and_size_and_refusals_are_told() -> None:
 
 def test_tensors_of_several_buckets_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Weights(1, tensors())
-    monkeypatch.setattr("meshrl.weights.weights.BUCKET", 20)  # in place of 256 MiB
+    monkeypatch.setattr("meshrl.data.weights.BUCKET", 20)  # in place of 256 MiB
     several = Weights.streamed(1, iter(tensors().items()))
     assert [list(bucket.index) for bucket in several.buckets] == [["embed"], ["scale", "none"]]
     assert several == whole

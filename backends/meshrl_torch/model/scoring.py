@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.algo import spread
 from meshrl.data import Batch, Ragged, Source
-from meshrl.losses import spread
 from meshrl_torch.model.devices import moved
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch, Rows, Split, micro_batches, whole, with_idle

@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from meshrl.data import Batch
+from meshrl.data import ArrivalLog, Batch, Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import SamplerConfig, Sampling, SteppingSampler
-from meshrl.weights import ArrivalLog, Weights
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import adapt, adapters
 from meshrl_torch.model.routing import routed

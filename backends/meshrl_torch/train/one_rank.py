@@ -6,11 +6,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from meshrl.data import Batch, Metrics
+from meshrl.algo import Loss
+from meshrl.data import Batch, Metrics, Weights
 from meshrl.errors import ContractError
-from meshrl.losses import Loss
 from meshrl.roles import CriticConfig, PolicyConfig, ReferenceConfig, RewardModelConfig, RewardTrainingConfig
-from meshrl.weights import Weights
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import TrainingState
 from meshrl_torch.model import saving as checkpoint

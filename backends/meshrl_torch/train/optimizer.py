@@ -7,8 +7,8 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
+from meshrl.algo import Predicts
 from meshrl.errors import ModelError
-from meshrl.losses import Predicts
 from meshrl.roles import OptimizerConfig
 
 _CAUSES: Final[Mapping[Predicts, str]] = {

@@ -10,9 +10,9 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from meshrl.algo import Loss, check_predicts
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError, ModelError
-from meshrl.losses import Loss, check_predicts
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig
 from meshrl_torch.model.files import folder_of
 from meshrl_torch.model.loading import GENERATOR, JUDGE, Kind, load

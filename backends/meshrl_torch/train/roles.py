@@ -7,12 +7,10 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshrl.data import Batch, Metrics, Source
-from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
+from meshrl.data import Batch, Metrics, Source, Weights, WeightSource
 from meshrl.mesh import CollectiveActor
-from meshrl.objectives import Gae, with_advantages
 from meshrl.roles import Critic, Policy, PolicyConfig, Reference, Reward, RewardModel, Stateful
-from meshrl.weights import Weights, WeightSource
 from meshrl_torch.model.encode import encoded
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.reward_head import ScoreModel

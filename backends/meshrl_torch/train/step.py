@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.algo import Loss, Predicts, spread, token_weights
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError
-from meshrl.losses import Loss, Predicts, spread, token_weights
 from meshrl_torch.model.devices import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
 from meshrl_torch.model.routing import COLUMN

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshrl.algo import Loss
 from meshrl.data import Batch, Metrics
-from meshrl.losses import Loss
 from meshrl.mesh import Rank, current_rank
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.scoring import Passes

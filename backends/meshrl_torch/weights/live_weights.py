@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from meshrl import log
+from meshrl.data import Bucket, Probe, Weights
 from meshrl.errors import ConfigError, DataError, DataLost, ModelError
 from meshrl.mesh import Put, Rows, current_rank
 from meshrl.roles import PolicyConfig
-from meshrl.weights import Bucket, Probe, Weights
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.loading import config_of, without_values
 from meshrl_torch.model.scoring import Passes

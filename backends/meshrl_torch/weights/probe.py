@@ -8,9 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import Batch, Probe, Ragged, Source, Weights
 from meshrl.errors import ModelError
-from meshrl.weights import Probe, Weights
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.scoring import Passes, PredictAll, logprobs
 

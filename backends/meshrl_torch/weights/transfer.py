@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.data import Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import Array
-from meshrl.weights import Weights
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 

@@ -4,11 +4,10 @@ import os
 import signal
 from typing import Final
 
+from meshrl.algo import Gae, ValueLoss
 from meshrl.data import Batch
 from meshrl.errors import MeshrlError, RankDied
-from meshrl.losses import ValueLoss
 from meshrl.mesh import Actor, at, endpoint, ranks, respawn
-from meshrl.objectives import Gae
 from meshrl.roles import Critic, Policy
 from meshrl.testing.conformance.compare import loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, with_returns

@@ -5,12 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch, Metrics
+from meshrl.data import Batch, Metrics, Weights
 from meshrl.errors import MeshrlError, RankFailed
 from meshrl.mesh import Array
 from meshrl.roles import Policy
 from meshrl.testing.witness import PromiseBroken
-from meshrl.weights import Weights
 
 TOLERANCE: Final = 1e-5
 """Largest difference of a number, relative to its size if that is above 1. Ranks, micro-batches and kernels add float32

@@ -8,8 +8,8 @@ import numpy as np
 
 from meshrl.data import Batch, Source
 from meshrl.errors import DataError
-from meshrl.evaluation import BesideSampling
 from meshrl.roles import Sampling
+from meshrl.run.evaluation import BesideSampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.samples import (
     ERROR,

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.mesh import Array
 from meshrl.roles import Sampler, Sampling
@@ -31,7 +31,6 @@ from meshrl.testing.conformance.samples import (
 )
 from meshrl.testing.conformance.subject import Check, Trial
 from meshrl.testing.witness import PromiseBroken
-from meshrl.weights import Weights
 
 _ROWS: Final = 12
 _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)

@@ -4,10 +4,9 @@ from typing import Final
 
 import numpy as np
 
+from meshrl.algo import BradleyTerryLoss, ClippedLoss, ProcessLoss, score_columns, with_labels
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, MeshrlError
-from meshrl.losses import BradleyTerryLoss, ClippedLoss, ProcessLoss
-from meshrl.objectives import score_columns, with_labels
 from meshrl.roles import RewardModel
 from meshrl.testing.conformance.compare import (
     alike,

@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from meshrl.algo import ClippedLoss
 from meshrl.data import Batch, Ragged, Source
-from meshrl.losses import ClippedLoss
 from meshrl.mesh import Array, stop
 from meshrl.roles import NewModel, Policy, PolicyConfig
 

@@ -4,9 +4,8 @@ from typing import Final
 
 import numpy as np
 
+from meshrl.algo import ClippedLoss, Correction, CrossEntropy, Gae, Loss, PreferenceLoss, ValueLoss
 from meshrl.data import Batch, Ragged
-from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, PreferenceLoss, ValueLoss
-from meshrl.objectives import Gae
 from meshrl.roles import Critic, Policy, Reference
 from meshrl.testing.conformance.compare import (
     close,

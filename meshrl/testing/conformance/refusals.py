@@ -5,16 +5,14 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch, Ragged, Source
+from meshrl.algo import CrossEntropy, Gae, Loss, ValueLoss
+from meshrl.data import Batch, Bucket, Ragged, Source, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.losses import CrossEntropy, Loss, ValueLoss
 from meshrl.mesh import Array
-from meshrl.objectives import Gae
 from meshrl.roles import Reference
 from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
-from meshrl.weights import Bucket, Weights
 
 _READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
 

@@ -6,14 +6,13 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Weights
 from meshrl.errors import DataError, RankDied
 from meshrl.mesh import Array, respawn
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair
 from meshrl.testing.conformance.subject import Trial
-from meshrl.weights import Weights
 
 Floats: TypeAlias = NDArray[np.float64]
 

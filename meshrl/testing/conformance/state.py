@@ -7,15 +7,13 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from meshrl.data import Batch, Metrics, Ragged
+from meshrl.algo import Gae, ValueLoss
+from meshrl.data import Batch, Metrics, Ragged, Weights
 from meshrl.errors import ModelError
-from meshrl.losses import ValueLoss
-from meshrl.objectives import Gae
 from meshrl.roles import Policy, Sampling
 from meshrl.testing.conformance.compare import alike, close, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, SMALL, TEXTS, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
-from meshrl.weights import Weights
 
 _SAMPLER_ERROR: Final = 1e-4
 """Largest difference in float32 between a sampler's and a policy's log-probs. It computes row by row, with a cache."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
-from meshrl.data import Batch, Metrics
+from meshrl.data import Batch, Metrics, Weights
 from meshrl.engines import make_engine
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError, MeshrlError
@@ -34,7 +34,6 @@ from meshrl.roles import (
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
 from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken
-from meshrl.weights import Weights
 
 P = ParamSpec("P")
 R = TypeVar("R")

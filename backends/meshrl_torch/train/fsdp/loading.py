@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshrl.data import Weights
 from meshrl.errors import ConfigError
 from meshrl.mesh import Array, Rank
 from meshrl.roles import ModelConfig, PolicyConfig, options_of
-from meshrl.weights import Weights
 from meshrl_torch.checkpoint.boxes import Boxes
 from meshrl_torch.model.kernels import chosen
 from meshrl_torch.model.loading import GENERATOR, Kind, load, outline

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.losses import Predicts
+from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
 from meshrl_torch.checkpoint.spread_state import MOMENTS
 from meshrl_torch.model.devices import moved

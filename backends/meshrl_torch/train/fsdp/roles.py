@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from meshrl.data import Weights
 from meshrl.roles import CriticConfig, PolicyConfig, ReferenceConfig, RewardModelConfig, RewardTrainingConfig
-from meshrl.weights import Weights
 from meshrl_torch.model.lora import trained
 from meshrl_torch.model.scoring import predicted
 from meshrl_torch.train.fsdp.loading import load_sharded, load_sharded_judge, load_sharded_valued, take

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshrl.algo import Loss
 from meshrl.data import Batch, Metrics
-from meshrl.losses import Loss
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model import saving as checkpoint

@@ -1,0 +1,199 @@
+"""A model's weights at one version, as a policy sends them to a sampler."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, Final, NamedTuple, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.data.bucket import Bucket
+from meshrl.errors import DataError
+from meshrl.mesh import Array, HasRefs, Put, Rows, fetch
+
+BUCKET: Final = 1 << 28
+"""Size of a bucket in bytes. A larger tensor gets its own bucket."""
+
+
+class Probe(NamedTuple):
+    """Some tokens and their log-probs under the weights, which a sampler must reproduce after it has loaded them."""
+
+    tokens: NDArray[np.int32]
+    """Tokens, [rows, tokens]."""
+    logprobs: NDArray[np.float32]
+    """Log-probs of each token given those before it, except a row's first token, [rows, tokens - 1]."""
+
+
+class Weights(HasRefs):
+    """Named tensors, with a version: the number of updates that made them. Immutable.
+
+    Arrays have any shape, and bfloat16 is that of `ml_dtypes`. They are copied into buckets, each with a fingerprint of
+    its bytes. Large buckets are in memory that all processes of a machine share.
+    """
+
+    def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
+        self._set(version, _packed(tensors.items()), None)
+
+    @classmethod
+    def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
+        """Make weights from an iterator of names and tensors of any shape.
+
+        At most the tensors of one bucket are in memory in addition.
+        """
+        return cls.of(version, _packed(tensors), probe)
+
+    def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
+        self._version, self._buckets, self._probe = version, tuple(buckets), probe
+        self._arrays: Mapping[str, Array] | None = None
+
+    @classmethod
+    def of(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None) -> Self:
+        """Make weights from buckets, without a copy."""
+        self = cls.__new__(cls)
+        self._set(version, buckets, probe)
+        return self
+
+    @classmethod
+    def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:  # noqa: ARG003 -- of no rows
+        """Join the tensors of all ranks. DataError if versions differ, or if ranks disagree about a tensor."""
+        first = parts[0]
+        versions = [part.version for part in parts]
+        if len(set(versions)) > 1:
+            raise DataError(f"the ranks have weights of the versions {versions}: they have not made the same updates")
+        told: dict[str, tuple[int, tuple[object, ...]]] = {}
+        buckets: list[Bucket] = []
+        for rank, part in enumerate(parts):
+            for bucket in part.buckets:
+                for name, entry in bucket.index.items():
+                    what = (entry.dtype, entry.shape, entry.fingerprint)
+                    other, same = told.setdefault(name, (rank, what))
+                    if same != what:
+                        raise DataError(f"the ranks {other} and {rank} have different tensors `{name}`")
+                if any(told[name][0] == rank for name in bucket.index):
+                    buckets.append(bucket)
+        return cls.of(first.version, buckets, next((part.probe for part in parts if part.probe), None))
+
+    @property
+    def version(self) -> int:
+        """Number of updates that made these weights."""
+        return self._version
+
+    @property
+    def probe(self) -> Probe | None:
+        """Log-probs of some tokens under these weights, or None."""
+        return self._probe
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that hold the tensors."""
+        return self._buckets
+
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """The arrays of any shape by parameter name, read-only. DataError if they are remote: `load` them first."""
+        if any(bucket.held for bucket in self.buckets):
+            raise DataError(
+                f"the weights of version {self._version} ({self.nbytes} bytes) lie on the rank that made them: write "
+                "`weights = await weights.load()` before reading them here"
+            )
+        if self._arrays is None:
+            self._arrays = MappingProxyType(
+                {name: array for bucket in self.buckets for name, array in bucket.arrays.items()}
+            )
+        return self._arrays
+
+    @property
+    def ways(self) -> frozenset[str]:
+        """How the weights arrived here, such as `shared memory`."""
+        return frozenset(bucket.way for bucket in self._buckets)
+
+    async def load(self) -> Self:
+        """Fetch the weights, so that they can be read here. Weights that are passed on to a mesh need not be loaded."""
+        held = [bucket.held for bucket in self._buckets if bucket.held]
+        if not held:
+            return self
+        values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetch(held)).items()}
+        here = [values[bucket.held] if bucket.held else bucket for bucket in self._buckets]
+        return self.of(self._version, here, self._probe)
+
+    def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
+        """Move each bucket with more than `limit` bytes elsewhere by `put`, unless it is there already."""
+        return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
+
+    def shared(self) -> "Weights":
+        """Return the weights in this machine's shared memory, and copy them there if needed.
+
+        Raises DataError if there is not enough room.
+        """
+        return Weights.of(self._version, [bucket.shared() for bucket in self.buckets], self._probe)
+
+    @property
+    def lasts(self) -> bool:
+        """True if the weights can be read as long as their ranks live, even after the policy has changed."""
+        return True
+
+    def read_by(self, together: int) -> Self:
+        """Return the weights for `together` ranks that read them at the same time."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(bucket.nbytes for bucket in self._buckets)
+
+    def fingerprint(self) -> str:
+        """Return a hex digest of names, dtypes, shapes and bytes, regardless of the version."""
+        digest = hashlib.blake2b(digest_size=16)
+        entries = sorted(
+            (name, entry.dtype, entry.shape, entry.fingerprint)
+            for bucket in self.buckets
+            for name, entry in bucket.index.items()
+        )
+        for entry in entries:
+            digest.update(repr(entry).encode())
+        return digest.hexdigest()
+
+    def with_version(self, version: int) -> Self:
+        """Return the same tensors, not copied, with another version."""
+        return self.of(version, self._buckets, self._probe)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Weights):
+            return NotImplemented
+        return self._version == other.version and self.fingerprint() == other.fingerprint()
+
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
+        return _received, (self._version, self._buckets, self._probe)
+
+    def __repr__(self) -> str:
+        size = f"{self.nbytes:,} bytes"
+        if any(bucket.held for bucket in self._buckets):
+            return f"Weights(version {self._version}, {size} elsewhere)"
+        return f"Weights(version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
+
+
+def _received(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
+    return Weights.of(version, buckets, probe)
+
+
+def _packed(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:
+    return list(map(Bucket.pack, _lots(tensors)))
+
+
+def _lots(pairs: Iterable[tuple[str, Array]]) -> Iterable[Mapping[str, Array]]:
+    lot: dict[str, Array] = {}
+    size = 0
+    for name, array in pairs:
+        if lot and size + array.nbytes > BUCKET:
+            yield lot
+            lot, size = {}, 0
+        lot[name] = array
+        size += array.nbytes
+    if lot:
+        yield lot

@@ -1,0 +1,110 @@
+"""Reports of what a run did, from its folder: an HTML page, and a trace for Perfetto.
+
+`read_run` reads the events and numbers. `overlap` and `idleness` say what bounded the steps and why ranks were idle,
+and `run_lines` says it in text. `diagnose` says why a run did not learn, and `compare` says how runs differ. `render`
+and `render_comparison` make pages, and `make_trace` makes the trace.
+
+Watch a live run in a browser: its report on 127.0.0.1, which grows with the run's files.
+
+`Watcher` follows the files and sends updates to each browser. It needs `pip install 'meshrl[watch]'`, and is loaded on
+first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from meshrl.observe.analysis import idleness, overlap
+from meshrl.observe.choosing import run_to_watch
+from meshrl.observe.comparison import Comparison, compare
+from meshrl.observe.content import Content, make_content
+from meshrl.observe.diagnosis import STEPS, Finding, diagnose
+from meshrl.observe.groups import settings_of
+from meshrl.observe.intervals import Intervals, alone, seconds_in, subtract, union
+from meshrl.observe.page import SCRIPTS, STYLES, joined, render, render_comparison
+from meshrl.observe.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
+from meshrl.observe.text import BOUND, deliveries_of, duration, run_lines, time_lines
+from meshrl.observe.trace import make_trace
+
+if TYPE_CHECKING:
+    from meshrl.observe.server import Watcher
+else:
+    from importlib import import_module
+
+    from meshrl.errors import BackendError
+
+    def __getattr__(name: str) -> object:
+        if name != "Watcher":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return import_module("meshrl.observe.server").Watcher
+        except ModuleNotFoundError as error:
+            raise BackendError(
+                f"meshrl watch needs the package {error.name!r}, which is not installed: pip install 'meshrl[watch]'"
+            ) from error
+
+
+from meshrl.observe.reading import table_of
+from meshrl.observe.signals import (
+    CONTROL,
+    LOOKS,
+    NOW,
+    PAUSED,
+    REQUESTS,
+    Command,
+    Now,
+    Runs,
+    Waits,
+    ask,
+    asked,
+    requested_at,
+)
+
+__all__ = [
+    "BOUND",
+    "CONTROL",
+    "FILES",
+    "LOOKS",
+    "NOW",
+    "PAUSED",
+    "REQUESTS",
+    "SCRIPTS",
+    "STEPS",
+    "STYLES",
+    "Command",
+    "Comparison",
+    "Content",
+    "Finding",
+    "Intervals",
+    "Line",
+    "Now",
+    "Record",
+    "Runs",
+    "Waits",
+    "Watcher",
+    "alone",
+    "ask",
+    "asked",
+    "compare",
+    "deliveries_of",
+    "diagnose",
+    "duration",
+    "find_run",
+    "idleness",
+    "joined",
+    "make_content",
+    "make_trace",
+    "overlap",
+    "read_events",
+    "read_numbers",
+    "read_run",
+    "render",
+    "render_comparison",
+    "requested_at",
+    "run_lines",
+    "run_to_watch",
+    "seconds_in",
+    "settings_of",
+    "subtract",
+    "table_of",
+    "time_lines",
+    "union",
+]

@@ -1,0 +1,126 @@
+"""Manifests for KubeRay: a RayJob whose cluster fits the meshes, and a ConfigMap with the configuration."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from meshrl.errors import ConfigError
+from meshrl.run.launch.needs import Need, check_enough, nodes_for
+
+_FOLDER: Final = "/etc/meshrl"
+"""The folder of the configuration in the pods."""
+_ROOM: Final = 1_000_000
+"""Capacity of a ConfigMap in bytes."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The image and resources of a cluster's pods."""
+
+    image: str
+    """Must contain meshrl, its backends and what the script needs."""
+    gpus: int = 8
+    """GPUs of a worker, if a mesh asks for GPUs."""
+    cpus: int = 8
+    """CPUs of a worker."""
+    memory: str = "32Gi"
+    """Memory of a worker, in Kubernetes notation. Up to half of it may be shared memory."""
+    workers: int | None = None
+    """Number of workers. None: as many as the meshes need."""
+    volumes: Mapping[str, str] | None = None
+    """Mount point of each volume claim, for models, data and the runs' folder."""
+    namespace: str | None = None
+
+
+def ray_job(
+    name: str, arguments: Sequence[str], needs: Sequence[Need], pods: Pods, files: Mapping[str, str]
+) -> list[dict[str, object]]:
+    """Return the documents for `kubectl apply`: a ConfigMap with `files`, and a RayJob of `meshrl run ARGUMENTS`.
+
+    The arguments refer to these files by name. Raises `ConfigError` if the workers have no room for the meshes.
+    """
+    named = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "meshrl"
+    gpus = pods.gpus if any(need.gpus for need in needs) else 0
+    workers = pods.workers or nodes_for(needs, gpus, pods.cpus)
+    check_enough(needs, workers, gpus, pods.cpus)
+    if (size := sum(len(text.encode()) for text in files.values())) > _ROOM:
+        raise ConfigError(
+            f"the configuration and the Python files next to it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
+            "put large files into the image or on a volume"
+        )
+    about = {"name": named, **({"namespace": pods.namespace} if pods.namespace else {})}
+    settings = {"name": f"{named}-config", **({"namespace": pods.namespace} if pods.namespace else {})}
+    entry = (
+        f"cd {_FOLDER} && exec meshrl run {shlex.join(arguments)} run.engine=auto"
+        if files
+        else (f"meshrl run {shlex.join(arguments)} run.engine=auto")
+    )
+    claims = _volumes(named, pods, has_files=bool(files))
+    worker = {"cpu": str(pods.cpus), "memory": pods.memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    job: dict[str, object] = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": about,
+        "spec": {
+            "entrypoint": f"bash -c {shlex.quote(entry)}",
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": {
+                    "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
+                    "template": _pod("ray-head", pods.image, {"cpu": "4", "memory": "16Gi"}, claims),
+                },
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "workers",
+                        # Start all at once, because a mesh that the present nodes could never hold is refused.
+                        "replicas": workers,
+                        "minReplicas": workers,
+                        "maxReplicas": workers,
+                        "rayStartParams": {},
+                        "template": _pod("ray-worker", pods.image, worker, claims),
+                    }
+                ],
+            },
+        },
+    }
+    given: dict[str, object] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": settings, "data": dict(files)}
+    return [given, job] if files else [job]
+
+
+def files_beside(config: Path) -> dict[str, str]:
+    """Read a configuration and the Python files in its folder, by their names."""
+    return {path.name: path.read_text("utf-8") for path in [config, *sorted(config.parent.glob("*.py"))]}
+
+
+def _volumes(name: str, pods: Pods, *, has_files: bool) -> list[tuple[dict[str, object], str]]:
+    """The volumes of a pod, each with its mount point."""
+    found: list[tuple[dict[str, object], str]] = [
+        ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm")  # noqa: S108 -- the pod's
+    ]
+    if has_files:
+        found.append(({"name": "meshrl-config", "configMap": {"name": f"{name}-config"}}, _FOLDER))
+    for number, (claim, place) in enumerate((pods.volumes or {}).items()):
+        found.append(({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}, place))
+    return found
+
+
+def _pod(
+    name: str, image: str, has: Mapping[str, str], volumes: Sequence[tuple[dict[str, object], str]]
+) -> dict[str, object]:
+    return {
+        "spec": {
+            "containers": [
+                {
+                    "name": name,
+                    "image": image,
+                    "resources": {"requests": dict(has), "limits": dict(has)},
+                    "volumeMounts": [{"name": str(volume["name"]), "mountPath": place} for volume, place in volumes],
+                }
+            ],
+            "volumes": [volume for volume, _ in volumes],
+        }
+    }

@@ -1,0 +1,353 @@
+"""Rewards that are Python functions: the shipped ones, and the user's, whose errors are confined to their rows."""
+
+import asyncio
+import copy
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+from pydantic import (
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from meshrl.config import CODE
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, did_you_mean
+from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
+from meshrl.tasks.builtin import exact_match, finite, reasoning_gym
+from meshrl.tasks.reasoning import numeric_answer, reasoning_format
+from meshrl.tasks.sandbox import check_safe, code_tests
+from meshrl.tasks.sources import Row
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+
+T = TypeVar("T")
+
+RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
+"""`reward(prompt, completion, row) -> float`, plain or async."""
+
+
+def named(function: str | Callable[..., object]) -> str:
+    """Return the name of a function in a configuration file: `module:name`, or `file.py:name` in the main program.
+
+    The name of a function that no file can name, such as a lambda, contains `<`.
+    """
+    if isinstance(function, str):
+        return function
+    name: str = getattr(function, "__qualname__", f"<{type(function).__name__}>")
+    main: object = getattr(sys.modules["__main__"], "__file__", None)
+    if function.__module__ == "__main__" and isinstance(main, str):
+        return f"{Path(main).resolve()}:{name}"
+    return f"{function.__module__}:{name}"
+
+
+Function: TypeAlias = Annotated[str | Callable[..., object], CODE, PlainSerializer(named, when_used="json")]
+"""A reward function, or its name."""
+
+
+class RewardConfig(RoleConfig):
+    """The function that scores completions."""
+
+    role = "Reward"
+
+    backend: str = "function"
+    """The backend that implements the role."""
+    function: Function = "exact_match"
+    """The reward function: `exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's scorer),
+    `code_tests` (`sandbox.code_tests`), `file.py:name` or `package.module:name`. In Python also the function itself.
+
+    Beware of scorers that give partial credit: some give nearly full marks to junk after the right answer.
+    """
+    functions: Mapping[str, Function] = Field(default={})
+    """Several functions instead of `function`, as a table with names of your choice, or as a list. The reward is their
+    weighted sum."""
+    weights: Mapping[str, float] = Field(default={})
+    """Weights of `functions`, as a table with the same names, or as a list in the same order. Default: 1 each."""
+    concurrency: int = Field(default=64, gt=0)
+    """Calls of an async function that run at once."""
+    row_timeout: float | None = Field(default=None, gt=0)
+    """Time limit of a call in seconds. Beyond it the row gets an error. A function that is not async continues in its
+    thread."""
+    unsafe: bool = False
+    """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
+
+    @field_validator("backend")
+    @classmethod
+    def _calls_a_function(cls, backend: str) -> str:
+        if _holds_a_model(backend):
+            raise ValueError(
+                "a reward of this backend needs a model: give `model`, its folder, and leave `function` out; "
+                '"function" calls a Python function'
+            )
+        return backend
+
+    @classmethod
+    def _options_schema(cls, backend: str) -> type[BackendOptions] | None:
+        return None if _holds_a_model(backend) else super()._options_schema(backend)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_have_names(cls, table: object) -> object:
+        functions = table.get("functions") if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(table.get("function"), list | tuple):
+            raise ValueError("`function` is a single reward: use `functions`, a list or a table, for several")
+        if not isinstance(table, dict) or not isinstance(functions, list | tuple):
+            return table
+        names = [named(each).rpartition(":")[2].rpartition(".")[2] for each in functions]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"functions: several are called {twice.pop()}: give a table, with a name for each")
+        weights = table.get("weights", {})
+        if isinstance(weights, list | tuple):
+            if len(weights) != len(names):
+                raise ValueError(f"weights: there are {len(weights)} for {len(names)} functions: give one for each")
+            weights = dict(zip(names, weights, strict=True))
+        return {**table, "functions": dict(zip(names, functions, strict=True)), "weights": weights}
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.functions and "function" in self.model_fields_set:
+            raise ValueError("`function` is one reward and `functions` are several: remove one of them")
+        for name in self.functions:
+            if not re.fullmatch(r"\w+", name) or name == "error":
+                raise ValueError(f"functions.{name}: a name may have letters, digits and _, and must not be `error`")
+        for name, weight in self.weights.items():
+            if name not in self.functions:
+                has = did_you_mean(name, self.functions) or f"there are {', '.join(self.functions) or 'none'}"
+                raise ValueError(f"weights.{name}: no function in `functions` has this name; {has}")
+            if not math.isfinite(weight):
+                raise ValueError(f"weights.{name}: must be finite, not {weight}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _one_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Omit the default of `function` next to `functions`, so that the result can be read back."""
+        table = cast("dict[str, object]", dump(self))
+        if self.functions:
+            table.pop("function", None)
+        return table
+
+    @property
+    def parts(self) -> Mapping[str, str | Callable[..., object]]:
+        """Each function by the name of its reward. "" is the name of a single function."""
+        return self.functions or {"": self.function}
+
+
+def _holds_a_model(backend: str) -> bool:
+    """True if a backend's reward is a model, which needs another table than `RewardConfig`."""
+    return backend in backends() and models_of(backend) == "read"
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    function: RewardFunction
+    shipped: bool
+    weight: float
+
+
+class FunctionReward(Reward):
+    """Calls each function once for each row. An exception is reported in the row, and affects only that reward."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        if "code_tests" in config.parts.values() and not config.unsafe:
+            check_safe()
+        self._parts = [
+            _Part(name, load_function(function), function in _SHIPPED, config.weights.get(name, 1.0))
+            for name, function in config.parts.items()
+        ]
+        self._concurrency = config.concurrency
+        self._row_timeout = config.row_timeout
+        self._turns = asyncio.Lock()
+        self._errors = FirstErrors("a reward function raised; its row gets reward 0")
+
+    async def score(self, batch: Batch) -> Batch:
+        """Add `rewards` and `reward_error`. For `functions`, also add `reward_NAME`, float32, before its weight.
+
+        A function's `row` is the task's, with the rendered `answer`.
+        """
+        prompts, completions = batch.objects("prompt"), batch.objects("completion")
+        answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
+        rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
+
+        async def one(call: int) -> tuple[float, str | None]:
+            index, at = divmod(call, len(self._parts))
+            part = self._parts[at]
+            row = cast("Row", rows[index])
+            # The user's function may change its row, but a batch is immutable.
+            row = dict(row) if part.shipped else copy.deepcopy(row)
+            if str(row.get("answer")) != answers[index]:
+                row["answer"] = answers[index]
+            function = part.function if self._row_timeout is None else self._in_time(part.function, self._row_timeout)
+            value, error = await boundary(function, str(prompts[index]), str(completions[index]), row)
+            text = self._errors.told(error) if error else None
+            return value, f"{part.name}: {text}" if text and part.name else text
+
+        size = len(self._parts)
+        scored = await gathered(one, len(batch) * size, self._concurrency)
+        values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
+        errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
+        named = {f"reward_{part.name}": values[:, at].astype(np.float32) for at, part in enumerate(self._parts)}
+        return batch.assign(
+            rewards=(values @ np.array([part.weight for part in self._parts])).astype(np.float32),
+            reward_error=["; ".join(texts) or None for texts in errors],
+            **({} if self._parts[0].name == "" else named),
+        )
+
+    def _in_time(self, function: RewardFunction, seconds: float) -> RewardFunction:
+        """Wrap a function so that its calls raise TimeoutError after `seconds`. Plain ones still run one at a time."""
+
+        async def limited(prompt: str, completion: str, row: Row) -> float:
+            if inspect.iscoroutinefunction(function):
+                return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
+            async with self._turns:
+                value = await wait(in_thread(lambda: function(prompt, completion, row)))
+            return await wait(value) if inspect.isawaitable(value) else value
+
+        async def wait(answer: Awaitable[T]) -> T:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await answer
+            except TimeoutError as error:
+                if limit.expired():
+                    raise TimeoutError(f"the reward took longer than reward.row_timeout = {seconds:g}") from error
+                raise
+
+        return limited
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a plain function. It runs in a daemon thread, so the process can end before it does."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if answer.done():  # no task waits any more
+            return
+        if error is None:
+            answer.set_result(cast("T", value))
+        else:
+            answer.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = call()
+        except BaseException as raised:  # noqa: BLE001 -- it is raised where the answer is awaited
+            error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    context = copy_context()
+    threading.Thread(target=context.run, args=(work,), name="meshrl-reward", daemon=True).start()
+    return await answer
+
+
+async def boundary(
+    function: RewardFunction, prompt: str, completion: str, row: Row
+) -> tuple[float, BaseException | None]:
+    """Return the reward, or 0.0 and the function's exception, or the error of an invalid result."""
+    try:
+        value = function(prompt, completion, row)
+        if inspect.isawaitable(value):
+            value = await value
+        return finite(value), None
+    except RAISED as error:  # a user's function may raise anything, which is recorded
+        unless_cancelled(error)
+        return 0.0, error
+
+
+def try_reward(
+    function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
+) -> list[tuple[float, BaseException | None]]:
+    """Return the results of `boundary` for the completions, computed in a new thread. Empty after `seconds`."""
+    reward, found = load_function(function), list[tuple[float, BaseException | None]]()
+
+    async def judge() -> None:
+        for completion in completions:
+            found.append(await boundary(reward, prompt, completion, copy.deepcopy(row)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(judge()), name="meshrl-reward", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found if len(found) == len(completions) else []
+
+
+async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:
+    """Return the results of `one` for 0 to count - 1, in order, with at most `concurrency` calls at once."""
+    turns = asyncio.Semaphore(concurrency)
+
+    async def in_turn(index: int) -> T:
+        async with turns:
+            return await one(index)
+
+    return await asyncio.gather(*map(in_turn, range(count)))
+
+
+_SHIPPED: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "reasoning_gym": reasoning_gym,
+    "numeric_answer": numeric_answer,
+    "reasoning_format": reasoning_format,
+    "code_tests": code_tests,
+}
+
+
+def is_own(function: str | Callable[..., object]) -> bool:
+    """True if a reward function is the user's, not a shipped one."""
+    return function not in _SHIPPED and function not in _SHIPPED.values()
+
+
+def load_function(function: str | Callable[..., object]) -> RewardFunction:
+    """Return the function that `RewardConfig.function` names or is. ConfigError if there is none."""
+    if not isinstance(function, str):
+        _check_parameters(named(function), function)
+        return cast("RewardFunction", function)
+    name = function
+    if "<" in name.rpartition(":")[2]:
+        raise ConfigError(
+            f"reward function {name!r} existed only in the memory of its program, like lambdas and inner functions: "
+            "put it into a file, and name it as file.py:name"
+        )
+    if name in _SHIPPED:
+        if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+            raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
+        return _SHIPPED[name]
+    found = load_name("reward function", name, _SHIPPED, inspect.isfunction)
+    if not callable(found):
+        raise ConfigError(f"reward function {name!r}: is {found!r}, not a function")
+    _check_parameters(name, found)
+    return cast("RewardFunction", found)
+
+
+def _check_parameters(name: str, function: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(function)
+        if "completions" in signature.parameters:
+            raise ConfigError(
+                f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function); in a file, "
+                "write NAME = meshrl.from_trl(function) below it, and name that"
+            )
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name!r} takes {inspect.signature(function)}: {error}; "
+            "it is called as function(prompt, completion, row)"
+        ) from error
+    except ValueError:
+        return  # a builtin without a signature

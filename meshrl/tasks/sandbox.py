@@ -1,0 +1,293 @@
+r"""Run code that a model wrote, in a separate process with limits and a typed result.
+
+    result = await run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
+    result.outcome      # "passed"
+
+The limits protect the trainer from mistakes and mischief of a model in training. They do not stop an attacker with a
+hole in the kernel: run code from elsewhere in a container or a virtual machine. `enforced()` returns the limits that
+hold on this machine.
+"""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, cast
+
+from pydantic import Field
+
+from meshrl import log
+from meshrl.config import Config
+from meshrl.errors import ConfigError
+from meshrl.tasks import sandbox_kernel
+
+Outcome: TypeAlias = Literal["passed", "failed", "timeout", "memory", "error"]
+"""`passed`: all tests held. `failed`: the code or a test raised, or ended the process. `timeout`, `memory`: a limit was
+reached. `error`: the sandbox itself failed, through no fault of the code."""
+
+
+class Limits(Config):
+    """Limits of the resources that code may use."""
+
+    timeout: float = Field(default=5.0, gt=0)
+    """Seconds of wall time. Each process gets as many seconds of CPU time, rounded up."""
+    memory_mib: int = Field(default=512, gt=0)
+    """MiB of address space of each process."""
+    processes: int = Field(default=16, gt=0)
+    """Processes and threads at once."""
+    output_bytes: int = Field(default=65536, gt=0)
+    """Bytes of its output that are kept. Each file that it writes, and its output, is limited to sixteen times this."""
+    files_mib: int = Field(default=64, gt=0)
+    """MiB of all files together, if the sandbox has namespaces."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of code and its tests."""
+
+    outcome: Outcome
+    output: str
+    """Its output up to `Limits.output_bytes`, with the traceback of an error."""
+    seconds: float
+    """Seconds of wall time, including the start of the process."""
+
+
+@dataclass(frozen=True)
+class Enforced:
+    """The limits that a sandbox enforces on this machine, besides time, memory and output."""
+
+    prefix: tuple[str, ...] = ()
+    """The command that makes namespaces for processes, mounts, network and shared memory. Empty without them."""
+    files: bool = False
+    """True if it sees only its own files and Python's, and cannot reach this user's processes: Landlock."""
+    calls: bool = False
+    """True if it cannot open sockets or call into other processes: seccomp."""
+    other_user: bool = False
+    """True if it runs as a user that nobody else uses."""
+
+    @property
+    def network(self) -> bool:
+        """True if the code has no network."""
+        return bool(self.prefix) or self.calls
+
+    @property
+    def processes(self) -> bool:
+        """True if its processes are counted separately from others of the same user."""
+        return bool(self.prefix) or self.other_user
+
+    @property
+    def safe(self) -> bool:
+        """True if the code cannot reach the memory and the environment of the judging process."""
+        return self.files or self.calls or self.other_user
+
+
+_POOL: Final = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "meshrl-sandbox")
+"""Runs one sandbox for each core at once."""
+_SPACES: Final = ("--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+_OWN_USER: Final = ("--user", "--map-current-user", "--keep-caps")
+_TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 -- named to hide them
+_CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
+_BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FIRST_UID: Final = 1 << 30
+"""The first of the unused user ids. As root, each sandbox gets another one, so its processes count separately."""
+
+
+@cache
+def enforced() -> Enforced:
+    """Return the limits that hold on this machine. It tries them once for each process, and logs missing ones."""
+    root = sys.platform == "linux" and os.getuid() == 0
+    found = Enforced(
+        _spaces(root), sandbox_kernel.landlock_version() > 0, sandbox_kernel.architecture() is not None, root
+    )
+    lacking = {
+        "namespaces (its files are bounded one by one, and processes count with this user's)": found.prefix,
+        "Landlock (it reads this user's files, and writes what others may write)": found.files,
+        "seccomp (it may open sockets and signal this user's processes)": found.calls or found.prefix,
+    }
+    if not all(lacking.values()):
+        without = "; ".join(what for what, there in lacking.items() if not there)
+        log.warning(f"the sandbox for a model's code must do without {without}")
+    return found
+
+
+def _spaces(root: bool) -> tuple[str, ...]:
+    unshare = shutil.which("unshare")
+    for way in ((), _OWN_USER) if root else (_OWN_USER,) if unshare else ():
+        prefix = (str(unshare), *way, *_SPACES)
+        with suppress(OSError, subprocess.TimeoutExpired):
+            tried = subprocess.run([*prefix, "true"], capture_output=True, timeout=10, check=False)  # noqa: S603
+            if tried.returncode == 0:
+                return prefix
+    return ()
+
+
+def check_safe() -> None:
+    """Raise ConfigError if nothing keeps a model's code from the memory of the judging process."""
+    if not enforced().safe:
+        raise ConfigError(
+            "code_tests runs what a model wrote, and this system has no Landlock, no seccomp and no other user to "
+            "keep it away from your files and processes: run it on Linux or in a separate container, or set "
+            "reward.unsafe = true"
+        )
+
+
+@cache
+def _is_python_for_all() -> bool:
+    """True if every user can read the libraries of this Python."""
+    files = (Path(os.__file__).resolve(), Path(sys.executable).resolve(), Path(json.__file__).resolve())
+    return all(each.stat().st_mode & 0o4 and all(up.stat().st_mode & 0o1 for up in each.parents) for each in files)
+
+
+def code_of(completion: str) -> str:
+    """Return the first fenced block of Python, or the whole text if there is none."""
+    found = _BLOCK.search(completion)
+    return found[1] if found else completion
+
+
+async def run_tests(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
+    """Run code, and then each test in the same namespace. Tests are Python with `assert`."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_POOL, _run, code, list(tests), limits or Limits())
+
+
+async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) -> float:  # noqa: ARG001 -- a reward's
+    """Return 1.0 if the completion's code passes the row's `tests`: Python with `assert`, a text or a list of them."""
+    tests = row.get("tests")
+    listed = [tests] if isinstance(tests, str) else tests
+    if (
+        not isinstance(listed, list)
+        or not listed
+        or not all(isinstance(test, str) for test in cast("list[object]", listed))
+    ):
+        raise ValueError(f"the row has no `tests` to run: Python with assert, a text or a list of them, not {tests!r}")
+    result = await run_tests(code_of(completion), cast("list[str]", listed))
+    if result.outcome == "error":
+        raise RuntimeError(f"the sandbox did not work: {result.output[-400:]}")
+    return float(result.outcome == "passed")
+
+
+def _run(code: str, tests: list[str], limits: Limits) -> Result:
+    began, holds, secret = time.monotonic(), enforced(), secrets.token_hex(16)
+    other = holds.other_user and "--user" not in holds.prefix
+    uid = _FIRST_UID + secrets.randbelow(1 << 29) if other else 0
+    if not (holds.files or other):
+        sandbox_kernel.hide()
+    told, tells = os.pipe()  # held by the judge, so that code cannot replace it
+    folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
+    try:
+        inside = Path(folder) / "work"
+        inside.mkdir()
+        if uid:
+            os.chown(inside, uid, uid)
+            Path(folder).chmod(0o711)
+        printed = Path(folder) / "output"
+        job = {
+            "code": code,
+            "tests": tests,
+            "result": tells,
+            "secret": secret,
+            "uid": uid,
+            "reads": bool(uid) and not _is_python_for_all(),
+            "spaces": bool(holds.prefix),
+            "own_count": bool(uid or holds.prefix),
+            "hidden": ["/dev/shm", *(() if holds.files else _without_python(_TEMPORARY))],  # noqa: S108
+            "timeout": limits.timeout,
+            "memory": limits.memory_mib << 20,
+            "processes": limits.processes,
+            "file_bytes": 16 * limits.output_bytes,
+            "files": limits.files_mib << 20,
+        }
+        code_or_none = _spawn((*holds.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, tells)
+        with printed.open("rb") as output:
+            text = output.read(limits.output_bytes).decode("utf-8", "replace")
+        return Result(_outcome(code_or_none, told, secret, text), text, time.monotonic() - began)
+    finally:
+        os.close(told)
+        os.close(tells)
+        _remove(folder)
+
+
+def _without_python(folders: Sequence[str]) -> list[str]:
+    """Return the folders that do not contain Python itself."""
+    return [each for each in folders if not any(Path(at).is_relative_to(each) for at in (sys.prefix, sys.base_prefix))]
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder that code has filled, even with unreadable or thousands of nested folders."""
+    names, left = count(), [folder]
+    while left:
+        here = left.pop()
+        for entry in list(os.scandir(here)):
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                path.chmod(0o700)
+                left.append(str(path.rename(Path(folder, f"{next(names)}.gone"))))
+            else:
+                path.unlink()
+        if here != folder:
+            Path(here).rmdir()
+    Path(folder).rmdir()
+
+
+def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, tells: int) -> int | None:
+    """Run a process to its end and kill its remains. Returns the exit code, or None after a timeout."""
+    environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with printed.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 -- our own script
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=inside,
+            env=environment,
+            pass_fds=[tells],
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(job).encode(), timeout=limits.timeout + _START)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # without namespaces, it ends processes that have left the session
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_START)
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode
+
+
+def _outcome(code: int | None, told: int, secret: str, text: str) -> Outcome:
+    if code is None or code == 128 + signal.SIGXCPU:
+        return "timeout"
+    os.set_blocking(told, False)  # a process that has left its session may hold the other end
+    found = b""
+    with suppress(BlockingIOError):
+        found = os.read(told, _LONGEST)
+    for outcome in _TOLD:
+        if found == f"{secret} {outcome}".encode():
+            return outcome
+    if "MemoryError" in text:
+        return "memory"
+    return "failed" if code > 128 else "error"
+
+
+_TOLD: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
+_LONGEST: Final = 256
+"""Most bytes of a reported outcome."""
+_START: Final = 1.0
+"""Seconds that the process may take to start."""
