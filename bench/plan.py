@@ -38,10 +38,9 @@ from bench.harness import (
     within,
 )
 from meshrl.observe import read_events
-from meshrl.planning import Devices, Plan, Proposal, Wanted, make_plan
+from meshrl.planning import Devices, Plan, Proposal, Record, Wanted, fit, forecast_of, make_plan
+from meshrl.planning.pace import step_windows
 from meshrl.run import RunConfig, find_config, load_job
-from meshrl.simulation import Record, fit, forecast_of
-from meshrl.simulation.pace import step_windows
 
 CONFIG: Final = "grpo/quickstart"
 CORES: Final = 2

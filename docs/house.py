@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "meshrl"
 ROOMS = (
     ("config",),
-    ("hub", "mesh", "report"),
-    ("data", "trackers"),
-    ("engines", "weights", "losses", "objectives"),
+    ("mesh", "observe"),
+    ("data",),
+    ("engines", "algo"),
     ("roles",),
     ("tasks",),
-    ("rewards", "overlap"),
-    ("agents", "environments"),
+    ("overlap",),
+    ("agents",),
     ("run",),
-    ("evaluation", "launch", "simulation", "watch"),
-    ("planning", "testing"),
+    ("testing",),
+    ("planning",),
     ("cli",),
 )
 """The rooms by level: each imports from levels below it alone."""

@@ -8,7 +8,6 @@ from . import data as data
 from . import engines as engines
 from . import errors as errors
 from . import events as events
-from . import hub as hub
 from . import log as log
 from . import mesh as mesh
 from . import observe as observe
@@ -16,7 +15,6 @@ from . import overlap as overlap
 from . import planning as planning
 from . import roles as roles
 from . import run as run
-from . import simulation as simulation
 from . import tasks as tasks
 from . import testing as testing
 from . import user_code as user_code

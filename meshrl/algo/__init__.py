@@ -1,12 +1,11 @@
-"""Losses for each token, as pure functions, and their normalisation over the global batch.
+"""The mathematics of the algorithms: losses for each token, and what comes between rewards and losses.
 
-Tensors are 1-d, with one entry for each token of a packed micro-batch. `token_weights` turns the tokens of a
-micro-batch into one number. It knows the global batch, so the gradient does not depend on how rows are divided. The
-core does not import torch: these functions call methods of their tensors.
+Losses are pure functions of 1-d tensors, with one entry for each token of a packed micro-batch. `token_weights` turns
+the tokens of a micro-batch into one number. It knows the global batch, so the gradient does not depend on how rows are
+divided. The core does not import torch: these functions call methods of their tensors.
 
-Computations between rewards and losses: advantages, KL penalties, margins of pairs, and minibatches.
-
-They are pure functions of numpy columns, and name the paper and the equation that they implement. They call no role.
+Advantages, KL penalties, margins of pairs and minibatches are pure functions of numpy columns. They name the paper and
+the equation that they implement, and call no role.
 """
 
 from meshrl.algo.advantages import (

@@ -128,7 +128,7 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
 ) -> None:
     """Estimate how long a configuration's steps take. The script runs in virtual time, without models."""
-    from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
+    from meshrl.planning import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
     given = [*settings(config, overrides), *([f"steps={steps}"] if steps is not None else [])]
     job = load_job(find_config(config), given, RunConfig)

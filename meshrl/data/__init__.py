@@ -1,12 +1,10 @@
-"""The data of calls: `Batch` and its columns, `Ragged` token columns, and `Metrics`.
+"""The data of calls: `Batch` and its columns, `Ragged` token columns, `Metrics`, and a model's `Weights`.
 
 Columns are numpy arrays without padding, with one value for each row or each token. A column on other ranks is a
 `RemoteColumn`, which a batch splits, joins and loads like any other. Log-probs say what computed them (`Source`).
 
-A model's weights, as they are sent from a policy to samplers.
-
-Tensors are sent by name, in buckets of shared memory. Each has a fingerprint, so that a sampler can prove what it has.
-`delta` sends only what changed.
+Weights travel from a policy to samplers by name, in buckets of shared memory. Each tensor has a fingerprint, so that a
+sampler can prove what it has. `delta` sends only what changed.
 """
 
 from meshrl.data.arrival import ArrivalLog

@@ -1,13 +1,11 @@
-"""Reports of what a run did, from its folder: an HTML page, and a trace for Perfetto.
+"""What a run did and does, from its folder: an HTML page, static or live, a comparison, a diagnosis, and a trace.
 
 `read_run` reads the events and numbers. `overlap` and `idleness` say what bounded the steps and why ranks were idle,
 and `run_lines` says it in text. `diagnose` says why a run did not learn, and `compare` says how runs differ. `render`
 and `render_comparison` make pages, and `make_trace` makes the trace.
 
-Watch a live run in a browser: its report on 127.0.0.1, which grows with the run's files.
-
-`Watcher` follows the files and sends updates to each browser. It needs `pip install 'meshrl[watch]'`, and is loaded on
-first use.
+`Watcher` follows the files of a live run on 127.0.0.1, and sends updates to each browser. It needs `pip install
+'meshrl[watch]'`, and is loaded on first use. `ask` sends a request to a run, such as to pause.
 """
 
 from typing import TYPE_CHECKING

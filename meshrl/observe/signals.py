@@ -1,4 +1,4 @@
-"""What a running run and its observers tell each other by files of its folder: `now.json`, and requests in `control/`."""
+"""Files by which a running run and its observers talk: `now.json`, and requests in `control/`."""
 
 import stat
 from pathlib import Path

@@ -12,12 +12,14 @@ from typing import Final, TypeAlias
 import msgspec
 
 from meshrl.errors import ConfigError
+from meshrl.planning.forecast import Forecast, ahead_of, forecast_of, sources
 from meshrl.planning.memory import Room
+from meshrl.planning.pace import Pace
+from meshrl.planning.records import WARM_UP, Fit, Record, fit, fit_ends
 from meshrl.planning.rehearsal import Rehearsal
 from meshrl.planning.search import Demand, Found, lower_bound, search
 from meshrl.planning.space import Candidate, Devices, Space
 from meshrl.run import Job, RunConfig, find_config, load_job
-from meshrl.simulation import WARM_UP, Fit, Forecast, Pace, Record, ahead_of, fit, fit_ends, forecast_of, sources
 
 Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
 """Loads the configuration's job with further overrides."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from meshrl.simulation import Pace, lowest_cost
+from meshrl.planning.pace import Pace, lowest_cost
 
 C = TypeVar("C")
 

@@ -1,15 +1,11 @@
-"""Tasks turn datasets into prompts: sources, templates, held-out prompts, and which prompts a run has used.
+"""Where rows come from and what judges them: tasks, reward functions, and environments.
 
 `Task.load` reads a source once. `Task.batches` yields training prompts forever, and in a resumed run skips those that
 were used before its checkpoint. Pairs and steps for supervised algorithms are made from a task's rows here too.
 
-Reward functions: the shipped ones, the user's own, and a sandbox for code.
-
-Errors of user code are confined: an exception is reported in its row, and affects only that row.
-
-Environments: they take turns with a model, and the episodes look like the rows of a sampler.
-
-This room has the backend `function`, whose roles call Python functions: a reward, or a step of an environment.
+Reward functions are the shipped ones and the user's own, with a sandbox for code. An exception of user code is reported
+in its row, and affects only that row. Environments take turns with a model, and their episodes look like the rows of a
+sampler. The backend `function` has roles that call Python functions: a reward, or a step of an environment.
 """
 
 from meshrl.tasks import verifiers

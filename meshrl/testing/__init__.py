@@ -5,25 +5,14 @@
 This runs a whole script on the backend `fake`.
 """
 
-from meshrl.simulation import (
-    Crash,
-    Deadlock,
-    Latency,
-    LeftRunning,
-    Lognormal,
-    Recorded,
-    VirtualLoop,
-    crashing,
-    delayed,
-    per_row,
-    per_token,
-    simulate,
-)
+from meshrl.testing.clock import Deadlock, LeftRunning, VirtualLoop, simulate
 from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
 from meshrl.testing.faulty_files import FaultyFiles
+from meshrl.testing.json_state import State, read_state
 from meshrl.testing.kills import KillPoints, Remains
+from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
 from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
 from meshrl.testing.scripted import ScriptedChat, ScriptedSampler
@@ -53,6 +42,7 @@ __all__ = [
     "ScheduleFailed",
     "ScriptedChat",
     "ScriptedSampler",
+    "State",
     "VirtualLoop",
     "Witness",
     "crashing",
@@ -60,6 +50,7 @@ __all__ = [
     "explore",
     "per_row",
     "per_token",
+    "read_state",
     "simulate",
 ]
 

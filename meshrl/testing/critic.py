@@ -8,7 +8,7 @@ import numpy as np
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.roles import Critic, CriticConfig
-from meshrl.simulation import State, read_state
+from meshrl.testing.json_state import State, read_state
 
 
 class FakeCritic(Critic):

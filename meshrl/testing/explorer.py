@@ -23,7 +23,7 @@ import structlog
 
 from meshrl import log
 from meshrl.errors import ConfigError, described
-from meshrl.simulation import simulate
+from meshrl.testing.clock import simulate
 from meshrl.user_code import import_file
 
 Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]

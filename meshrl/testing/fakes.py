@@ -30,8 +30,8 @@ from meshrl.roles import (
     Sampling,
     SteppingSampler,
 )
-from meshrl.simulation import State, read_state
 from meshrl.tasks import RewardConfig
+from meshrl.testing.json_state import State, read_state
 from meshrl.testing.scripted import END, reply, said
 
 _SKILL = "skill"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar, cast
 from unittest.mock import patch
 
-from meshrl.simulation import VirtualLoop, simulate
+from meshrl.testing.clock import VirtualLoop, simulate
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import numpy as np
 from meshrl.algo import Loss, check_predicts
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.roles import RewardModel, RewardTrainingConfig
-from meshrl.simulation import State, read_state
+from meshrl.testing.json_state import State, read_state
 
 
 class FakeRewardModel(RewardModel):

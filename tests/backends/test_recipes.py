@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from meshrl import RunConfig
+from meshrl.planning import simulate_job
 from meshrl.run import load_job, plan_memory, shipped_configs
-from meshrl.simulation import simulate_job
 from meshrl_inference.memory import parameters_of
 from tests.first_hour.chat_model import save_tokenizer
 

@@ -15,7 +15,7 @@ from meshrl.errors import RankFailed
 from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
 from meshrl.mesh import free_cores
 from meshrl.run import MeshConfig
-from meshrl.simulation import Deadlock, simulate
+from meshrl.testing import Deadlock, simulate
 
 
 class Clocked(rl.Actor):

@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.errors import DataError, EngineDied, RankDied
 from meshrl.run.restarts import is_fault_of_a_machine
-from meshrl.simulation import delayed, simulate
-from meshrl.testing import FakePolicy, FakeSampler
+from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
 from tests.overlap.streams import POLICY, Beside, FragileEngine, labels, prompts, spawned, trained
 
 SLOW = delayed(FakeSampler, generate=1.0)

@@ -9,8 +9,7 @@ import pytest
 import meshrl as rl
 from meshrl.errors import ConfigError, ContractError, DataError, DataLost, OtherVersions, RankDied, RankFailed
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
-from meshrl.simulation import delayed, simulate
-from meshrl.testing import FakePolicy, FakeSampler
+from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
 from tests.overlap.streams import POLICY, SAMPLER, FragileEngine, labels, noted, prompts, spawned, trained
 
 

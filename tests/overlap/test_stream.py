@@ -14,8 +14,7 @@ from meshrl.mesh import running_calls, slow_calls
 from meshrl.overlap import read_schedule
 from meshrl.overlap.producer import SwapMode
 from meshrl.overlap.replay import Decision, Load, Opened
-from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
-from meshrl.testing import FakePolicy, FakeReward, FakeSampler
+from meshrl.testing import Deadlock, FakePolicy, FakeReward, FakeSampler, Lognormal, crashing, delayed, simulate
 from tests.overlap.streams import POLICY, REWARD, SAMPLER, noted, spawned, trained
 
 SAMPLING = rl.Sampling(n=3)

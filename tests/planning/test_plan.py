@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Call, Event, Gauge, Span, Step
-from meshrl.planning import Devices, Plan, Wanted, make_plan
+from meshrl.planning import Devices, Plan, Record, Wanted, make_plan
 from meshrl.planning.plan import Planner
 from meshrl.planning.search import search
 from meshrl.roles import Memory, ModelConfig, Term, Work
 from meshrl.run import RunConfig, load_job
 from meshrl.run.recorder import Recorder
-from meshrl.simulation import Record
 from tests.first_hour.terminal import type_in
 
 GIB = 2**30

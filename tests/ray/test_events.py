@@ -15,7 +15,7 @@ from meshrl.engines.hosting import clock_ahead
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import RankFailed
 from meshrl.events import Call, Event, Span
-from meshrl.simulation import simulate
+from meshrl.testing import simulate
 from tests.ray.conftest import NO_CORE
 
 

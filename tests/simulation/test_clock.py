@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl import Actor, Gather, LocalEngine, Mesh, Resources, endpoint
 from meshrl.events import waiting
-from meshrl.simulation import Deadlock, LeftRunning, simulate
+from meshrl.testing import Deadlock, LeftRunning, simulate
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.none() | st.integers())
@@ -129,7 +129,7 @@ def test_spinning_and_running_too_long_are_deadlocks(monkeypatch: pytest.MonkeyP
         for _ in range(10**9):
             await asyncio.sleep(10)
 
-    monkeypatch.setattr("meshrl.simulation.clock._SPIN", 1000, raising=False)  # found sooner
+    monkeypatch.setattr("meshrl.testing.clock._SPIN", 1000, raising=False)  # found sooner
     with pytest.raises(Deadlock, match="while the time stood still"):
         simulate(spin)
     with pytest.raises(Deadlock, match=r"at 25 s of virtual time the time limit of 25 s is reached"):

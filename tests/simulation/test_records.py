@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.events import Call, Event, Span, Step
-from meshrl.simulation import Guesses, Record, fit, fit_ends
-from meshrl.simulation.pace import Pace, Work
+from meshrl.planning import Guesses, Record, fit, fit_ends
+from meshrl.planning.pace import Pace, Work
 
 Mesh = Mapping[str, object]
 

@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 
 from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
+from meshrl.planning import simulate_job
+from meshrl.planning.forecast import Forecast
+from meshrl.planning.pace import Draws, Pace, Tape, Work
 from meshrl.run import Job, RunConfig, load_job
-from meshrl.simulation import simulate_job
-from meshrl.simulation.forecast import Forecast
-from meshrl.simulation.pace import Draws, Pace, Tape, Work
 from tests.first_hour.terminal import type_in
 
 CONFIG = """

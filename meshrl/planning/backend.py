@@ -17,16 +17,14 @@ from meshrl.data import Batch, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
+from meshrl.planning.pace import Draws, Endpoint, Pace, Tape
+from meshrl.planning.processor import Job, Processor
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
-from meshrl.simulation.json_state import State, read_state
-from meshrl.simulation.pace import Draws, Endpoint, Pace, Tape
-from meshrl.simulation.processor import Job, Processor
+from meshrl.testing import State, read_state
 
 MODELS = "ignored"
 
-ROLES = {
-    name: f"meshrl.simulation.backend:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")
-}
+ROLES = {name: f"meshrl.planning.backend:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")}
 """The roles of the backend `sim`, for the registry."""
 
 _NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ratio", "sampler_kl")

@@ -15,7 +15,7 @@ from meshrl.config import Table
 from meshrl.errors import DataError
 from meshrl.events import CORES_OF, Gauge
 from meshrl.observe import read_events
-from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
+from meshrl.planning.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
 
 WARM_UP: Final = 2
 """Steps, in addition to `ahead`, that fill the pipeline."""

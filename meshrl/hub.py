@@ -1,11 +1,14 @@
-"""Repositories on the hub, `ORG/NAME` or `ORG/NAME@REVISION`: their newest commit, their files, and new ones."""
+"""Models and datasets of the Hugging Face hub: resolve names, download files, and upload models.
+
+Cached files are read without a network. The library's settings apply: HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
+"""
 
 import errno
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, Self, TypeAlias, cast
 
 from meshrl.errors import DataError, ModelError
 
@@ -137,3 +140,32 @@ def explained(text: str, kind: Kind, before: str = "", offline: str = "") -> Gen
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the rows of `ORG/NAME[@REVISION]`, split `train` by default; with `rows`, only that many.
+
+    `options`: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split`. Raises
+    DataError if the dataset, configuration or split does not exist.
+    """
+    name, revision = parsed(text, "dataset")
+    try:
+        import datasets  # noqa: PLC0415 -- an extra, and slow to import
+        from datasets.exceptions import DatasetNotFoundError  # noqa: PLC0415
+    except ImportError as error:
+        raise DataError(
+            f"dataset {text!r}: datasets of the hub need the package datasets: pip install 'meshrl[tasks]'"
+        ) from error
+    load = cast("Callable[..., Iterable[Mapping[str, object]]]", datasets.load_dataset)
+    with explained(text, "dataset"):
+        try:
+            found = load(name, **{"split": "train", "revision": revision, "streaming": rows is not None, **options})
+        except DatasetNotFoundError:
+            pinned(text, "dataset")  # raises, with the reason
+            raise
+        except (ValueError, TypeError) as error:
+            raise DataError(f"dataset {text!r}: {str(error).partition(chr(10))[0]}") from error
+        for number, row in enumerate(found):
+            if number == rows:
+                return
+            yield dict(row)

@@ -16,7 +16,7 @@ from types import BuiltinMethodType, MethodType
 from typing import Never, TypeVar, TypeVarTuple, cast
 
 from meshrl.errors import MeshrlError
-from meshrl.simulation.wait_graph import Standing, describe, standing_tasks
+from meshrl.testing.wait_graph import Standing, describe, standing_tasks
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

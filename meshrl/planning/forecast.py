@@ -25,12 +25,12 @@ from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
 from meshrl.observe import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
+from meshrl.planning.backend import SimEngine
+from meshrl.planning.pace import Draws, Pace, Tape, step_windows
+from meshrl.planning.records import WARM_UP, Record, fit
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
-from meshrl.simulation.backend import SimEngine
-from meshrl.simulation.clock import simulate
-from meshrl.simulation.pace import Draws, Pace, Tape, step_windows
-from meshrl.simulation.records import WARM_UP, Record, fit
+from meshrl.testing import simulate
 
 _UNTIMED: Final = ("steps", "run.engine", "run.seed", "run.trackers")
 """Settings that do not affect a simulated step."""
