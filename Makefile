@@ -12,8 +12,8 @@ TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadsc
 # A file's tests share an engine. Both processes may have a cluster.
 ENGINES := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile
 # What needs neither a process, a model nor the third-party packages of a backend.
-CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing overlap)
-FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks watch \
+CORE := $(addprefix tests/,mesh data roles run observe planning testing overlap)
+FAST := $(CORE) $(addprefix tests/,algo cli engines tasks \
 	test_architecture.py test_public_api.py)
 # Tests of the same bits, under each of these sets of a processor's instructions. `make test` uses the largest.
 CAPABILITIES := default $(shell grep -qs avx512f /proc/cpuinfo && echo avx2)
@@ -64,7 +64,7 @@ test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile 
 
 test-bits: setup  ## the tests of equal bits, for each set of this processor's instructions but the largest, which test uses
 	for each in $(CAPABILITIES); do \
-		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m "$(NARROW)bits" tests/algorithms tests/backends tests/environments tests/overlap || exit 1; done
+		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m "$(NARROW)bits" tests/algorithms tests/backends tests/tasks tests/overlap || exit 1; done
 
 test-lowest test-newest: test-%: .venv-%/.done  ## the tests of the core, with the lowest (newest) versions of the packages that it needs
 	.venv-$*/bin/pytest -n 2 --dist loadfile -m "$(NARROW)not process and not slow" $(CORE)

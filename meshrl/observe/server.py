@@ -231,7 +231,7 @@ def _app(watcher: Watcher) -> Starlette:
     """The application with its routes."""
     own = Path(__file__).parent
     files = {
-        "/": ("text/html", (own / "page.html").read_text("utf-8")),
+        "/": ("text/html", (own / "live.html").read_text("utf-8")),
         "/style.css": ("text/css", joined(STYLES) + (own / "live.css").read_text("utf-8")),
         "/script.js": ("text/javascript", joined(SCRIPTS) + (own / "live.js").read_text("utf-8")),
     }

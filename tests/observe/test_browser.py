@@ -4,16 +4,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from meshrl.observe import NOW, Watcher, live
-from tests.watch.files import append, events, metrics
+from tests.observe.files import append, events, metrics
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
+httpx = pytest.importorskip("httpx", reason="it asks for the page like a browser")
 expect = playwright.expect
 expect.set_options(timeout=600_000)  # each test has a limit as a whole
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("browser")]

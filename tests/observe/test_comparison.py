@@ -12,7 +12,7 @@ from meshrl.errors import ConfigError
 from meshrl.observe import Comparison, compare, read_run, render_comparison
 from meshrl.observe.difference import resampled
 from tests.first_hour.terminal import type_in
-from tests.report.test_report import data_of
+from tests.observe.test_report import data_of
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser

@@ -8,14 +8,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from structlog.testing import capture_logs
 
 from meshrl.errors import ConfigError
 from meshrl.observe import NOW, Now, Watcher, live, run_to_watch
 from meshrl.observe.live import Live
-from tests.watch.files import append
+from tests.observe.files import append
+
+pytest.importorskip("starlette", reason="it serves the page")
+httpx = pytest.importorskip("httpx", reason="it asks for the page like a browser")
 
 
 async def sent(page: AsyncIterator[bytes], part: str) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ from meshrl.observe.live import EVENTS, SAMPLES, Live
 from meshrl.observe.patches import difference
 from meshrl.observe.tail import Tail
 from meshrl.observe.thinned import POINTS, Thinned
-from tests.watch.files import append, events, lines, metrics
+from tests.observe.files import append, events, lines, metrics
 
 ROOM = Path(meshrl.observe.__file__).parent
 
