@@ -19,11 +19,8 @@ ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 NAMES = sorted(page.stem for page in ALGORITHMS.glob("*.py"))
 FAKE = {"backend": "fake", "model": "none"}
 FAKES: Mapping[str, object] = {
-    "task": {"source": "none"},
-    "policy": FAKE,
-    "sampler": FAKE,
-    "reward": {"backend": "fake"},
-}
+    "task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "reward": {"backend": "fake"},
+}  # fmt: skip
 """The roles of most pages, for `play`."""
 TIMES = ("seconds", "step_s", "sampler_pause_s")
 

@@ -165,16 +165,12 @@ async def test_what_fails_in_it_ends_the_run_after_a_checkpoint_that_is_due(tmp_
     assert lines(folder / "metrics.jsonl") == lines(whole / "metrics.jsonl")
 
 
-def torch_roles(folder: Path) -> dict[str, object]:
-    (folder / "rewards.py").write_text("def judge(prompt, text, row):\n    return sum(map(ord, text)) % 7\n", "utf-8")
-    policy = {**TORCH, "optimizer": {"lr": 1e-2}}
-    reward = {"function": f"{folder}/rewards.py:judge"}
-    return {"policy": policy, "sampler": {**TORCH, "mesh": "rollout"}, "reward": reward}
-
-
 @pytest.mark.bits
 async def test_an_asynchronous_run_is_replayed_without_the_evaluation_that_was_beside_it(tmp_path: Path) -> None:
-    roles, alone = torch_roles(tmp_path), {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 1}}}
+    (tmp_path / "rewards.py").write_text("def judge(prompt, text, row):\n    return sum(map(ord, text)) % 7\n", "utf-8")
+    policy, reward = {**TORCH, "optimizer": {"lr": 1e-2}}, {"function": f"{tmp_path}/rewards.py:judge"}
+    roles: dict[str, object] = {"policy": policy, "sampler": {**TORCH, "mesh": "rollout"}, "reward": reward}
+    alone = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 1}}}
     recorded: dict[str, object] = {**alone, "deterministic": True}
     every = {"every": 1, "n": 2}
     first = await trained(tmp_path, "first", roles, recorded, steps=3, ahead=2, evaluation=every)

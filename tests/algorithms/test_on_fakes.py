@@ -17,15 +17,8 @@ ROLES: dict[str, object] = {
     "teacher": {"backend": "fake", "model": "teacher"},
 }
 ROWS = [
-    {
-        "question": f"{n}+1=",
-        "answer": f"{n + 1}.",
-        "worse": f"{n}.",
-        "by": n % 3 / 2,
-        "good": n % 3 > 0,
-        "completions": [f"{n + n % 2}", "."],
-        "labels": [n % 2 == 1, n % 2 == 1],
-    }
+    {"question": f"{n}+1=", "answer": f"{n + 1}.", "worse": f"{n}.", "by": n % 3 / 2, "good": n % 3 > 0}
+    | {"completions": [f"{n + n % 2}", "."], "labels": [n % 2 == 1] * 2}
     for n in range(200)
 ]
 REWARDED = {"reward", "truncated", "reward_errors"}
@@ -52,20 +45,16 @@ def single(by_reference: dict[str, Any] | None = None, **table: Any) -> Page:
 
 KL: dict[str, Any] = {"kl": 0.1}
 PAGES = {
+    **dict.fromkeys(("gspo", "cispo", "reinforce_pp_baseline", "opo", "gpg"), group()),
     "grpo": group(steps=12, by_reference={"loss": {"kl": 0.1}}),
     "rloo": group(by_reference=KL),
     "reinforce": single(),
     "dr_grpo": group(loss={"constant": 4}),
-    "gspo": group(),
-    "cispo": group(),
     # Each update makes a fake better: 16 a step soon solve the task, and then no prompt is left whose completions are
     # not all right, which dynamic sampling ends with an error.
     "dapo": group(minibatches=1, overlong_buffer=2),
     "reinforce_pp": single(kl=1e-3),
-    "reinforce_pp_baseline": group(),
     "remax": single(by_reference=KL),
-    "opo": group(),
-    "gpg": group(),
     "ppo": single(epochs=2, minibatches=2, by_reference={"gae": {"kl": 0.1}, "whiten": False}),
     "multiturn": group(steps=12, environment={"source": "retry", "turns": 3}, sampling={"n": 4}),
     "expert_iteration": group(steps=12, sampling={"n": 8}),

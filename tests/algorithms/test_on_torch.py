@@ -42,18 +42,15 @@ KL = {"kl": 1e-3}
 TAUGHT: dict[str, dict[str, Any]] = {
     "reinforce_pp": SINGLE | TWICE | KL,  # all columns there are: a value for each token, and log-probs of two models
     "ppo": SINGLE | TWICE | {"critic": {"optimizer": {"lr": 0.02}}},
-    "grpo": GROUP | TWICE,
+    **dict.fromkeys(("grpo", "gspo", "reinforce_pp_baseline"), GROUP | TWICE),
+    **dict.fromkeys(("opo", "gpg"), GROUP),
     "rloo": GROUP | KL,
     "reinforce": SINGLE,
     "dr_grpo": GROUP | TWICE | {"loss": {"constant": 4}},
-    "gspo": GROUP | TWICE,
     "cispo": GROUP | TWICE | {"loss": {"clip_high": 0.2}},
     # Slower than the others: dynamic sampling ends with an error where every prompt is solved.
     "dapo": GROUP | TWICE | {"policy": {"model": MODEL, "optimizer": {"lr": 0.01}}},
-    "reinforce_pp_baseline": GROUP | TWICE,
     "remax": SINGLE | KL | {"prompts": 32},
-    "opo": GROUP,
-    "gpg": GROUP,
 }
 """What each page is run with here: 64 completions a step. Those of two updates a step meet the clip."""
 

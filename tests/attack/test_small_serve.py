@@ -28,13 +28,9 @@ def interpreter(path: Path) -> Path:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
-    return interpreter(tmp_path / "program")
-
-
-@pytest.fixture
-def run(tmp_path: Path, program: Path) -> Path:
-    """The folder of a run that names this interpreter."""
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that names the interpreter `program` beside it."""
+    program = interpreter(tmp_path / "program")
     folder = tmp_path / "mine"
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text("{}")
@@ -50,10 +46,8 @@ async def served(run: Path, **given: object) -> str:
     return str(raised.value)
 
 
-async def test_an_interpreter_that_a_folder_names_is_not_run(
-    run: Path, program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = interpreter(program.with_name("own"))
+async def test_an_interpreter_that_a_folder_names_is_not_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, own = run.with_name("program"), interpreter(run.with_name("own"))
     monkeypatch.setattr(sys, "executable", str(own))
     monkeypatch.setattr("meshrl_inference.options.find_spec", lambda _: True)  # it has vLLM
     said = await served(run)
@@ -65,8 +59,8 @@ async def test_an_interpreter_that_a_folder_names_is_not_run(
     assert "--middleware" not in options
 
 
-async def test_an_interpreter_that_the_user_names_is_run_and_told_a_key(run: Path, program: Path) -> None:
-    keys: list[str] = []
+async def test_an_interpreter_that_the_user_names_is_run_and_told_a_key(run: Path) -> None:
+    program, keys = run.with_name("program"), list[str]()
     for _ in range(2):
         said = await served(run, python=str(program), follow=True)
         assert "it was run with 1" in said

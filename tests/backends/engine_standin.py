@@ -39,15 +39,13 @@ class Linear(nn.Module):
         self.parallel_mode = parallel_mode
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
         divided = {"tensor_model_parallel": True, "partition_dim": int(parallel_mode == "row"), "partition_stride": 1}
-        for attribute, value in divided.items():
-            setattr(self.weight, attribute, value)
         # Without one it is an empty tensor, and not None.
         self.bias: Tensor = torch.empty(0, dtype=params_dtype, device=device)
         if bias:
             del self.bias
             self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype, device=device))
-            for attribute, value in divided.items():
-                setattr(self.bias, attribute, value)
+        for parameter in self.parameters():
+            vars(parameter).update(divided)
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False,

@@ -1,7 +1,7 @@
 """What tests of backends share: small models, rows for them, and what transformers alone computes of each row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl import Batch, ClippedLoss, NewModel, Policy, Ragged, Weights
 from meshrl.algo import TokenLoss
@@ -16,6 +17,7 @@ from meshrl.roles import OptimizerConfig
 
 ModelOf: TypeAlias = Callable[..., str]
 """Of the fixture `model_of`."""
+Test = TypeVar("Test", bound=Callable[..., object])
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {
     "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,11 +29,17 @@ GPT2: dict[str, Any] = {
     "eos_token_id": 1,
 }  # fmt: skip
 """The same of one with learned positions, and dropout in its configuration."""
-_SESSION, _GROUP = pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("warm")
-RANKS_OF_MEGATRON = [_SESSION, pytest.mark.megatron, pytest.mark.process, _GROUP]
-"""Marks of tests that run Megatron on the session's warm processes."""
+RANKS = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]
+"""Marks of tests that run on the session's warm processes."""
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
+
+
+def on_ranks(test: Test) -> Test:
+    """A test that runs on the session's warm processes, beside others that do not."""
+    for mark in RANKS:
+        test = mark(test)
+    return test
 
 
 def changed(shape: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -86,9 +94,16 @@ async def updated(*policies: Policy, seed: int = 0) -> list[dict[str, float]]:
     return [dict((await each.update(rollouts(seed=seed), ClippedLoss())).means()) for each in policies]
 
 
-def columns_of(batch: Batch, names: Sequence[str], row: int) -> dict[str, Tensor]:
-    """Ragged columns of one row, as a loss is given them."""
-    return {name: torch.from_numpy(batch.ragged(name)[row].copy()) for name in names}
+class Watched(TorchDispatchMode):
+    """Keeps each operation of torch, by its name and what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
+        self.calls: list[tuple[str, Sequence[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func._schema.name.removeprefix("aten::"), args))
+        return func(*args, **(kwargs or {}))
 
 
 class Counted(ClippedLoss):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.errors import ModelError
 from meshrl_torch.checkpoint.boxes import Box, Boxes, Ranges, write_boxes
@@ -26,6 +24,7 @@ from meshrl_torch.wire import fp8
 from meshrl_torch.wire.collective import Flight, copy, place_in, view
 from meshrl_torch.wire.fingerprints import fingerprint
 from meshrl_torch.wire.manifest import SCALE
+from tests.backends.material import Watched
 
 LIMIT = 1 << 10
 QUANTISED = frozenset({"matrix", "tall", "columns", "none"})
@@ -34,13 +33,8 @@ QUANTISED = frozenset({"matrix", "tall", "columns", "none"})
 def boxes() -> list[Box]:
     torch.manual_seed(0)
     shapes = {
-        "wide": (3, 1000),
-        "many": (999, 5),
-        "small": (7,),
-        "number": (),
-        "experts": (2, 3, 700),
-        "tall": (3, 700),
-    }
+        "wide": (3, 1000), "many": (999, 5), "small": (7,), "number": (), "experts": (2, 3, 700), "tall": (3, 700),
+    }  # fmt: skip
     matrix = torch.randn(70, 30)
     return [
         Box("matrix", (70, 30), (0, 0), matrix[:40]),
@@ -86,27 +80,15 @@ def test_buckets_have_every_number_once_keep_to_their_size_and_round_whole_rows(
     assert planned([], dtype, limit) == []
 
 
-class Copies(TorchDispatchMode):
-    """Notes the bytes of each copy."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), keys: Any = None) -> Any:
-        if op is torch.ops.aten.copy_.default:
-            self.sizes.append(args[1].nbytes)
-        return op(*args, **(keys or {}))
-
-
 def test_copies_that_need_others_between_devices_are_small() -> None:
     """A tensor on torch's device "meta" lies on another device, and its copies cost nothing."""
     for shape in ((), (3,), (5000, 300), (3, 600, 700), (2, 900_000), (1 << 20, 3)):
         tensor = torch.zeros(shape)
-        with Copies() as copies:
+        with Watched() as watched:
             copy(torch.empty(shape, dtype=torch.bfloat16, device="meta"), tensor)
-        assert sum(copies.sizes) == tensor.nbytes
-        assert max(copies.sizes) <= 1 << 20, shape
+        sizes = [given[1].nbytes for name, given in watched.calls if name == "copy_"]
+        assert sum(sizes) == tensor.nbytes
+        assert max(sizes) <= 1 << 20, shape
 
 
 SIGN = -(1 << 15)

@@ -1,7 +1,7 @@
 """FSDP2 on one rank: what its options change, and what they do not; adapters; what a step of a backend waits for."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeAlias
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig, SamplerConfig, Sampling
@@ -33,13 +33,15 @@ from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.fsdp.world import grid_of
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy
-from tests.backends.material import MODEL, Counted, Late, floats, near, rollouts, updated
+from tests.backends.material import MODEL, Counted, Late, Watched, floats, near, rollouts, updated
 
+Trained: TypeAlias = TorchPolicy | FsdpPolicy
+Backend: TypeAlias = type[Trained]
 QUICK = OptimizerConfig(lr=1e-2)
 
 
-def policy(**changes: object) -> FsdpPolicy:
-    return FsdpPolicy(PolicyConfig.model_validate({"model": MODEL, "optimizer": QUICK, **changes}))
+def policy(backend: Backend = FsdpPolicy, /, **changes: object) -> Trained:
+    return backend(PolicyConfig.model_validate({"model": MODEL, "optimizer": QUICK, **changes}))
 
 
 def logprobs(batch: Batch) -> NDArray[np.float32]:
@@ -66,7 +68,7 @@ async def test_options_for_speed_or_memory_keep_numbers(small: str, tmp_path: Pa
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
-def on_host(of: FsdpPolicy) -> list[bool]:
+def on_host(of: Trained) -> list[bool]:
     """Of each moment, whether it lies in a buffer of the host's."""
     optimizer = of._trainable.optimizer
     assert isinstance(optimizer, ShardedOptimizer)
@@ -143,7 +145,7 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
 
 @pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
 async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
-    backend: type[FsdpPolicy | TorchPolicy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updated, waited = Event(), list[bool]()
     for place, write in (
@@ -207,19 +209,6 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 """What makes the host wait until a device has computed."""
 
 
-class Watch(TorchDispatchMode):
-    """Counts what the host waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
-        self.reads: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        self.reads[name] += name in READS
-        return func(*args, **(kwargs or {}))
-
-
 class Curious(Counted):
     """Looks at a number of each micro-batch."""
 
@@ -233,9 +222,9 @@ async def reads(backend: str, budget: int, loss: Counted) -> tuple[int, int]:
     table = {"model": MODEL, "backend": backend, "micro_batch_tokens": budget}
     trainer = BACKENDS[backend](PolicyConfig.model_validate(table))
     await trainer.update(rollouts(), ClippedLoss())
-    with Watch() as watch:
+    with Watched() as watched:
         await trainer.update(rollouts(seed=1), loss)
-    return len(loss._calls), watch.reads.total()
+    return len(loss._calls), sum(name in READS for name, _ in watched.calls)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -250,16 +239,11 @@ async def test_a_step_waits_as_often_for_many_micro_batches_as_for_one(backend: 
 
 
 LORA = LoraConfig(rank=4, alpha=8)
-Backend: TypeAlias = type[TorchPolicy | FsdpPolicy]
 EACH = pytest.mark.parametrize("backend", [TorchPolicy, FsdpPolicy])
 
 
-def config(model: str, lora: LoraConfig | None = LORA) -> PolicyConfig:
-    return PolicyConfig.model_validate({"model": model, "lora": lora, "optimizer": {"lr": 1e-2}})
-
-
-async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> TorchPolicy | FsdpPolicy:
-    made = backend(config(small, lora))
+async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> Trained:
+    made = policy(backend, model=small, lora=lora)
     for _ in range(3):
         await made.update(rollouts(), ClippedLoss())
     return made
@@ -267,32 +251,32 @@ async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> Torc
 
 @EACH
 async def test_new_adapters_change_nothing_and_layers_that_are_not_there_are_told(backend: Backend, small: str) -> None:
-    plain, adapted = backend(config(small, None)), backend(config(small))
+    plain, adapted = policy(backend, model=small), policy(backend, model=small, lora=LORA)
     assert await plain.logprobs(rollouts()) == await adapted.logprobs(rollouts())
     assert await plain.weights() == await adapted.weights()
     with pytest.raises(ConfigError, match=r"lora.targets = \['nope'\]"):
-        backend(config(small, LoraConfig(targets=("nope",))))
+        policy(backend, model=small, lora=LoraConfig(targets=("nope",)))
 
 
 @EACH
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 async def test_what_is_saved_opens_in_peft_and_can_be_continued(backend: Backend, small: str, tmp_path: Path) -> None:
-    policy = await trained(backend, small)
-    await policy.save(str(tmp_path / "adapters"))
+    made = await trained(backend, small)
+    await made.save(str(tmp_path / "adapters"))
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small), str(tmp_path / "adapters"))
     merged = opened.merge_and_unload().state_dict()
-    weights = await policy.weights()
+    weights = await made.weights()
     assert "model.layers.0.mlp.up_proj.weight" in weights.tensors
     for name, array in weights.tensors.items():
         np.testing.assert_allclose(floats(array), merged[name].numpy(), atol=1e-6)
-    assert weights != (await backend(config(small)).weights()).with_version(weights.version)
+    assert weights != (await policy(backend, model=small, lora=LORA).weights()).with_version(weights.version)
     near(weights, await (await trained(TorchPolicy, small)).weights(), 2e-5)
-    await policy.checkpoint(str(tmp_path / "state"))
-    again = backend(config(small))
+    await made.checkpoint(str(tmp_path / "state"))
+    again = policy(backend, model=small, lora=LORA)
     await again.restore(str(tmp_path / "state"))
-    told, expected = await updated(again, policy)
+    told, expected = await updated(again, made)
     assert told == expected
-    assert await policy.weights() == await again.weights()
+    assert await made.weights() == await again.weights()
 
 
 @EACH
@@ -320,3 +304,34 @@ def test_an_algorithm_gives_its_sampler_what_it_needs() -> None:
     for sync, filled in (("merged", None), ("adapters", LoraConfig(rank=4, sync="adapters"))):
         table = {"policy": {"model": "folder", "lora": {"rank": 4, "sync": sync}}}
         assert validate(Own, table, "test").sampler.lora == filled
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks there
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpointing": True},
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ({}, {"lora": LORA})),
+    ],
+    ids=str,
+)
+async def test_nothing_is_compiled_after_the_second_step(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    layers = 9  # more than torch compiles one function for
+    counter = CompileCounterWithBackend("aot_eager")  # which compiles to the same operations: without a compiler of C++
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    table = {"model": MODEL.model_copy(update={"layers": layers}), "micro_batch_tokens": 60, **changes}
+    plain, compiled = policy(**table), policy(**table, fsdp={"compile": True})
+    batches = [rollouts(seed=seed) for seed in range(4)]
+    assert len({int(batch.tokens.lengths.sum()) for batch in batches}) == 4
+    counts: list[int] = []
+    for seed, batch in enumerate(batches):
+        found, expected = await updated(compiled, plain, seed=seed)
+        assert found == pytest.approx(expected, rel=1e-4)
+        await compiled.logprobs(batch)
+        counts.append(counter.frame_count)
+    assert 0 < counts[1] < 2 * layers  # the layers share what is compiled
+    assert counts[1:] == [counts[1]] * 3

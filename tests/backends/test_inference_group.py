@@ -1,29 +1,33 @@
 """An engine's process, stood in for: the GPUs of its ranks, mapped memory, when it sleeps, and what SGLang adds."""
 
+import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from importlib import resources
-from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from runpy import run_path
 from threading import Thread
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
 import torch
 
+from meshrl import Actor, Mesh, current_rank, each, endpoint
 from meshrl.errors import ConfigError
-from meshrl.mesh import Rank
+from meshrl.mesh import Rank, Same
 from meshrl_inference.group import Place, gather_gpus, together
 from meshrl_inference.mapped import mapped
 from meshrl_inference.messages import Done, Generate, Leave, Load, Row, Rows, Start, encode, to_sampler
 from meshrl_inference.worker import Worker
 from meshrl_sglang.proof import read_back
+from tests.backends.material import on_ranks
 
 
 def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:
@@ -43,6 +47,31 @@ def test_ranks_that_cannot_share_an_engine_are_told() -> None:
     assert gather_gpus(Rank(1, 2, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 2})) == []
     with pytest.raises(ConfigError, match=r"2 engines of 2 ranks each.*set run.engine = 'ray'"):
         gather_gpus(Rank(0, 4, {"dp": 0, "tp": 0}, {"dp": 2, "tp": 2}))
+
+
+class Engines(Actor):
+    """A rank that was given one GPU."""
+
+    def __init__(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{current_rank().index}")
+            self.gpus = gather_gpus(current_rank())
+
+    @endpoint
+    async def told(self) -> Same[list[str]]:
+        return self.gpus
+
+
+@on_ranks
+async def test_the_first_rank_along_tp_is_told_the_gpus_of_the_others(warm: Callable[[int], Awaitable[Mesh]]) -> None:
+    for shape, expected in (
+        ({"dp": 2, "tp": 2}, [["GPU-0", "GPU-1"], [], ["GPU-2", "GPU-3"], []]),
+        ({"tp": 2, "dp": 2}, [["GPU-0", "GPU-2"], ["GPU-1", "GPU-3"], [], []]),
+    ):
+        mesh = (await warm(4)).shape(**shape)
+        actors = await asyncio.gather(*(mesh.spawn(Engines) for _ in range(2)))
+        for actor in actors:
+            assert await each(actor.told)() == expected
 
 
 def test_memory_that_is_written_again_under_another_name_is_mapped_once_and_let_go_when_removed(tmp_path: Path) -> None:
@@ -190,36 +219,26 @@ def test_it_stays_awake_unless_told(sampler: Sampler) -> None:
     assert sampler.hear(4) in (["Ready", "take", "Loaded", "row 0"], ["Ready", "row 0", "take", "Loaded"])
 
 
-class Manager(NamedTuple):
-    """SGLang's, which tells what it was given."""
-
-    told: object
-
-    async def get_weights_by_name(self, asked: SimpleNamespace) -> object:
-        assert asked.name == "head"
-        return self.told
-
-
 async def test_a_tensor_that_is_another_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     asked = SimpleNamespace(GetWeightsByNameReqInput=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", asked)
-    sent = [("head", torch.arange(6.0).reshape(3, 2))]
-    await read_back(Manager([[0.0, 1.0], [2.0, 3.0]]), sent)
-    with pytest.raises(RuntimeError, match="another `head`"):
-        await read_back(Manager([[0.0, 1.0], [2.0, 4.0]]), sent)
-    with pytest.raises(RuntimeError, match="cannot tell `head`"):
-        await read_back(Manager(None), sent)
+    sent, manager = [("head", torch.arange(6.0).reshape(3, 2))], MagicMock(get_weights_by_name=AsyncMock())
+    for told, refused in (
+        ([[0.0, 1.0], [2.0, 3.0]], nullcontext()),
+        ([[0.0, 1.0], [2.0, 4.0]], pytest.raises(RuntimeError, match="another `head`")),
+        (None, pytest.raises(RuntimeError, match="cannot tell `head`")),
+    ):
+        manager.get_weights_by_name.return_value = told
+        with refused:
+            await read_back(manager, sent)
+        assert manager.get_weights_by_name.await_args.args[0].name == "head"
 
 
 def test_the_numbers_that_draws_hang_on_are_those_of_sglang() -> None:
     """MurmurHash3's 32 bits, with the seed 0, of the little-endian bytes of seed (8), place (4) and column (4)."""
-    path = resources.files("meshrl_sglang") / "standins/sgl_kernel/__init__.py"
-    spec = spec_from_file_location("sgl_kernel", str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(module_from_spec(spec))
+    run_path(str(resources.files("meshrl_sglang") / "standins/sgl_kernel/__init__.py"))
     seeds, places = [0, 1, 2**32, 2**63 - 1, 1234567890123456789], [0, 1, 17, 2**31 - 1, 2**32 - 1]
     found = torch.ops.sgl_kernel.murmur_hash32_cpu(
         torch.tensor(seeds).to(torch.uint64), torch.tensor(places), torch.tensor([0, 3, 151_935])

@@ -24,9 +24,9 @@ from meshrl_megatron.world import World
 from meshrl_torch.train.fsdp.roles import FsdpCritic, FsdpPolicy
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
 from tests.backends import material
-from tests.backends.material import RANKS_OF_MEGATRON, ModelOf, near
+from tests.backends.material import RANKS, ModelOf, near
 
-pytestmark = RANKS_OF_MEGATRON
+pytestmark = [*RANKS, pytest.mark.megatron]
 
 Warm: TypeAlias = Callable[[int], Awaitable[rl.Mesh]]
 
@@ -91,12 +91,6 @@ async def values(critic: rl.Critic) -> np.ndarray:
     return await column(await critic.advantages(rollouts(), rl.Gae()), "values")
 
 
-async def same_updates(batch: rl.Batch, one: rl.Policy, other: rl.Policy) -> None:
-    """They tell the same of an update, and have the same weights after it."""
-    same(*[await each.update(batch, rl.ClippedLoss()) for each in (one, other)])
-    near(await loaded(one), await loaded(other), 1e-5)
-
-
 def same(found: rl.Metrics, expected: rl.Metrics) -> None:
     assert found.means() == pytest.approx(expected.means(), rel=1e-5, abs=1e-5)
 
@@ -117,8 +111,9 @@ async def test_layouts_continue_others_checkpoints(warm: Warm, tmp_path: Path, m
         if kept:
             await policy.restore(str(tmp_path / f"state-{step - 1}"))
             assert await loaded(policy) == kept, axes
-        await same_updates(rollouts(step), policy, plain)
+        same(*[await each.update(rollouts(step), rl.ClippedLoss()) for each in (policy, plain)])
         kept = await loaded(policy)
+        near(kept, await loaded(plain), 1e-5)
         await policy.checkpoint(str(tmp_path / f"state-{step}"), wait=step % 2 == 0)
         await policy.update(rollouts(), rl.ClippedLoss())  # a copy is written
         await policy.written()

@@ -1,13 +1,12 @@
 """What the backends tell of memory and operations before a run, against what torch itself counts in one, on a CPU."""
 
-import asyncio
+import gc
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,13 +17,15 @@ from transformers import AutoConfig, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ConfigError
+from meshrl.mesh import Same
 from meshrl.roles import Memory, Work, memory_of, with_options
 from meshrl_inference.memory import parameters_of
+from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.estimate.flops import flops_of
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
 from meshrl_vllm.options import VllmConfig
-from tests.backends.material import ModelOf, changed
+from tests.backends.material import ModelOf, changed, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
@@ -80,10 +81,11 @@ def most(profiled: Any) -> int:
     return peak
 
 
-def measured(work: Callable[[], Coroutine[None, None, None]]) -> int:
+async def measured(work: Coroutine[None, None, None]) -> int:
     """The most bytes that tensors took while this ran."""
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        asyncio.run(work())
+        await work
     return most(profiled)
 
 
@@ -95,15 +97,15 @@ def told(memory: Memory | None) -> int:
     return sum(term.nbytes for term in memory.terms)
 
 
-def taken_by(role: type[TorchPolicy | FsdpPolicy], config: rl.PolicyConfig) -> int:
-    """The most bytes of a policy."""
+async def taken_by(role: type[TorchPolicy | FsdpPolicy | MegatronPolicy], config: rl.PolicyConfig, rows: int) -> int:
+    """The most bytes of a policy, from its making on."""
 
     async def run() -> None:
         policy = role(config)
         for _ in range(2):  # the moments are there from the first one on
-            await policy.update(rollouts(), rl.ClippedLoss())
+            await policy.update(rollouts(rows), rl.ClippedLoss())
 
-    return measured(run)
+    return await measured(run())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def taken_by(role: type[TorchPolicy | FsdpPolicy], config: rl.PolicyConfig) -> i
     [{"dtype": "bfloat16", "activation_checkpointing": True}, {"lora": {"rank": 4}}, {"model": QWEN}],
     ids=list,
 )
-def test_a_policys_memory_is_told_within_a_tenth(
+async def test_a_policys_memory_is_told_within_a_tenth(
     changes: Mapping[str, object], model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -121,10 +123,10 @@ def test_a_policys_memory_is_told_within_a_tenth(
     config = rl.PolicyConfig.model_validate({**changes, "model": model, "micro_batch_tokens": 500})
     files = Path(model).glob("*.safetensors") if isinstance(model, str) else []
     mapped = sum(file.stat().st_size for file in files)  # it comes from no allocator
-    assert told(memory_of(config, WORK)) == pytest.approx(taken_by(TorchPolicy, config) + mapped, rel=0.1)
+    assert told(memory_of(config, WORK)) == pytest.approx(await taken_by(TorchPolicy, config, ROWS) + mapped, rel=0.1)
 
 
-def test_a_critics_and_a_references_memory_is_told_within_a_tenth() -> None:
+async def test_a_critics_and_a_references_memory_is_told_within_a_tenth() -> None:
     critic = rl.CriticConfig(model=LLAMA, micro_batch_tokens=500)
     reference = rl.ReferenceConfig(model=LLAMA, micro_batch_tokens=500)
 
@@ -136,37 +138,19 @@ def test_a_critics_and_a_references_memory_is_told_within_a_tenth() -> None:
     async def score() -> None:
         await TorchReference(reference).logprobs(rollouts())
 
-    assert told(memory_of(critic, WORK)) == pytest.approx(measured(learn), rel=0.1)
-    assert told(memory_of(reference, WORK)) == pytest.approx(measured(score), rel=0.1)
+    assert told(memory_of(critic, WORK)) == pytest.approx(await measured(learn()), rel=0.1)
+    assert told(memory_of(reference, WORK)) == pytest.approx(await measured(score()), rel=0.1)
 
 
-TELL = """
-import sys
-import msgspec
-from meshrl import PolicyConfig
-from meshrl.roles import Work, memory_of
-
-config, work = msgspec.json.decode(sys.stdin.buffer.read())
-sys.stdout.buffer.write(msgspec.json.encode(memory_of(PolicyConfig.model_validate(config), Work(**work))))
-"""
 PRINT_THE_PAGE = 'import runpy, sys; sys.stdout.write(runpy.run_path("docs/memory.py")["written"]())'
-
-
-def apart(code: str, given: bytes = b"") -> bytes:
-    """What this prints in a process of its own, which is in no process group."""
-    return subprocess.run([sys.executable, "-c", code], input=given, cwd=ROOT, capture_output=True, check=True).stdout
-
-
-def test_a_sharded_policys_memory_is_told_within_a_tenth() -> None:
-    config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
-    answer = apart(TELL, msgspec.json.encode((config.model_dump(mode="json"), WORK)))
-    assert told(msgspec.json.decode(answer, type=Memory)) == pytest.approx(taken_by(FsdpPolicy, config), rel=0.1)
 
 
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_page_says_what_is_told() -> None:
-    assert apart(PRINT_THE_PAGE).decode() == (ROOT / "docs/gpu.md").read_text("utf-8"), "run python docs/memory.py"
+    """In a process of its own, which is in no process group."""
+    printed = subprocess.run([sys.executable, "-c", PRINT_THE_PAGE], cwd=ROOT, capture_output=True, check=True).stdout
+    assert printed.decode() == (ROOT / "docs/gpu.md").read_text("utf-8"), "run python docs/memory.py"
 
 
 ASKED = {"prompt": 512, "completion": 2048, "rows": 512, "n": 8, "gpu": 80 * 2**30}
@@ -247,3 +231,68 @@ def test_operations_are_told_as_those_of_a_pass(tmp_path: Path) -> None:
         without_head = flops.per_token - 2 * 64 * 53
         for config in (rl.CriticConfig(model=str(tmp_path)), rl.RewardModelConfig(model=str(tmp_path))):
             assert flops_of(config).per_token == without_head
+
+
+SPLIT: Mapping[str, Any] = {
+    "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "vocab_size": 2000, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    "dense": transformers.Qwen3Config(**SPLIT, intermediate_size=320),
+    "experts": transformers.Qwen3MoeConfig(
+        **SPLIT, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4, norm_topk_prob=True
+    ),
+}
+CASES: Mapping[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = {
+    "dp": ("dense", {"dp": 4}, {}),
+    "cp": ("dense", {"dp": 2, "cp": 2}, {}),
+    "pp and tp": ("dense", {"dp": 1, "pp": 2, "tp": 2}, {"dtype": "bfloat16"}),
+    "virtual stages": ("dense", {"dp": 2, "pp": 2}, {"megatron": {"virtual_stages": 2}}),
+    "tp, recomputed": ("dense", {"dp": 2, "tp": 2}, {"activation_checkpointing": True, "dtype": "bfloat16"}),
+    "experts": ("experts", {"dp": 2, "tp": 2}, {"megatron": {"experts": 2}}),
+}
+RARE = ["dp", "cp", "virtual stages", "tp, recomputed"]
+
+
+class Measured(rl.Actor):
+    """A rank of a policy, and a process that is in no group."""
+
+    @rl.endpoint
+    async def taken(self, config: rl.PolicyConfig, rows: int) -> rl.Gather[np.ndarray]:
+        return np.array([await taken_by(MegatronPolicy, config, rows)])
+
+    @rl.endpoint
+    async def before(self, config: rl.PolicyConfig, work: Work) -> Same[int]:
+        """What is told of a policy before it is made."""
+        return told(memory_of(config, work))
+
+
+@on_ranks
+async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[int], Awaitable[rl.Mesh]]) -> None:
+    config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
+    before = await (await (await warm(1)).spawn(Measured)).before(config, WORK)
+    assert before == pytest.approx(await taken_by(FsdpPolicy, config, ROWS), rel=0.1)
+
+
+@on_ranks
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "cases", [["pp and tp", "experts"], pytest.param(RARE, marks=pytest.mark.wide)], ids=["covering", "others"]
+)
+async def test_a_split_policys_memory_is_told_within_a_tenth(
+    warm: Callable[[int], Awaitable[rl.Mesh]], model_of: ModelOf, cases: Sequence[str]
+) -> None:
+    """Of the rank that took most; with experts of the mean, as their load is uneven."""
+    four, apart = await warm(4), dict[str, tuple[int, int]]()
+    teller = await (await warm(1)).spawn(Measured)
+    folders = {name: model_of(shape, noise=0) for name, shape in SHAPES.items()}
+    for case in cases:
+        model, axes, changes = CASES[case]
+        table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}
+        config = rl.PolicyConfig.model_validate(table)
+        before = await teller.before(config, Work(axes, PROMPT, COMPLETION, ROWS, N, gpu=0))
+        taken = await (await four.shape(**axes).spawn(Measured)).taken(config, ROWS // axes["dp"])
+        measured = int(np.mean(taken) if model == "experts" else np.max(taken))
+        if before != pytest.approx(measured, rel=0.1):
+            apart[case] = before, measured
+    assert not apart, "told, and measured"

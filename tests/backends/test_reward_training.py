@@ -41,12 +41,6 @@ def table(model: str, **changes: object) -> rl.RewardTrainingConfig:
     return rl.RewardTrainingConfig.model_validate({"model": model, "optimizer": {"lr": 1e-2}, **changes})
 
 
-@pytest.fixture(scope="module")
-def judge(model_of: ModelOf) -> str:
-    """The folder of a classifier whose head is not zero."""
-    return model_of(transformers.LlamaConfig(**JUDGE), auto=transformers.AutoModelForSequenceClassification)
-
-
 async def scored(model: rl.RewardModel, batch: rl.Batch = PAIRS) -> rl.Batch:
     return await rl.score_columns(await model.token_scores(await model.encode(batch)))
 
@@ -62,19 +56,19 @@ def by_row(network: Any, batch: rl.Batch) -> list[Tensor]:
     return [network.score(network.model(input_ids=each).last_hidden_state[0])[:, 0] for each in ids]
 
 
-async def test_scores_are_those_at_each_learned_token(judge: str) -> None:
+async def test_scores_are_those_at_each_learned_token(llama: str) -> None:
     for budget in (16384, 12):
-        made = TorchRewardModel(table(judge, micro_batch_tokens=budget))
+        made = TorchRewardModel(table(llama, micro_batch_tokens=budget))
         for batch in (PAIRS, STEPS):
             encoded = await made.encode(batch)
             found = await made.token_scores(encoded)
-            expected = torch.cat(by_row(classifier(judge), encoded)).detach().numpy() * encoded.loss_mask.values
+            expected = torch.cat(by_row(classifier(llama), encoded)).detach().numpy() * encoded.loss_mask.values
             assert np.abs(expected).max() > 0.1
             np.testing.assert_allclose(floats(found.ragged("token_scores").values), expected, atol=1e-5)
 
 
-async def test_a_text_is_scored_where_reward_judges_it_and_steps_where_they_end(judge: str) -> None:
-    made = TorchRewardModel(table(judge))
+async def test_a_text_is_scored_where_reward_judges_it_and_steps_where_they_end(llama: str) -> None:
+    made = TorchRewardModel(table(llama))
     rewards = (await made.score(PAIRS)).rewards
     np.testing.assert_allclose(floats((await scored(made)).row("scores")), rewards, atol=1e-6)
     encoded = await made.encode(STEPS)
@@ -92,8 +86,8 @@ async def test_a_policys_folder_is_given_a_head_whose_scores_are_zero(small: str
     assert (await made.score(PAIRS)).rewards.all()
 
 
-async def test_an_update_has_the_gradient_of_the_pairs(judge: str) -> None:
-    batch, plain = await scored(TorchRewardModel(table(judge))), classifier(judge)
+async def test_an_update_has_the_gradient_of_the_pairs(llama: str) -> None:
+    batch, plain = await scored(TorchRewardModel(table(llama))), classifier(llama)
     rows = torch.stack([row[-1] for row in by_row(plain, batch)])
     total = torch.zeros(())
     for pair in range(8):
@@ -104,7 +98,7 @@ async def test_an_update_has_the_gradient_of_the_pairs(judge: str) -> None:
             total = total - (better - worse - least).sigmoid().log() + 0.1 * (better + worse) ** 2
     (total / 8).backward()
     for budget in (16384, 12):
-        made = TorchRewardModel(table(judge, micro_batch_tokens=budget))
+        made = TorchRewardModel(table(llama, micro_batch_tokens=budget))
         told = await made.update(batch, rl.BradleyTerryLoss(centre=0.1))
         assert told["loss"] == pytest.approx(total.item() / 8, rel=1e-5)
         assert told["grad_norm"] == pytest.approx(norm_of(plain), rel=1e-4)

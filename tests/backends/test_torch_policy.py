@@ -1,7 +1,7 @@
 """The torch policy and critic: packed training equals what transformers computes row by row, with a head or a loss."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,31 +13,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GraniteConfig, MistralConfig, MixtralConfig
 
 import meshrl as rl
-from meshrl.algo import Correction, Normalise, TokenLoss, effective_sample_size, gae, spread
+from meshrl.algo import Correction, Normalise, TokenLoss, effective_sample_size, gae
 from meshrl.data import Source
 from meshrl.errors import ContractError, DataError, ModelError
 from meshrl.mesh import Rank, rank_context
-from meshrl.roles import ModelConfig, OptimizerConfig
+from meshrl.roles import OptimizerConfig
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference, TorchRewardModel
 from meshrl_torch.train.optimizer import learning_rate
-from tests.backends.material import (
-    GPT2,
-    MODEL,
-    SGD,
-    SHAPE,
-    Late,
-    ModelOf,
-    by_row,
-    columns_of,
-    floats,
-    near,
-    norm_of,
-    rollouts,
-)
+from tests.backends.material import GPT2, MODEL, SGD, SHAPE, Late, ModelOf, by_row, floats, near, norm_of, rollouts
 
 
 def policy(model: object = MODEL, **changes: object) -> TorchPolicy:
     return TorchPolicy(rl.PolicyConfig.model_validate({"model": model, **changes}))
+
+
+def columns_of(batch: rl.Batch, names: Iterable[str], row: int) -> dict[str, Tensor]:
+    """Ragged columns of one row, as a loss is given them."""
+    return {name: torch.from_numpy(batch.ragged(name)[row].copy()) for name in names}
 
 
 ARCHITECTURES = [
@@ -133,14 +125,11 @@ def test_learning_rates() -> None:
     assert [learning_rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1, 0.5, 0])
 
 
-@pytest.mark.parametrize(
-    ("role", "config"),
-    [(TorchPolicy, rl.PolicyConfig), (TorchCritic, rl.CriticConfig), (TorchRewardModel, rl.RewardTrainingConfig)],
-)
-def test_several_ranks_are_refused(role: Callable[[ModelConfig], object], config: type[ModelConfig]) -> None:
+def test_several_ranks_are_refused() -> None:
     rank_context.set(Rank(index=0, size=2, axes={"dp": 0}, shape={"dp": 2}, threads=1))
-    with pytest.raises(ContractError, match=f"{role.__name__} trains on one rank, but its mesh has 2"):
-        role(config(model=MODEL))
+    for make in (policy, critic, lambda: TorchRewardModel(rl.RewardTrainingConfig(model=MODEL))):
+        with pytest.raises(ContractError, match=r"Torch\w+ trains on one rank, but its mesh has 2"):
+            make()
 
 
 async def test_bfloat16_has_the_gradient_of_float32_but_for_rounding_and_its_weights_travel() -> None:
@@ -205,13 +194,6 @@ async def test_log_probs_say_which_model_computed_them() -> None:
     assert (await trainer.logprobs(batch)).source("logprobs") == Source.trainer(1)
 
 
-def test_tokens_are_given_the_numbers_of_their_rows() -> None:
-    tokens = rl.Ragged.of([[2] * length for length in (3, 4, 5, 6)], np.int32)  # rows start at 0, 3, 7 and 12
-    batch = rl.Batch.of(tokens=tokens, loss_mask=rl.Ragged.of([np.arange(len(row)) >= 2 for row in tokens], np.bool_))
-    assert spread(batch, "rows", np.array([14, 15, 4, 5, 13])).tolist() == [1, 1, 0, 0, 1]
-    assert spread(batch, "rows", np.array([2, 6, 11])).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 async def test_a_corrected_step_does_not_depend_on_micro_batches(level: str) -> None:
     correction = Correction.model_validate({"level": level, "how": "mask", "low": 0.5, "high": 1.5})
@@ -238,6 +220,36 @@ async def test_the_diagnostics_tell_the_anchor_from_the_sampler() -> None:
     gap = torch.from_numpy(floats(batch.ragged("logprobs").values) - floats(batch.sampler_logprobs.values))[mask]
     assert metrics["sampler_ratio"] == pytest.approx(gap.exp().mean().item(), rel=1e-5)
     assert metrics["sampler_kl"] == pytest.approx((gap.expm1() - gap).mean().item(), rel=1e-4)
+
+
+async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches(small: str) -> None:
+    """The rows of a pair lie far apart; in one pair neither is preferred."""
+    pairs, beta = 10, 0.5
+    preferred = np.repeat(np.array([1, -1], np.int8), pairs)
+    preferred[[3, 3 + pairs]] = 0
+    rows = rollouts(2 * pairs).assign(groups=np.tile(np.arange(pairs), 2), preferred=preferred)
+    reference = TorchReference(rl.ReferenceConfig(model=MODEL, seed=2))
+    batch = await rl.preference_columns(await reference.logprobs(await policy(small).logprobs(rows)))
+
+    network = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float64)
+    sums: list[Tensor] = []
+    for row, logprobs in enumerate(by_row(network, batch)):
+        ratios = logprobs - torch.from_numpy(batch.ragged("reference_logprobs")[row].astype(np.float64))
+        sums.append(ratios[torch.from_numpy(batch.loss_mask[row].copy())].sum())
+    margins = torch.stack(sums[:pairs]) - torch.stack(sums[pairs:])
+    whole = -torch.nn.functional.logsigmoid(beta * margins)[torch.arange(pairs) != 3].sum() / pairs
+    whole.backward()
+
+    updated = []
+    for budget in (1000, 45, 1):  # 1, 3 and 20 micro-batches
+        trainer = policy(small, optimizer=SGD, micro_batch_tokens=budget)
+        metrics = await trainer.update(batch, rl.PreferenceLoss(beta=beta))
+        assert metrics["loss"] == pytest.approx(whole.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm_of(network), rel=1e-4)
+        assert metrics["drift"] == pytest.approx(0, abs=1e-5)
+        updated.append(await trainer.weights())
+    for other in updated[1:]:
+        near(other, updated[0], 1e-6)
 
 
 def critic(model: object = MODEL, **changes: object) -> TorchCritic:

@@ -5,7 +5,6 @@ More is in tests/conformance.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -78,18 +77,6 @@ async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(s
     assert Batch.join(divided).tokens == whole.tokens
 
 
-async def test_rows_come_as_they_finish_and_go_back_in_order(small: str) -> None:
-    limits = np.array([30, 1, 20, 3, 30, 2, 8, 12, 1, 25])
-    prompts = Batch.concat([PROMPTS, PROMPTS]).assign(max_tokens=limits)
-    whole = await parts(sampler(small, slots=3), prompts.part(np.arange(10)), Sampling(ignore_eos=True))
-    assert len(whole) > 2
-    arrived = [text for part in whole for text in part.objects("prompt")]
-    assert arrived != list(prompts.objects("prompt"))
-    batch = Batch.join(whole)
-    assert batch.objects("prompt") == prompts.objects("prompt")
-    assert [int(mask.sum()) for mask in batch.loss_mask] == limits.tolist()
-
-
 def test_numbers_that_draws_hang_on_are_uniform_and_independent() -> None:
     rows, places = np.divmod(np.arange(100_000), 100)
     numbers = uniforms(key(1, 2, 3), rows, places)
@@ -146,19 +133,11 @@ LONGER = MODEL.model_copy(update={"max_tokens": 64})
 PREFIX = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
-@cache
-def weights(version: int) -> Weights:
+async def weights(version: int) -> Weights:
     """Of another model for each version, far from the initialisation."""
-    plain = asyncio.run(TorchPolicy(PolicyConfig(model=LONGER, seed=version)).weights())
+    plain = await TorchPolicy(PolicyConfig(model=LONGER, seed=version)).weights()
     scaled = {name: floats(array) * np.float32(8 if array.ndim == 2 else 1) for name, array in plain.tensors.items()}
     return Weights(version, scaled)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _made() -> None:
-    """Weights are computed before a test's loop runs."""
-    for version in range(5):
-        weights(version)
 
 
 async def turns(count: int) -> None:
@@ -179,7 +158,7 @@ async def test_stopped_rows_go_on_as_if_they_had_not_been() -> None:
     sampling = Sampling(max_tokens=24, temperature=0, stop=("ab", "gh", "ede"))
     prompts = PROMPTS.repeat(2).assign(max_tokens=np.array([24, 3, 5, 24, 24, 20, 24, 24, 24, 24]))
     made = sampler(LONGER, 4)
-    await made.load(weights(3))
+    await made.load(await weights(3))
     whole = await rollout(made, sampling, prompts)
     rows = await stopped(made, prompts, sampling, 9)
     aborted, begun = np.asarray(rows.row("aborted"), np.bool_), np.array([mask.any() for mask in rows.loss_mask])
@@ -203,7 +182,7 @@ async def drive(
     A swap to version 0 is an abort.
     """
     places: list[Batch] = []
-    new = {version: weights(version) for _, version in swaps}
+    new = {version: await weights(version) for _, version in swaps}
 
     async def generate() -> list[Batch]:
         running: list[asyncio.Task[Batch]] = []
@@ -268,10 +247,10 @@ async def test_a_call_draws_what_it_draws_alone() -> None:
 
 
 async def test_weights_come_between_two_steps_of_all() -> None:
-    made = sampler(LONGER, 4)
+    made, new = sampler(LONGER, 4), await weights(4)
     calls = [asyncio.create_task(drawn_by(made, Batch.of(prompt=each), ENDLESS)) for each in CALLS]
     await turns(20)
-    await made.load(weights(4))
+    await made.load(new)
     for batch in await asyncio.gather(*calls):
         for mask, versions in zip(batch.loss_mask, batch.versions, strict=True):
             told = versions[mask.astype(bool)].tolist()

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,19 @@ from meshrl.errors import MeshrlError
 from meshrl.roles import RoleConfig
 from meshrl.run import find_mistakes
 from meshrl.run.jobs import load_script
-from tests.first_hour.terminal import COMMAND, done, refused, type_in
+from tests.first_hour.terminal import COMMAND, config_of, done, refused, type_in
 
 SCRIPT = '''
 """Counts."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from meshrl import Actor, Metrics, Run
+from meshrl import Actor, Batch, Metrics, Run
 from meshrl.config import Config
 from meshrl.errors import DataError
 from meshrl.events import waiting
@@ -44,6 +44,15 @@ class Broken(Actor):
         raise ValueError("a bug")
 
 
+def wrong(then: str) -> None:
+    if then == "fail":
+        raise DataError("the data is [bad]")
+    if then == "column":
+        Batch.of(prompt=["1"])["advantage"]
+    if then == "bug":
+        json.loads("{")
+
+
 def terminate() -> None:
     """From outside, once the loop waits."""
     main = threading.main_thread().ident
@@ -55,8 +64,7 @@ def terminate() -> None:
 async def count(run: Run, config: CountConfig) -> None:
     async for step in run.steps(config.steps):
         await run.record(Metrics.of(loss=(1.0, 2.0)), reward=step / 2)
-    if config.then == "fail":
-        raise DataError("the data is [bad]")
+    wrong(config.then)
     if config.then == "break":
         await (await run.mesh(1)).spawn(Broken)
     if config.then == "terminate":
@@ -94,14 +102,25 @@ def test_run_writes_the_runs_folder_and_prints_its_summary(tmp_path: Path) -> No
     assert "exact_match_after  0.5" in shown.out
     found = summary()
     assert (found["status"], found["steps"], found["last_reward"]) == ("finished", 3, 1.0)
-    resolved = tomllib.loads(Path("runs/run/config.toml").read_text("utf-8"))
+    resolved = config_of("runs/run")
     assert (resolved["algorithm"], resolved["steps"], resolved["run"]["seed"]) == (f"{tmp_path}/count.py", 3, 0)
 
 
-def test_an_error_of_the_users_is_told_without_a_traceback_and_a_bug_on_a_rank_with_its_lines(tmp_path: Path) -> None:
-    told = refused("run", "count.toml", "then=fail")
-    assert re.search(rf"error: the data is \[bad\] \({tmp_path}/count\.py, line \d+\)$", told)
-    assert summary()["status"] == "failed"
+def test_a_users_error_has_no_traceback_and_a_bug_the_lines_of_the_script_or_the_rank(tmp_path: Path) -> None:
+    page = f"{tmp_path}/count.py"
+    for then, told, source in (
+        ("fail", "the data is [bad]", 'raise DataError("the data is [bad]")'),
+        ("column", "the batch has no column `advantage`", 'Batch.of(prompt=["1"])["advantage"]'),
+    ):
+        found = refused("run", "count.toml", f"then={then}")
+        line = 1 + SCRIPT.splitlines().index(f"        {source}")
+        assert f"error: {told}" in found
+        assert found.endswith(f" ({page}, line {line})")
+        assert summary()["status"] == "failed"
+    err = type_in("run", "count.toml", "then=bug").err
+    lines = [("count", "wrong(config.then)"), ("wrong", 'json.loads("{")')]
+    assert re.findall(r'File "(.+)", line \d+, in (\w+)\n +(.+)', err) == [(page, *line) for line in lines]
+    assert err.splitlines()[-1].startswith("JSONDecodeError: ")
     status, _, err = type_in("run", "count.toml", "then=break")
     assert (status, 'raise ValueError("a bug")' in err, "ValueError: a bug" in err) == (1, True, True)
 
@@ -147,12 +166,11 @@ def test_a_script_that_cannot_be_used_and_one_with_postponed_annotations(tmp_pat
 def test_check_and_run_tell_all_that_is_wrong_before_a_model_loads(tmp_path: Path) -> None:
     text = """
         algorithm = "grpo"
-        task = { source = "data.jsonl", prompt = "{questoin}" }
+        task.source = "data.jsonl"
         policy = { model = "no/such/folder", backend = "fake" }
         sampler = { model = "no/other/folder", backend = "functoin" }
-        reward = { function = "exact_mach" }
+        reward.function = "exact_mach"
         reference = { model = "no/such/model.gguf", backend = "function" }
-        run.meshes.mian = { ranks = 2 }
     """
     Path("mine.toml").write_text(text, "utf-8")
     told = type_in("check", "mine.toml")
@@ -160,15 +178,13 @@ def test_check_and_run_tell_all_that_is_wrong_before_a_model_loads(tmp_path: Pat
     assert (told.status, told.out) == (1, "")
     assert not Path("runs").exists()
     first, *mistakes = told.err.splitlines()
-    assert first == "error: 7 mistakes:"
+    assert first == "error: 5 mistakes:"
     expected = (
-        f"task: {tmp_path}/data.jsonl, line 1: prompt: the template '{{questoin}}' needs 'questoin', ",
         "sampler: no backend 'functoin' is installed: did you mean 'function'?",
         f"sampler: model '{tmp_path}/no/other/folder': there is no folder {tmp_path}",
         "reward: reward function 'exact_mach': ",
         "reference: backend 'function' has no Reference: it has Environment, Reward",
         f"reference: model '{tmp_path}/no/such/model.gguf': there is no file {tmp_path}",
-        "run.meshes.mian: no role has `mesh = 'mian'`; did you mean 'main'?",
     )
     for line, mistake in zip(mistakes, expected, strict=True):
         assert line.strip().startswith(f"mine.toml: {mistake}")

@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,63 +16,63 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from subprocess import PIPE, STDOUT
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 import meshrl as rl
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import ConfigError, MeshrlError, NoRoom, RankDied
+from meshrl.errors import MeshrlError, NoRoom
 from meshrl.mesh import EVERY, Same
 from meshrl.testing.cluster import Cluster, Host
 
+Job: TypeAlias = Callable[..., Awaitable[object]]
 MIB = 1 << 20
 ANSWER = "answer: "
 """Goes before what a job returns, among the lines that Ray writes."""
 LOGS = Path("/tmp/meshrl-test-logs")  # noqa: S108 -- each host's own
 
 
-def command(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> list[str]:
-    """The command that runs a job."""
-    return [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
+def started(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> "subprocess.Popen[str]":
+    """A job on a host, the first if none is named."""
+    command = [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
+    return (host or cluster.hosts[0]).start(command, stdout=PIPE, stderr=STDOUT)
 
 
-def begun(
-    cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None
-) -> "subprocess.Popen[str]":
-    """A job on a host, the first if none is named, that has said that it is ready."""
-    controller = (host or cluster.hosts[0]).start(command(cluster, job, *arguments), stdout=PIPE, stderr=STDOUT)
+def begun(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> "subprocess.Popen[str]":
+    """A job that has said that it is ready."""
+    controller = started(cluster, job, *arguments, host=host)
     wait_for(controller, "ready")
     return controller
 
 
 def wait_for(controller: "subprocess.Popen[str]", words: str) -> str:
-    """Read until a line of a controller begins so; all that it said."""
+    """Read until a line of a controller matches from its beginning; all that it said."""
     assert controller.stdout
     said: list[str] = []
-    while not (line := controller.stdout.readline()).startswith(words):
-        said.append(line)
-        assert line, "".join(said)
+    while not (said and re.match(words, said[-1])):
+        said.append(controller.stdout.readline())
+        assert said[-1], "".join(said)
     return "".join(said)
 
 
-def answer(said: str) -> Any:
-    """What a job has returned, in what it wrote."""
+def answered(controller: "subprocess.Popen[str]", status: int = 0) -> Any:
+    """What a job returns in the end, with the status of its process."""
+    said = controller.communicate()[0]
+    assert controller.returncode == status, said
     (told,) = (line.removeprefix(ANSWER) for line in said.splitlines() if line.startswith(ANSWER))
     return json.loads(told)
 
 
-def answered(controller: "subprocess.Popen[str]") -> Any:
-    """What a job returns in the end."""
-    return answer(controller.communicate()[0])
+def do(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> Any:
+    """Run a job; what it returns."""
+    return answered(started(cluster, job, *arguments, host=host))
 
 
-def do(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None) -> Any:
-    """Run a job on a host, the first if none is named; what it returns."""
-    try:
-        return answer((host or cluster.hosts[0]).run(command(cluster, job, *arguments)))
-    except subprocess.CalledProcessError as error:
-        raise AssertionError(error.output) from None
+def traffic(cluster: Cluster) -> NDArray[np.float64]:
+    """The MiB that each host has sent, and received."""
+    return np.array([host.traffic() for host in cluster.hosts]) / MIB
 
 
 def say(words: str) -> None:
@@ -91,12 +92,9 @@ class Traveller(rl.Actor):
         self._counted = 0
 
     @rl.endpoint
-    async def where(self) -> rl.Gather[np.ndarray]:
-        return np.array([socket.gethostname()])
-
-    @rl.endpoint
-    async def clock(self) -> rl.Gather[np.ndarray]:
-        return np.array([time.monotonic()])
+    async def here(self) -> rl.Gather[dict[str, np.ndarray]]:
+        found = {"host": socket.gethostname(), "pid": os.getpid(), "clock": time.monotonic()}
+        return {name: np.array([value]) for name, value in found.items()}
 
     @rl.endpoint
     async def environment(self, *names: str) -> rl.Gather[np.ndarray]:
@@ -128,10 +126,6 @@ class Traveller(rl.Actor):
         return np.array([self._counted])
 
     @rl.endpoint
-    async def pid(self) -> rl.Gather[np.ndarray]:
-        return np.array([os.getpid()])
-
-    @rl.endpoint
     async def say(self, text: str) -> None:
         print(text, flush=True)  # noqa: T201 -- what is tested
 
@@ -153,23 +147,18 @@ async def told(call: Awaitable[object]) -> str:
         return f"{type(failure).__name__}: {failure}"
 
 
-async def until_it_dies(one: Traveller) -> str:
-    """Call a rank, which writes, again and again; what is told of its death."""
-    try:
-        while True:
-            await one.say("before")
-            await asyncio.sleep(0.05)
-    except RankDied as died:
-        return str(died)
+async def on_and_on(one: Traveller) -> None:
+    """Call a rank again and again."""
+    while True:
+        await one.count()
+        await asyncio.sleep(0.05)
 
 
 async def places(engine: RayEngine) -> object:
     """Where two spread ranks are, what torch.distributed is told there, and how far their clocks are from ours."""
-    spread = rl.Resources(cpus=0, placement="spread")
-    mesh = await rl.Mesh.reserve(engine, 2, spread)
-    spawned = await mesh.spawn(Traveller)
-    hosts, told = await spawned.where(), await spawned.environment("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    return hosts.tolist(), told.tolist(), (await spawned.clock() - time.monotonic()).tolist()
+    spawned = await (await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, placement="spread"))).spawn(Traveller)
+    here, told = await spawned.here(), await spawned.environment("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return here["host"].tolist(), told.tolist(), (here["clock"] - time.monotonic()).tolist()
 
 
 async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> object:
@@ -178,7 +167,7 @@ async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> obj
         mesh = await rl.Mesh.reserve(engine, count, rl.Resources(cpus=0, custom=each))
     except NoRoom as error:
         return str(error)
-    return (await (await mesh.spawn(Traveller)).where()).tolist()
+    return (await (await mesh.spawn(Traveller)).here())["host"].tolist()
 
 
 async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:
@@ -199,21 +188,18 @@ async def crowded(engine: RayEngine) -> object:
 async def calls(engine: RayEngine, host: str) -> object:
     """Call a rank of a host again and again."""
     one = await made(engine, host)
-    await one.clock()
+    await one.count()
     say("ready")
-    while True:
-        await one.clock()
-        await asyncio.sleep(0.05)
+    return await told(on_and_on(one))
 
 
 async def revived(engine: RayEngine, host: str) -> object:
     """Call a rank until it dies, make it again, and ask where it is."""
     one = await made(engine, host)
     say("ready")
-    await until_it_dies(one)
-    say("RankDied")
+    say(await told(on_and_on(one)))
     await rl.respawn(one)
-    return (await one.where()).tolist()
+    return (await one.here())["host"].tolist()
 
 
 async def ways(engine: RayEngine, maker: str, takers: list[str], mib: int, rounds: int) -> object:
@@ -234,11 +220,8 @@ async def joined(engine: RayEngine) -> object:
     mesh = await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     one = await mesh.spawn(Traveller)
     say("ready")
-    try:
-        await rl.respawn(rl.at(one, dp=1))
-    except ConfigError as refused:
-        return str(refused), (await rl.at(one, dp=0).where()).tolist()
-    return "", []
+    refused = await told(rl.respawn(rl.at(one, dp=1)))
+    return refused, (await rl.at(one, dp=0).here())["host"].tolist()
 
 
 async def waited(engine: RayEngine, host: str) -> object:
@@ -255,10 +238,10 @@ async def lost(engine: RayEngine, here: str, cut: str, elsewhere: str) -> object
     """What is told of rows on a host that is cut off: here, on a rank here, and on one elsewhere; its process."""
     maker, near, far = [await made(engine, host) for host in (cut, here, elsewhere)]
     batches = [await maker.make(4, MIB // 4) for _ in range(3)]
-    pid = int((await maker.pid())[0])
+    (pid,) = (await maker.here())["pid"].tolist()
     say("ready")
     await asyncio.sleep(5)
-    waits = batches[0].load(), near.twice(batches[1]), far.twice(batches[2]), maker.clock()
+    waits = batches[0].load(), near.twice(batches[1]), far.twice(batches[2]), maker.count()
     return pid, await asyncio.gather(*map(told, waits))
 
 
@@ -267,27 +250,18 @@ async def left(engine: RayEngine, host: str) -> object:
     worker = await made(engine, host)
     say("ready")
 
-    async def work() -> None:
-        while True:
-            await worker.count()
-            await asyncio.sleep(0.05)
-
     async def reserve() -> None:
         await asyncio.sleep(5)
         await rl.Mesh.reserve(engine, 1, on(host))
 
-    return await asyncio.gather(told(work()), told(reserve()))
+    return await asyncio.gather(told(on_and_on(worker)), told(reserve()))
 
 
 async def written(engine: RayEngine, host: str) -> object:
     """A rank on this host writes and dies: what the error tells, and the file on this one."""
     talks = await (await rl.Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Traveller)
     await talks.say("hello from there")
-    try:
-        await talks.die()
-    except RankDied as died:
-        return str(died), (LOGS / "far-0.log").read_text()
-    raise AssertionError("it lives")
+    return await told(talks.die()), (LOGS / "far-0.log").read_text()
 
 
 async def written_around_a_cut(engine: RayEngine, host: str) -> object:
@@ -302,10 +276,9 @@ async def written_around_a_cut(engine: RayEngine, host: str) -> object:
     talks = await (await rl.Mesh.reserve(engine, 1, on(host), "cut", str(LOGS))).spawn(Traveller)
     await says("hello from there")
     say("ready")
-    told = await until_it_dies(talks)
-    say("RankDied")
+    say(error := await told(on_and_on(talks)))
     await rl.respawn(talks)
-    return told, await says("hello after the cut")
+    return error, await says("hello after the cut")
 
 
 async def main(module: str, name: str, address: str, arguments: str) -> None:

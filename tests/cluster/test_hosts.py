@@ -3,7 +3,7 @@
 import time
 
 from meshrl.testing.cluster import Cluster, Host
-from tests.cluster.jobs import MIB, begun, calls, crowded, do, places, rows_between
+from tests.cluster.jobs import MIB, begun, calls, crowded, do, places, rows_between, traffic
 
 
 def left(host: Host) -> list[str]:
@@ -29,12 +29,9 @@ def test_spread_ranks_are_on_hosts_with_clocks_of_their_own(three: Cluster) -> N
 
 
 def test_rows_go_from_host_to_host_and_past_the_controller(healed: Cluster) -> None:
-    before = [host.traffic() for host in healed.hosts]
+    before = traffic(healed)
     assert do(healed, rows_between, "node2", "node3", 32) == 2 * (2 * MIB - 1)
-    after = [host.traffic() for host in healed.hosts]
-    (_, came), (sent, _), (_, received) = (
-        ((a - c) / MIB, (b - d) / MIB) for (a, b), (c, d) in zip(after, before, strict=True)
-    )
+    (_, came), (sent, _), (_, received) = traffic(healed) - before
     assert 32 <= sent < 34
     assert 32 <= received < 34
     assert came < 34, "it reads the result, and nothing else"

@@ -12,7 +12,8 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from meshrl.testing.cluster import Cluster, Host
+from meshrl.testing.cluster import Cluster
+from tests.cluster.jobs import wait_for
 
 SCRIPT = """
 import asyncio, socket
@@ -63,20 +64,9 @@ def launched(folder: Path, *arguments: str, hosts: str = "node1,node2") -> "subp
     return subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True)
 
 
-def processes(host: Host) -> list[str]:
-    """What runs on a host beside its first process and this question."""
-    return host.run([sys.executable, "-c", PROCESSES]).split()
-
-
-PROCESSES = """
-import os, pathlib
-names = {int(f.parent.name): f.read_text().strip() for f in pathlib.Path("/proc").glob("[0-9]*/comm")}
-print(*(name for pid, name in names.items() if pid not in (1, os.getpid())))
-"""
-
-
 def nothing_runs(cluster: Cluster) -> None:
-    while any(map(processes, cluster.hosts)):
+    """Nothing beside a host's first process and the shell that is asked."""
+    while any(len(host.run(["sh", "-c", "echo /proc/[0-9]*"]).split()) > 2 for host in cluster.hosts):
         time.sleep(0.2)
 
 
@@ -86,9 +76,8 @@ def test_a_run_uses_the_hosts_leaves_nothing_and_its_failure_is_the_status(clust
     assert "ranks on node1 node2 told by node1" in said
     assert '"finished"' in (folder / "runs" / "where" / "summary.json").read_text()
     nothing_runs(cluster)
-    (folder / "where.py").write_text(
-        SCRIPT.replace("async for _ in", "raise DataError('on purpose')\n    async for _ in")
-    )
+    fails = SCRIPT.replace("async for _ in", "raise DataError('on purpose')\n    async for _ in")
+    (folder / "where.py").write_text(fails)
     said, _ = (process := launched(folder, "run.name=failed", hosts="node1")).communicate()
     assert process.returncode == 1
     assert "on purpose" in said
@@ -98,11 +87,7 @@ def test_a_run_uses_the_hosts_leaves_nothing_and_its_failure_is_the_status(clust
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_where_it_is_interrupted(cluster: Cluster, folder: Path, number: signal.Signals) -> None:
     with launched(folder, "seconds=600") as process:
-        assert process.stdout
-        lines: list[str] = []
-        while not (line := process.stdout.readline()).startswith("ranks on"):
-            lines.append(line)
-            assert line, "".join(lines)
+        wait_for(process, "ranks on")
         os.kill(process.pid, number)
         said = process.communicate()[0] if number != signal.SIGKILL else ""
     nothing_runs(cluster)

@@ -18,6 +18,7 @@ def two() -> Iterator[Cluster]:
 def test_last_lines_come_from_a_host_that_lives(two: Cluster) -> None:
     host = two.hosts[1]
     told, text = do(two, written, host.name)
+    assert told.startswith("RankDied")
     assert "--- the end of logs/far-0.log ---" in told
     assert "in die" in told
     assert f" on {host.name}, " in text

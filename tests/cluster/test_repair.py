@@ -13,6 +13,7 @@ from meshrl.mesh import PATIENCE
 from meshrl.run import audit_run
 from meshrl.testing.cluster import Cluster, Host
 from tests.cluster.conftest import TASK
+from tests.cluster.jobs import wait_for
 
 NEVER = {"RAY_health_check_failure_threshold": "1000"}
 CONFIG = """
@@ -84,12 +85,7 @@ def test_a_run_goes_on_after_the_hosts_of_its_policy_lost_each_other(three: Clus
     _, one, other = three.hosts
     controller = begun(three, folder, "policy.backend=fsdp", "run.meshes.train={ranks=2, cpus=1, custom={train=1}}")
     one.cut(other)
-    assert controller.stdout
-    said = ""
-    while "the run is restarted, number 1 of 1" not in said:
-        line = controller.stdout.readline()
-        assert line, said
-        said += line
+    said = wait_for(controller, ".*the run is restarted, number 1 of 1")
     one.heal()
     other.heal()
     assert f"nothing was heard of its host for {PATIENCE:g} s" in said

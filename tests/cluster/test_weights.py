@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from meshrl.mesh import PATIENCE
 from meshrl.testing.cluster import Cluster
 from tests.cluster.broadcast_jobs import broadcast
-from tests.cluster.jobs import MIB, answered, begun, do, ways
+from tests.cluster.jobs import MIB, answered, begun, do, traffic, ways
 
 if TYPE_CHECKING:
     import subprocess
@@ -16,24 +16,21 @@ COLLECTIVES, STORE = "collectives", "the object store"
 
 def test_each_cable_carries_them_once_each_way_wherever_the_controller_is(three: Cluster) -> None:
     for controller in three.hosts[:2]:
-        before = [host.traffic() for host in three.hosts]
+        before = traffic(three)
         assert do(three, ways, "node1", ["node2", "node3"], 32, 1, host=controller) == [[COLLECTIVES] * 2]
-        (sent, _), (on, second), (_, third) = (
-            ((a - c) / MIB, (b - d) / MIB)
-            for (a, b), (c, d) in zip([host.traffic() for host in three.hosts], before, strict=True)
-        )
+        (sent, _), (on, second), (_, third) = traffic(three) - before
         for each in sent, second, on, third:
             assert 32 <= each < 35
 
 
 def test_a_broadcast_comes_to_each_host_once_however_many_samplers_open_it(three: Cluster) -> None:
-    before = [host.traffic() for host in three.hosts]
+    before = traffic(three)
     ways, most = do(three, broadcast, ["node1", "node2", "node3"], 3)
     assert ways == ["broadcast through shared memory"] * 3
     assert most < 1e-4
     lacking = 3 * 32 * 2 / 3  # of three versions, each host has a third
-    for host, (_, came) in zip(three.hosts, before, strict=True):
-        assert 2 * lacking <= (host.traffic()[1] - came) / MIB < 2.4 * lacking  # FSDP gathers them once for the probe
+    for _, came in traffic(three) - before:
+        assert 2 * lacking <= came < 2.4 * lacking  # FSDP gathers them once for the probe
 
 
 def started(cluster: Cluster) -> "subprocess.Popen[str]":

@@ -1,22 +1,27 @@
-"""FSDP2 on two processes: what one rank alone does not show. One layout at a time is held in test_backends.py."""
+"""FSDP2 on two processes, and rewards split over two: what one rank alone does not show, beside test_backends.py."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ContractError, DataError, RankFailed
+from meshrl_megatron.roles import MegatronReward
 from meshrl_torch.options import FsdpConfig
-from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpReference
-from meshrl_torch.train.one_rank import TorchPolicy
-from tests.backends.material import MODEL, SHAPE, floats, rollouts
+from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpReference, FsdpReward
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReward
+from tests.backends.material import MODEL, RANKS, SHAPE, floats, near, rollouts
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]
+pytestmark = RANKS
+
+Warm: TypeAlias = Callable[[int], Awaitable[rl.Mesh]]
 
 CONFIG = rl.PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2, "eps": 1e-3}})
 MODELS = {
@@ -26,7 +31,7 @@ MODELS = {
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def two(warm: Callable[[int], Awaitable[rl.Mesh]]) -> rl.Mesh:
+async def two(warm: Warm) -> rl.Mesh:
     """Two ranks."""
     return (await warm(2)).shape(dp=2)
 
@@ -51,8 +56,7 @@ async def test_layouts_go_on_from_each_others_checkpoints_with_the_numbers_of_on
         told = [(await each.update(rollouts(seed=step), rl.ClippedLoss())).means() for each in (policy, plain)]
         assert told[0] == pytest.approx(told[1], rel=1e-5, abs=1e-5)
         kept = await (await policy.weights()).load()
-        for name, array in (await plain.weights()).tensors.items():
-            np.testing.assert_allclose(floats(kept.tensors[name]), floats(array), rtol=0, atol=1e-5, err_msg=name)
+        near(kept, await plain.weights(), 1e-5)
         await policy.checkpoint(str(tmp_path / f"state-{step}"))
 
 
@@ -114,3 +118,53 @@ async def test_wrong_meshes_say_what_is_wrong(two: rl.Mesh) -> None:
     with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
         await spawn((await rl.Mesh.reserve(engine, 2, rl.Resources(cpus=1))).shape(dp=2))
     await engine.close()
+
+
+ONE: dict[str, Any] = {**SHAPE, "num_labels": 1}
+JUDGES = {"llama": LlamaConfig(**ONE), "qwen3": Qwen3Config(**ONE, head_dim=16)}
+SPLITS: Mapping[str, tuple[Callable[..., rl.Reward], Sequence[tuple[str, str]]]] = {
+    "fsdp": (FsdpReward, [("llama", "dp"), ("qwen3", "tp")]),
+    "megatron": (MegatronReward, [("llama", axis) for axis in ("dp", "tp", "pp", "cp")]),
+}
+"""By backend: models, and the axis that they are split along."""
+
+
+def rows(count: int) -> rl.Batch:
+    """Rows of many lengths, some of one prompt; the fourth is none that a judge can read."""
+    texts = [("abcdefgh" * (1 + row % 2), "hgfedcba"[: row % 5] * (1 + row % 4)) for row in range(count)]
+    return rl.Batch.of(
+        prompt=[prompt for prompt, _ in texts],
+        completion=["!" if row == 3 else completion for row, (_, completion) in enumerate(texts)],
+    )
+
+
+@pytest.fixture
+def judge_of(random_model: Callable[..., str], tmp_path: Path) -> Callable[[str], str]:
+    """Makes the folder of a judge."""
+    return lambda kind: random_model(JUDGES[kind], tmp_path / kind, AutoModelForSequenceClassification)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
+async def test_scores_are_those_of_one_rank(warm: Warm, judge_of: Callable[[str], str], backend: str) -> None:
+    role, splits = SPLITS[backend]
+    for kind, axis in splits:
+        judge = judge_of(kind)
+        config = rl.RewardModelConfig(backend=backend, model=judge, micro_batch_tokens=64)
+        made = await (await warm(2)).shape(**{"dp": 1, axis: 2}).spawn(role, config)
+        whole = TorchReward(rl.RewardModelConfig(model=judge))
+        for count in (9, 1, 2, 0, 9):  # of one row, one rank has none
+            found, expected = await made.score(rows(count)), await whole.score(rows(count))
+            np.testing.assert_allclose(found.rewards, expected.rewards, atol=1e-5, err_msg=f"{kind} along {axis}")
+            assert found.objects("reward_error") == expected.objects("reward_error")
+        assert np.ptp(expected.rewards) > 0.1
+        assert [error is None for error in expected.objects("reward_error")] == [row != 3 for row in range(9)]
+        await rl.stop(made)
+
+
+async def test_a_row_that_no_rank_can_take_leaves_the_others_free(warm: Warm, judge_of: Callable[[str], str]) -> None:
+    config = rl.RewardModelConfig(backend="fsdp", model=judge_of("llama"), micro_batch_tokens=8)
+    made = await (await warm(2)).shape(dp=2).spawn(FsdpReward, config)
+    with pytest.raises((RankFailed, DataError), match="`completion` of row 0 is 3"):
+        await made.score(rl.Batch.of(prompt=["a" * 20, "a"], completion=["b", 3]))
+    calls = [made.score(rows(count)) for count in (5, 8)]
+    assert [len(each) for each in await asyncio.gather(*calls)] == [5, 8]

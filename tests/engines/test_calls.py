@@ -58,18 +58,14 @@ class Probe(rl.Actor):
         await self.hang()
 
     @rl.endpoint
-    async def count(self) -> AsyncIterator[rl.Gather[np.ndarray]]:
+    async def count(self, last: int = 10**9) -> AsyncIterator[rl.Gather[np.ndarray]]:
         try:
-            while True:
+            while self.made < last:
                 self.made += 1
                 yield np.array([self.made])
+            raise ValueError("stream broke")
         finally:
             self.ended = "closed"
-
-    @rl.endpoint
-    async def count_then_fail(self) -> AsyncIterator[rl.Gather[np.ndarray]]:
-        yield np.array([1])
-        raise ValueError("stream broke")
 
     @rl.endpoint
     async def leave(self) -> None:
@@ -192,9 +188,9 @@ async def test_a_stream_waits_for_its_reader_closes_with_it_and_says_where_it_fa
         assert await one.yielded() <= 5
     await stream.aclose()
     await until(one, "closed")
-    failing = aiter(rl.at(probe, dp=1).count_then_fail())
+    failing = aiter(rl.at(probe, dp=1).count(last=1))
     assert (await anext(failing)).tolist() == [1]
-    with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream"):
+    with pytest.raises(RankFailed, match=r"Probe.count on rank 1 \(dp=1\) failed: ValueError: stream"):
         await anext(failing)
 
 
@@ -258,6 +254,12 @@ class Rollouts(rl.Actor):
         return weights.fingerprint()
 
 
+class Asks(rl.Actor):
+    @rl.endpoint
+    async def ask(self, other: Rollouts, batch: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
+        return await other.doubled(batch)
+
+
 @pytest.mark.parametrize("engine", ["local", "by reference", "processes", "ray"], indirect=True)
 async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Engine, mesh: rl.Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
@@ -275,13 +277,15 @@ async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Eng
 
 @where_columns_stay
 async def test_rows_go_from_mesh_to_mesh_in_any_split(mesh: rl.Mesh, reserve: Reserve) -> None:
-    one, other = await mesh.spawn(Rollouts), await (await reserve(3)).spawn(Rollouts)
+    """Also where a rank calls another mesh."""
+    one, other, asks = await mesh.spawn(Rollouts), await (await reserve(3)).spawn(Rollouts), await mesh.spawn(Asks)
     batch = await one.make(5, 20_000)
     shuffled = batch.select(np.array([9, 0, 4, 4, 7]))
-    doubled = await (await other.doubled(shuffled)).load()
-    assert doubled.rewards.tolist() == [18, 0, 8, 8, 14]
-    assert [(row[0], len(row)) for row in doubled.tokens] == [(number, 20_000) for number in (18, 0, 8, 8, 14)]
-    assert doubled.objects("prompt")[0] == "9" * 20_000
+    for made in await other.doubled(shuffled), await asks.ask(other, shuffled):
+        doubled = await made.load()
+        assert doubled.rewards.tolist() == [18, 0, 8, 8, 14]
+        assert [(row[0], len(row)) for row in doubled.tokens] == [(number, 20_000) for number in (18, 0, 8, 8, 14)]
+        assert doubled.objects("prompt")[0] == "9" * 20_000
     returned = await other.same(await one.same(batch))
     assert await returned.load() == await batch.load()
     streamed = rl.Batch.join([chunk async for chunk in other.stream(batch.part(np.arange(10)))])
@@ -316,18 +320,3 @@ async def test_what_is_replicated_may_be_large(mesh: rl.Mesh) -> None:
     assert await weights.load() == layers()
     for each in (weights, layers().with_version(8)):
         assert await rollouts.fingerprint(each) == layers().fingerprint()
-
-
-class Asks(rl.Actor):
-    @rl.endpoint
-    async def ask(self, other: Rollouts, batch: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
-        return await other.doubled(batch)
-
-
-@where_columns_stay
-async def test_a_handle_works_on_a_rank_of_another_mesh(mesh: rl.Mesh, reserve: Reserve) -> None:
-    asks, rollouts = await mesh.spawn(Asks), await (await reserve(2)).spawn(Rollouts)
-    batch = await rollouts.make(3, 20_000)
-    done = await (await asks.ask(rollouts, batch)).load()
-    assert done.rewards.tolist() == [0, 2, 4, 6, 8, 10]
-    assert [row[0] for row in done.tokens] == [0, 2, 4, 6, 8, 10]

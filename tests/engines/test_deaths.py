@@ -8,14 +8,13 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import meshrl as rl
 from meshrl.errors import RankDied, RankFailed
 from meshrl.mesh import Same
 from tests.engines.conftest import Reserve, on_processes
-from tests.processes.conftest import running, until
+from tests.processes.conftest import Breaks, Numbered, killed, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -27,24 +26,14 @@ class Trouble(Exception):
         raise TypeError("not me")
 
 
-class Unreadable:
-    """Cannot be unpickled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("not on this machine")
-
-
-class Probe(rl.Actor):
-    def __init__(self, start: int = 0) -> None:
+class Probe(Numbered):
+    def __init__(self, start: int = 0, *, die: bool = False) -> None:
+        """`die`: rank 1 does, and rank 0 waits for it, as a process group does."""
+        if die and rl.current_rank().index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if die:
+            time.sleep(10**6)
         self.count = start
-
-    @rl.endpoint
-    async def pid(self) -> rl.Gather[np.ndarray]:
-        return np.array([os.getpid()])
 
     @rl.endpoint
     async def add(self, number: int = 1) -> Same[int]:
@@ -52,7 +41,7 @@ class Probe(rl.Actor):
         return self.count
 
     @rl.endpoint
-    async def hang(self, note: str = "/dev/null") -> None:
+    async def note_its_end(self, note: str) -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -78,35 +67,19 @@ class Probe(rl.Actor):
         raise Trouble("no device 3")
 
 
-class Starts(Probe):
-    """Rank 1 dies in its constructor if told to; rank 0 waits for it, as a process group does."""
-
-    def __init__(self, die: bool) -> None:
-        super().__init__()
-        if die and rl.current_rank().index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if die:
-            time.sleep(10**6)
-
-
-async def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: not running([pid]))
-
-
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path: Path) -> None:
     probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe, start=5)
     pids = (await probe.pid()).tolist()
     note = tmp_path / "note"
-    call = asyncio.create_task(probe.hang(str(note)))
+    call = asyncio.create_task(probe.note_its_end(str(note)))
     stream = probe.count_on(rl.Batch.of(row=[1, 2]))
     assert len(await anext(stream)) == 1
-    await kill(pids[1])
+    await killed(pids[1])
     with pytest.raises(RankDied) as died:
         await call
     error = died.value
-    assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "hang")
+    assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "note_its_end")
     assert error.pid == pids[1]
     assert error.host
     with pytest.raises(RankDied, match=r"Probe.count_on on rank 1 \(dp=1\)"):
@@ -130,7 +103,7 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path
     assert await other.add() == 6
 
     await rl.stop(probe)
-    await kill(again[0])
+    await killed(again[0])
     await rl.respawn(probe)
     assert await rl.each(probe.add)() == [1, 1], "also one that had been stopped"
 
@@ -165,9 +138,9 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
 
     async def is_spawned() -> None:
         mesh = await reserve(2)
-        with pytest.raises(RankDied, match=r"Starts.__init__ on rank 1 \(dp=1\)"):
-            await mesh.spawn(Starts, die=True)
-        assert await (await mesh.spawn(Starts, die=False)).add() == 1
+        with pytest.raises(RankDied, match=r"Probe.__init__ on rank 1 \(dp=1\)"):
+            await mesh.spawn(Probe, die=True)
+        assert await (await mesh.spawn(Probe)).add() == 1
 
     await asyncio.gather(is_made_again(), is_stopped(), is_spawned())
 
@@ -181,7 +154,7 @@ async def test_what_cannot_travel_fails_its_call_alone(mesh: rl.Mesh) -> None:
     assert 'raise Trouble("no device 3")' in failed.value.traceback
     with pytest.raises(RankFailed, match=r"cannot pickle 'weakref\.ReferenceType' object"):
         await probe.itself()
-    with pytest.raises(RankFailed, match="not on this machine"):
-        async for _ in probe.count_on(rl.Batch.of(row=[1, 2]), Unreadable()):
+    with pytest.raises(RankFailed, match="of no name"):
+        async for _ in probe.count_on(rl.Batch.of(row=[1, 2]), Breaks("text")):
             pass
     assert await probe.add() == 1

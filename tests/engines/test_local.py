@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from contextvars import Context
+from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import meshrl as rl
 from meshrl.errors import MeshStopped
 from meshrl.mesh import Same
+from tests.processes.conftest import until
 
 
 class Threads(rl.Actor):
@@ -60,12 +61,6 @@ async def test_two_meshes_work_at_the_same_time(mesh: rl.Mesh) -> None:
         await asyncio.gather(rl.respawn(one), rl.respawn(one))  # of which no thread is left, as the fixture sees
 
 
-async def has_begun(begins: threading.Event) -> None:
-    """Wait for what a rank sets, in no thread of its own."""
-    while not begins.is_set():  # noqa: ASYNC110 -- a thread sets it
-        await asyncio.sleep(0.001)
-
-
 async def test_a_stop_that_is_cancelled_goes_on(mesh: rl.Mesh) -> None:
     begins, ends = threading.Event(), threading.Event()
 
@@ -77,7 +72,7 @@ async def test_a_stop_that_is_cancelled_goes_on(mesh: rl.Mesh) -> None:
 
     busy = await mesh.spawn(Busy)
     call = asyncio.create_task(busy.work())
-    await has_begun(begins)
+    await until(begins.is_set)
     stopping = asyncio.create_task(rl.stop(busy))
     for _ in range(10):
         await asyncio.sleep(0)  # it has come as far as the thread
@@ -111,7 +106,7 @@ async def test_cancelling_spawn_leaves_no_thread() -> None:
     engine = rl.LocalEngine()
     before = threading.active_count()
     spawning = asyncio.create_task((await rl.Mesh.reserve(engine, 2)).spawn(Slow))
-    await has_begun(begins)
+    await until(begins.is_set)
     spawning.cancel()
     ends.set()
     with pytest.raises(asyncio.CancelledError):
@@ -186,26 +181,13 @@ async def test_ranks_on_one_loop_are_cancelled_each_for_itself(paced: Paced) -> 
 
 
 async def test_ranks_on_one_loop_begin_whatever_makes_the_loops_tasks(paced: Paced) -> None:
-    def eager(
-        loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, object], context: Context | None = None
-    ) -> asyncio.Task[object]:
-        """As Python 3.12's `eager_task_factory`: a task takes its first step at once."""
-        task = asyncio.Task(work, loop=loop, context=context)
-        first = loop._ready.pop()  # type: ignore[attr-defined]
-        current = asyncio.current_task()
-        assert current is not None
-        asyncio.tasks._leave_task(loop, current)
-        first._run()
-        asyncio.tasks._enter_task(loop, current)
-        return task
+    def eager(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("an eager task would run a call before it is known")
 
-    asyncio.get_running_loop().set_task_factory(eager)  # type: ignore[arg-type]
-    long = asyncio.create_task(paced.note("long", 10**6))
+    asyncio.get_running_loop().set_task_factory(eager)  # as Python 3.12 has one
     try:
-        await paced.note("quick")
+        await paced.note("quick", 0)
     finally:
-        long.cancel()
-        await asyncio.wait({long})
         asyncio.get_running_loop().set_task_factory(None)
 
 

@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import AsyncIterator
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.errors import ContractError, ReplicasDisagree
-from meshrl.mesh import TP, Same
+from meshrl.errors import ContractError
+from meshrl.mesh import TP
 from tests.engines.conftest import NO_CORE, Reserve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -54,10 +54,6 @@ class Worker(rl.Actor):
         return each[0].assign(rewards=total)
 
     @rl.endpoint
-    async def tokens(self, batch: rl.Shard[rl.Batch]) -> rl.Sum[int]:
-        return int(batch.lengths.sum())
-
-    @rl.endpoint
     async def totals(self) -> rl.Sum[list[int]]:
         return [2 * rl.current_rank().index + 1, 2 * rl.current_rank().index + 2]
 
@@ -75,10 +71,6 @@ class Worker(rl.Actor):
         if what == "nothing":
             return None if first else {"a": np.zeros(3)}
         return {"a" if first else "b": np.zeros(1)}
-
-    @rl.endpoint
-    async def index(self) -> Same[int]:
-        return rl.current_rank().index
 
     @rl.endpoint
     async def same(self, batch: rl.Batch | None = None, rows: rl.Shard[rl.Batch] | None = None) -> rl.Gather[rl.Batch]:
@@ -121,7 +113,6 @@ async def test_rows_come_back_in_order_from_any_number_of_ranks(reserve: Reserve
             tripled = await (await worker.twice(batch, factor=3)).load()
             assert tripled.rewards.tolist() == [3.0 * row for row in range(size)]
             assert await (await worker.reversed(batch)).load() == batch
-            assert await worker.tokens(batch) == batch.lengths.sum()
         doubled = await (await worker.doubled(make_batch(3))).load()  # by code that names the module of meshrl
         assert sorted(doubled.rewards.tolist()) == [0, 0, 1, 1, 2, 2]
 
@@ -134,8 +125,6 @@ async def test_results_are_reduced_container_by_container(two: rl.Mesh) -> None:
     for what, told in ("nothing", r"parts \[0\] are None"), ("keys", "different keys"):
         with pytest.raises(ContractError, match=told):
             await worker.on_one_alone(what)
-    with pytest.raises(ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
-        await worker.index()
 
 
 async def test_containers_optional_shards_and_any_number_of_arguments_are_split_alike(two: rl.Mesh) -> None:
@@ -183,35 +172,6 @@ async def test_axes_choose_what_is_split_and_joined_and_which_ranks_are_called(r
     tall = await mesh.shape(dp=1, tp=8).spawn(Worker)
     assert (await tall.where()).tolist() == [0]
     assert "dp=1, tp=8" in repr(tall)
-
-
-async def test_what_is_spawned_is_an_instance_of_its_class(two: rl.Mesh) -> None:
-    mesh = two.shape(dp=2, tp=1, pp=1)
-    worker, tall = await mesh.spawn(Worker), await mesh.spawn(Tall)
-    assert isinstance(worker, Worker)
-    assert isinstance(worker, rl.Actor)
-    assert not isinstance(worker, Tall)
-    assert isinstance(rl.at(tall, dp=0), Tall)
-    assert isinstance(copy.deepcopy(tall), Worker)
-
-
-async def test_wrong_uses_say_what_to_write(two: rl.Mesh) -> None:
-    with pytest.raises(ContractError, match=r"mesh.shape\(dp=3\): the sizes multiply to 3, .* the mesh has 2 ranks"):
-        two.shape(dp=3)
-    with pytest.raises(ContractError, match="too many positional arguments"):
-        await cast("Any", two).spawn(Worker, 1, 2)
-    with pytest.raises(ContractError, match="is a role without an implementation of checkpoint, encode, logprobs"):
-        await two.spawn(rl.Policy)
-    worker: Any = await two.spawn(Worker)
-    with pytest.raises(ContractError, match="missing a required argument: 'batch'"):
-        await worker.twice()
-    with pytest.raises(ContractError, match="int cannot be split over ranks"):
-        await worker.twice(3)
-    with pytest.raises(AttributeError, match="no endpoint 'twise': did you mean 'twice'"):
-        await worker.twise()
-    with pytest.raises(ContractError, match="is a stream"):
-        rl.each(worker.expanded)
-    with pytest.raises(ContractError, match=r"at\(Worker, dp=2\): the mesh has dp from 0 to 1"):
-        rl.at(worker, dp=2)
-    with pytest.raises(ContractError, match=r"ranks\(\) needs an actor that was spawned on a mesh"):
-        rl.ranks(Worker())
+    for handle, is_tall in (worker, True), (half, True), (copy.deepcopy(half), True), (tall, False):
+        assert isinstance(handle, Worker)
+        assert isinstance(handle, Tall) is is_tall

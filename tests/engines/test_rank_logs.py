@@ -115,19 +115,14 @@ import meshrl as rl
 
 class Talks(rl.Actor):
     @rl.endpoint
-    async def say(self) -> None:
-        print("to the terminal")
-        print("to its errors", file=sys.stderr)
-
-    @rl.endpoint
     async def die(self) -> None:
-        print("last words")
+        print("to its errors", file=sys.stderr)
+        print("to the terminal")
         os._exit(3)
 
 async def main() -> None:
     async with rl.Run(rl.RunConfig(name="mine", folder=sys.argv[1], engine=sys.argv[2])) as run:
         talks = await (await run.mesh(1, rl.Resources(cpus=0))).spawn(Talks)
-        await talks.say()
         await talks.die()
 
 asyncio.run(main())
@@ -143,11 +138,10 @@ def test_a_run_keeps_them_and_the_terminal_still_has_them(tmp_path: Path, engine
     assert done.returncode == 1
     assert "to the terminal" in done.stdout + done.stderr
     assert "to its errors" in done.stderr
-    assert "last words" in done.stderr
     assert "--- the end of logs/1-0.log ---" in done.stderr
     (log,) = (tmp_path / "mine" / "logs").iterdir()
     assert "to the terminal" in log.read_text()
-    assert "last words" in (tmp_path / "mine" / "summary.json").read_text()
+    assert "to the terminal" in (tmp_path / "mine" / "summary.json").read_text()
 
 
 def test_runs_that_have_no_processes_have_no_logs(tmp_path: Path) -> None:

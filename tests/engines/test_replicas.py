@@ -13,6 +13,7 @@ from meshrl.errors import RankDied
 from meshrl.mesh import is_away
 from meshrl.testing import FakePolicy, FakeSampler, Witness
 from tests.engines.conftest import NO_CORE, Reserve, on_processes
+from tests.processes.conftest import Numbered
 
 POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
 
@@ -25,17 +26,13 @@ def prompts(batches: int, size: int) -> Iterator[rl.Batch]:
         yield rl.Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
 
 
-class SlowSampler(FakeSampler):
+class SlowSampler(FakeSampler, Numbered):
     """Takes its time, and says in which process."""
 
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
             yield chunk.assign(pid=np.full(len(chunk), os.getpid()))
             await asyncio.sleep(0.02)
-
-    @rl.endpoint
-    async def pid(self) -> rl.Gather[np.ndarray]:
-        return np.array([os.getpid()])
 
 
 async def test_a_stream_outlives_a_killed_replica(reserve: Reserve) -> None:
@@ -55,9 +52,8 @@ async def test_a_stream_outlives_a_killed_replica(reserve: Reserve) -> None:
             steps += 1
             if steps == 2:
                 os.kill(pids[1], signal.SIGKILL)
-                assert (
-                    len(await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling())) == 3
-                )  # an evaluation beside it
+                beside = await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling())
+                assert len(beside) == 3, "as an evaluation draws"
             if len(drawn_by) == 3:
                 break
     witness.check(ahead=1, n=2, dropped=None)

@@ -26,15 +26,9 @@ def save_model(folder: Path, longest: int = 2048) -> Path:
     """Write a model of bfloat16 that takes so many tokens, with the tokenizer."""
     folder.mkdir(parents=True)
     shape = LlamaConfig(
-        vocab_size=save_tokenizer(folder),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=longest,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
+        vocab_size=save_tokenizer(folder), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=longest, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(shape).bfloat16().save_pretrained(folder)
     return folder

@@ -1,13 +1,20 @@
 """A terminal in which `meshrl` is typed."""
 
 import sys
+import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
 
 from meshrl import cli
+
+
+def config_of(run: Path | str) -> dict[str, Any]:
+    """What a run has recorded of its configuration."""
+    return tomllib.loads(Path(run, "config.toml").read_text("utf-8"))
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.run import RunConfig, examine, find_doubts, load_job
+from meshrl.run import RunConfig, examine, load_job
 from tests.first_hour.chat_model import save_model
 from tests.first_hour.terminal import FAKES, SMALL, done, refused, type_in
 
@@ -85,18 +85,15 @@ def test_settings_that_are_rarely_meant_are_doubted() -> None:
     write_rows(*({"question": f"{number}", "answer": "1"} for number in range(20)))
 
     def doubts(*overrides: str) -> list[str]:
-        return [*find_doubts(load_job(Path("mine.toml"), overrides, RunConfig).config)]
-
-    def doubts_of_rows(*overrides: str) -> list[str]:
         return [*examine(load_job(Path("mine.toml"), overrides, RunConfig).config).doubts]
 
     (doubt,) = doubts("ahead=1")
     assert doubt.startswith("ahead = 1: policy and sampler share the mesh 'main', so rollout and training take turns")
     assert doubts() == doubts("ahead=1", "sampler.mesh=rollout") == []
     assert doubts("ahead=1", "sampler.backend=http", 'sampler.http.urls=["http://localhost:1"]') == []
-    (doubt,) = doubts_of_rows("prompts=21")
+    (doubt,) = doubts("prompts=21")
     assert "task.jsonl has 20 training prompts, so a batch has some of them more than once" in doubt
-    assert doubts_of_rows("prompts=20") == []
+    assert doubts("prompts=20") == []
 
 
 def test_an_agent(mine: Path) -> None:
@@ -151,7 +148,6 @@ def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, monkeypatch: pytes
 
 def test_each_line_is_looked_at(mine: Path) -> None:
     for row, told in (
-        ('{"question": "1 + 1", "answer":', f"task: {mine}/task.jsonl, line 9: not JSON"),
         ({"answer": "2"}, "line 9: prompt: the template '{question}' needs 'question', which the row lacks"),
         ({"question": "1 + 1"}, "which the row lacks; it has 'question': set task.answer to a template over these"),
         (LONG, f"task: {mine}/task.jsonl, line 9: the prompt has 108 tokens: 'What is 1 + 1 + 1"),

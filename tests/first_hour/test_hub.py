@@ -4,10 +4,8 @@ import asyncio
 import errno
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -18,7 +16,7 @@ from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.first_hour.hub_server import Files, Hub, serving
-from tests.first_hour.terminal import FAKES, SMALL, done, refused
+from tests.first_hour.terminal import FAKES, SMALL, config_of, done, refused
 
 TABLE = """
 algorithm = "sft"
@@ -69,10 +67,6 @@ def hub(model: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield served
 
 
-def recorded() -> dict[str, Any]:
-    return tomllib.loads(Path("runs/mine/config.toml").read_text("utf-8"))
-
-
 def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("rows.jsonl").write_bytes(hub.repositories["datasets/org/sums"]["train.jsonl"])
     Path("mine.toml").write_text(TABLE.replace("hf:org/sums", "rows.jsonl"), "utf-8")
@@ -80,7 +74,7 @@ def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(hub: Hub, mo
     done("check", "mine.toml")
     assert not [each for each in hub.asked if "/resolve/" in each], "no file is fetched to check"
     done("run", "mine.toml")
-    assert recorded()["policy"]["model"] == f"org/tiny@{commit}"
+    assert config_of("runs/mine")["policy"]["model"] == f"org/tiny@{commit}"
 
     hub.repositories["models/org/tiny"]["README.md"] = b"a newer commit"
     ask(NOWHERE, monkeypatch)
@@ -117,12 +111,10 @@ def test_what_is_not_to_be_had_says_why(hub: Hub, monkeypatch: pytest.MonkeyPatc
     assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in told
 
 
-def test_a_model_that_is_trained_on_rows_of_the_hub_is_put_there_with_a_card(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_model_is_put_there_with_a_card(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"hf:org/sums@{hub.commit('datasets/org/sums')}"
     done("run", "mine.toml")
-    assert recorded()["task"]["source"] == source
+    assert config_of("runs/mine")["task"]["source"] == source
     task = Task.load(TaskConfig(source=source, options={"split": "train[:50]"}, held_out=0))
     assert task.train.objects("prompt")[:2] == ("0+0", "0+1")
     assert len(task.train) == 50

@@ -35,9 +35,7 @@ def test_each_page_is_copied_with_what_it_runs_on(tmp_path: Path, monkeypatch: p
         assert find_mistakes(job.config) == []
 
 
-def test_the_folder_runs_from_where_it_was_made_and_from_inside_and_is_not_overwritten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_folder_runs_from_outside_and_from_inside_and_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "`meshrl run sft/quickstart` writes it" in done("new", "grpo", "mine").out
     assert Path("mine/grpo.py").read_bytes() == (shipped("algorithms") / "grpo.py").read_bytes()
     before = {path: path.read_bytes() for path in Path("mine").glob("*.*")}

@@ -1,13 +1,11 @@
 """Where paths start: in a file at its folder, on the command line where one stands."""
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from meshrl.run import RunConfig, find_config, load_job
-from tests.first_hour.terminal import done, refused
+from tests.first_hour.terminal import config_of, done, refused
 
 FAKES = """
 policy = { backend = "fake", model = "models/start" }
@@ -39,17 +37,18 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-def recorded(run: str) -> dict[str, Any]:
-    return tomllib.loads(Path(run, "config.toml").read_text("utf-8"))
-
-
 def resolved(*overrides: str) -> str:
     return str(load_job(Path("mine/mine.toml"), overrides, RunConfig).resolved)
 
 
-def test_a_configuration_runs_from_anywhere(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_runs_and_is_judged_anywhere(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done("run", "mine/mine.toml")
-    table = recorded("runs/mine")
+    assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in refused("eval", "runs/mine", "nowhere.jsonl")
+    for task in ("mine/data/sums.jsonl", "mine/mine.toml"):
+        assert "has neither a model" in refused("eval", "runs/mine", task)
+    table = config_of("runs/mine")
     assert table["algorithm"] == f"{mine}/mine.py"
     assert table["task"]["source"] == f"{mine}/data/sums.jsonl"
     assert table["reward"]["function"] == f"{mine}/reward.py:score"
@@ -59,22 +58,11 @@ def test_a_configuration_runs_from_anywhere(mine: Path, tmp_path: Path, monkeypa
     monkeypatch.chdir("elsewhere")
     done("run", "../runs/mine/config.toml")
     # What a run recorded is run where it was: the earlier one makes room.
-    assert recorded("../runs/mine") == recorded("../runs/mine-1") == table
+    assert config_of("../runs/mine") == config_of("../runs/mine-1") == table
     assert not list(Path().iterdir())
     # A configuration of one's own is run where one stands.
     done("run", "../mine/mine.toml")
-    assert recorded("runs/mine") == table | {"run": table["run"] | {"folder": f"{tmp_path}/elsewhere/runs"}}
-
-
-def test_a_value_of_the_command_line_starts_where_one_stands(mine: Path, tmp_path: Path) -> None:
-    Path("other.jsonl").write_text(TASK, "utf-8")
-    Path("other.py").write_text(REWARD, "utf-8")
-    given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}", "algorithm=mine/mine.py")
-    done("run", "mine/mine.toml", *given)
-    table = recorded("runs/mine")
-    assert table["task"]["source"] == f"{tmp_path}/other.jsonl"
-    assert table["reward"]["functions"] == {"half": f"{tmp_path}/other.py:score"}
-    assert table["policy"]["model"] == f"{mine}/models/start"
+    assert config_of("runs/mine") == table | {"run": table["run"] | {"folder": f"{tmp_path}/elsewhere/runs"}}
 
 
 def test_a_file_that_is_at_the_other_root_is_told(mine: Path, tmp_path: Path) -> None:
@@ -103,7 +91,11 @@ def test_the_paths_of_a_shipped_configuration_start_where_one_stands(tmp_path: P
     assert table["algorithm"] == "grpo"
 
 
-def test_a_name_is_no_path_and_each_kind_of_path_starts_at_the_file(mine: Path) -> None:
+def test_a_name_is_no_path_and_each_kind_of_path_starts_where_it_is_written(mine: Path, tmp_path: Path) -> None:
+    given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}", "algorithm=mine/mine.py")
+    table = resolved(*given)
+    for path in ("other.jsonl", "other.py:score", "mine/mine.py", "mine/models/start"):
+        assert f"'{tmp_path}/{path}'" in table
     for key, names in {
         "policy.model": ("ORG/NAME", "ORG/NAME@v1.0", "package:llm/model.gguf"),
         "task.source": ("reasoning_gym:spell_backward",),
@@ -127,16 +119,7 @@ def test_a_name_is_no_path_and_each_kind_of_path_starts_at_the_file(mine: Path) 
     assert "'python': 'python3'" in resolved("sampler.vllm.python=python3")
 
 
-def test_what_a_run_recorded_is_judged_where_one_stands(tmp_path: Path) -> None:
-    done("run", "mine/mine.toml")
-    assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in refused("eval", "runs/mine", "nowhere.jsonl")
-    for task in ("mine/data/sums.jsonl", "mine/mine.toml"):
-        assert "has neither a model" in refused("eval", "runs/mine", task)
-
-
-def test_a_run_goes_on_from_anywhere_or_says_that_it_has_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_from_anywhere_or_has_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done("run", "mine/mine.toml")
     again = ("run", "mine/mine.toml", "run.resume=true")
     anew = "there is no checkpoint in runs/mine: the run starts from the beginning"

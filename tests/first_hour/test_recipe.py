@@ -11,7 +11,7 @@ from meshrl import RunConfig
 from meshrl.observe import table_of
 from meshrl.run.jobs import make_job
 from tests.first_hour.chat_model import save_model
-from tests.first_hour.terminal import done, refused, type_in
+from tests.first_hour.terminal import config_of, done, type_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
 RECIPE, GPU = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -41,16 +41,6 @@ def test_the_recipe_and_what_it_adds_for_a_gpu_are_right(tmp_path: Path) -> None
     assert "model" not in added["sampler"]
 
 
-def test_a_reward_that_raises_on_every_row_ends_the_recipe() -> None:
-    code = "return 1.0 if completion in ('', row['answer']) else completion[999]"
-    Path("mine.py").write_text(f"def judge(prompt, completion, row):\n    {code}\n", "utf-8")
-    reward = ("reward.weights={}", "reward.functions={judge = 'mine.py:judge'}")
-    fakes = ("policy.backend=fake", "sampler.backend=fake", "steps=3", "prompts=4", "sampling.max_tokens=4")
-    told = refused("run", "reason.toml", *fakes, *reward)
-    assert "the reward raised on each of the 32 rows of a step" in told
-    assert "IndexError: string index out of range" in told
-
-
 def test_the_recipe_runs_on_a_model() -> None:
     short = ("steps=2", "prompts=2", "evaluation.every=1", "evaluation.rows=2", "sampling.max_tokens=8")
     done("run", "reason.toml", *short)
@@ -60,7 +50,7 @@ def test_the_recipe_runs_on_a_model() -> None:
     last = json.loads((run / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"reward/right", "reward/form"} <= set(last)
     assert {"reward_before", "reward_after"} <= set(json.loads((run / "summary.json").read_bytes()))
-    recorded = tomllib.loads((run / "config.toml").read_text("utf-8"))
+    recorded = config_of(run)
     assert {recorded[role]["dtype"] for role in ("policy", "sampler", "reference")} == {"bfloat16"}
     assert set(json.loads((run / "eval.json").read_bytes())["pass_at"]) == {"1", "2"}
     assert (run / "report.html").is_file()

@@ -19,10 +19,8 @@ EVENTS: list[Event] = [
 
 
 def record(config: str) -> Record:
-    lines: list[dict[str, object]] = [
-        {"step": step, "loss": -step, "lr": 1.0, "kl": 0.0, "reward": step / 3, "entropy": 2.0 - step}
-        for step in range(3)
-    ]
+    numbers: dict[str, object] = {"lr": 1.0, "kl": 0.0}
+    lines = [{"step": step, "loss": -step, **numbers, "reward": step / 3, "entropy": 2.0 - step} for step in range(3)]
     evaluations: list[dict[str, object]] = [{"step": step, "eval/greedy": step / 4} for step in (0, 2)]
     return Record(Path("mine"), metrics=lines, evaluations=evaluations, events=EVENTS, config=config)
 

@@ -1,4 +1,4 @@
-"""Buckets of weights that another process opens: on a GPU by CUDA IPC, and in the host's memory by the same code."""
+"""Weights on their way: buckets that another process opens, by CUDA IPC on a GPU, and the bits of matrices in FP8."""
 
 import secrets
 import subprocess
@@ -7,12 +7,14 @@ import sys
 import pytest
 import torch
 
+from meshrl_torch.wire import fp8
 from meshrl_torch.wire.handover import Desk, Slots
 from meshrl_torch.wire.locality import Where
 
 READER = """
 import sys
 import torch
+from meshrl_torch.wire import fp8
 from meshrl_torch.wire.handover import Taking
 
 device = torch.device(sys.argv[2])
@@ -39,3 +41,23 @@ def test_another_process_opens_the_buckets(kind: str) -> None:
             for slot in range(3):
                 handing.wait(["a"], slot)
         assert reader.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("cuda", "cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "cpu", marks=pytest.mark.gpu),  # if some readers have their tensors in the host's memory
+    ],
+)
+def test_rows_have_the_same_bits_on_all_devices(kind: str, to: str) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(300, 700) * torch.logspace(-9, 9, 300)[:, None]
+    matrix[7] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers, scales = fp8.quantized(matrix.to(dtype))
+        found = torch.empty_like(numbers, device=to), torch.empty_like(scales, device=to)
+        fp8.write(matrix.to(kind), dtype, found[1], found[0])
+        assert torch.equal(found[1].cpu(), scales)
+        assert torch.equal(found[0].cpu().view(torch.uint8), numbers.view(torch.uint8))

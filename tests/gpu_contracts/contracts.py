@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.gpu_contracts.scanning import FOREIGN, ROOT, Given, Use, files, is_foreign, keys_of, listed, uses
-from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of, signature
+from tests.gpu_contracts.sources import Distribution, distribution_of, signature
 from tests.gpu_contracts.table import OBJECTS, TRANSFORMER_ENGINE
 
 SIGNATURES: Final = Path(__file__).parent / "signatures"
@@ -34,16 +34,6 @@ def target_of(key: str) -> str | None:
     if name and name in OBJECTS:
         return OBJECTS[name] + key.removeprefix(name)
     return key if name is None and is_foreign(key) else None
-
-
-def unlisted(of: tuple[Use, ...]) -> list[str]:
-    """The uses of which nothing tells what they are of, or what stands there."""
-    known = {target for each in DISTRIBUTIONS for target in read(each)}
-    return [
-        f"{use.file}:{use.line}: {use.key}"
-        for use in of
-        if (target_of(use.key) not in known if target_of(use.key) else listed(use.key) is None)
-    ]
 
 
 @cache

@@ -22,12 +22,11 @@ def main() -> None:
     for each in DISTRIBUTIONS:
         if each.root() is None and "--download" in sys.argv:
             download(each)
-        root = each.root()
-        if root is None:
+        if root := each.root():
+            lines = [f"{target}: {signature}\n" for target, signature in real(each, root).items()]
+            (SIGNATURES / f"{each.title}.txt").write_text("".join(lines))
+        else:
             sys.stderr.write(f"{each.title}: its sources are not here; --download brings them\n")
-            continue
-        lines = [f"{target}: {signature}\n" for target, signature in real(each, root).items()]
-        (SIGNATURES / f"{each.title}.txt").write_text("".join(lines))
 
 
 def download(distribution: Distribution) -> None:
@@ -36,11 +35,8 @@ def download(distribution: Distribution) -> None:
     if distribution.is_built:  # pip asks a source distribution for its name by running its setup.py
         asked += ["--no-binary", ":all:", "--no-build-isolation"]
     with TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder, *asked],
-            check=True,
-            env={**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"},
-        )
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder, *asked]
+        subprocess.run(command, check=True, env={**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"})
         (archive,) = Path(folder).iterdir()
         apart = Path(folder, "apart")
         if archive.suffix == ".whl":

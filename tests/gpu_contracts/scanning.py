@@ -68,12 +68,9 @@ def files() -> Iterator[Path]:
                 yield path
 
 
-def uses(source: str, file: str) -> list[Use]:
-    """All of a module, each once a line."""
-    tree = ast.parse(source)
-    found = _Finder(tree, file)
-    once = {(use.line, use.text, use.given): use for use in found.uses()}
-    return sorted(once.values(), key=lambda use: (use.line, use.text))
+def uses(source: str, file: str) -> Iterator[Use]:
+    """All of a module."""
+    return _Finder(ast.parse(source), file).uses()
 
 
 def is_foreign(name: str) -> bool:
@@ -121,13 +118,13 @@ class _Finder:
     def _by_name(self, node: ast.Call) -> Iterator[Use]:
         """Attributes and methods that are named by a string."""
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            text = f"{self._text(node.args[0])}.{_word(node.args[1])}"
+            text = f"{self._text(node.args[0])}.{getattr(node.args[1], 'value', '...')}"
             yield from [self._use(node, text)] * self._is_known(text)
         if isinstance(node.func, ast.Attribute) and node.func.attr == REMOTE:
             (given,) = [each.value for each in node.keywords if each.arg == "kwargs"] or [ast.Dict([], [])]
             assert isinstance(given, ast.Dict)
             keywords = tuple(str(key.value) for key in given.keys if isinstance(key, ast.Constant))
-            yield self._use(node, f"{REMOTE}.{_word(node.args[0])}", Given(0, keywords))
+            yield self._use(node, f"{REMOTE}.{getattr(node.args[0], 'value', '...')}", Given(0, keywords))
 
     def _text(self, node: ast.expr) -> str:
         """As it is written, without what stands in brackets, and with the full name of what was imported."""
@@ -144,8 +141,6 @@ class _Finder:
                 return f"{self._text(node.func)}()"
             case ast.Subscript():
                 return f"{self._text(node.value)}[]"
-            case ast.Await():
-                return self._text(node.value)
             case _:
                 return ast.unparse(node)
 
@@ -162,10 +157,6 @@ def _given(parent: ast.Call, node: ast.expr) -> Given | None:
     starred = any(isinstance(each, ast.Starred) for each in arguments)
     more = partial or starred or any(each.arg is None for each in parent.keywords)
     return Given(sum(not isinstance(each, ast.Starred) for each in arguments), keywords, more)
-
-
-def _word(node: ast.expr) -> str:
-    return str(node.value) if isinstance(node, ast.Constant) else "..."
 
 
 def keys_of(source: str, function: str) -> set[str]:

@@ -76,19 +76,15 @@ OBJECTS: Final[Mapping[str, str]] = {
 }
 """What a name stands for: it, and all that is reached through it, is an attribute of that there."""
 
+_TE = "transformer_engine.pytorch.module"
+_LINEAR = """
+bias device fuse_wgrad_accumulation get_rng_state_tracker in_features init_method out_features parallel_mode
+params_dtype return_bias rng_tracker_name sequence_parallel tp_group tp_size
+"""
 TRANSFORMER_ENGINE: Final[Mapping[str, tuple[int, str]]] = {
-    "transformer_engine.pytorch.module.linear.Linear": (
-        0,
-        (
-            "bias device fuse_wgrad_accumulation get_rng_state_tracker in_features init_method out_features "
-            "parallel_mode params_dtype return_bias rng_tracker_name sequence_parallel tp_group tp_size"
-        ),
-    ),
-    "transformer_engine.pytorch.module.linear.Linear.forward": (1, "is_first_microbatch"),
-    "transformer_engine.pytorch.module.rmsnorm.RMSNorm": (
-        0,
-        "device eps hidden_size params_dtype sequence_parallel zero_centered_gamma",
-    ),
+    f"{_TE}.linear.Linear": (0, _LINEAR),
+    f"{_TE}.linear.Linear.forward": (1, "is_first_microbatch"),
+    f"{_TE}.rmsnorm.RMSNorm": (0, "device eps hidden_size params_dtype sequence_parallel zero_centered_gamma"),
 }
 """What our layers ask of Transformer Engine through Megatron-Core's classes: positional arguments, and keywords."""
 

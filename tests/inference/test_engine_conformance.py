@@ -25,16 +25,9 @@ CASES: Mapping[str, tuple[str, Sequence[Check]]] = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.wide] * (case == "others")) for case in CASES])
-async def test_the_sampler_conforms(
-    backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]], case: str
-) -> None:
+async def test_a_sampler_conforms(backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]], case: str) -> None:
     way, checks = CASES[case]
     options = {"python": backend.python, "kv_cache_mib": 32, "kv_after_update": way}
-    subject = Subject(
-        backend.name,
-        keys={backend.name: options},
-        seconds=600,
-        temperatures=backend.sampler.temperatures,
-        replays=False,
-    )
+    keys, temperatures = {backend.name: options}, backend.sampler.temperatures
+    subject = Subject(backend.name, keys=keys, seconds=600, temperatures=temperatures, replays=False)
     await keep(await harness_of(subject), checks)

@@ -1,6 +1,7 @@
-"""What the samplers of engines promise beside what all samplers do: what they refuse, and how they draw together."""
+"""What samplers of engines promise beside what all samplers do: what they refuse, draw together, and tell agents."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -9,16 +10,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
+import psutil
 import pytest
 
-from meshrl import Batch, ClippedLoss, PolicyConfig, Ragged, SamplerConfig, Sampling, SequenceLoss, rollout
-from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl import Batch, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights, publish, rollout
+from meshrl.agents import Gateway, read_chat
+from meshrl.engines.processes import ProcessEngine
+from meshrl.errors import ConfigError, DataError, ModelError, RankFailed
+from meshrl.mesh import Mesh, Resources, respawn, stop
 from meshrl.run.evaluation import BesideSampling
 from meshrl_inference.sampler import EngineSampler
+from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchPolicy
-from tests.inference.conftest import MODEL, ended
-from tests.inference.networks import PROMPTS
+from tests.inference.conftest import MODEL, TOLD, ended
+from tests.inference.networks import GREEDY, PROMPTS
 
 pytestmark = pytest.mark.slow
 
@@ -62,15 +70,6 @@ async def test_a_row_is_drawn_the_same_alone_and_among_others_whatever_these_ask
         np.testing.assert_allclose(told, wanted, atol=1e-4)
 
 
-async def test_with_top_p_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped(sampler: EngineSampler) -> None:
-    rows = await (await rollout(sampler, PROMPTS, Sampling(n=16, max_tokens=32, top_p=0.9))).load()
-    batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))
-    for loss in (ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)):
-        told = await TorchPolicy(PolicyConfig(model=MODEL)).update(batch, loss)
-        assert told["ratio"] == pytest.approx(1, abs=1e-4)
-        assert told["clip_fraction"] == 0
-
-
 def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(backend: Any) -> None:
     made = backend.sampler
     script = (
@@ -100,3 +99,81 @@ def test_an_environment_without_the_engine_is_said(backend: Any, tmp_path: Path)
         backend.sampler(backend.config(model=MODEL, keys={"python": sys.executable}))
     with pytest.raises(ConfigError, match="whole weights"):
         backend.sampler(SamplerConfig.model_validate({"model": MODEL, "lora": {}}))
+
+
+async def test_conversations_are_recorded_token_for_token(backend: Any, sampler: EngineSampler) -> None:
+    """Eight conversations at once; the weights of the policy's second version come between two turns of each."""
+    policy = TorchPolicy(PolicyConfig(model=MODEL))
+    later = TorchPolicy(PolicyConfig(model=MODEL, seed=1))
+    weights = Weights(1, (await later.weights()).tensors)
+    gateway = Gateway(sampler, read_chat(backend.config(model=MODEL)))
+    half, loaded = asyncio.Barrier(9), asyncio.Event()
+
+    async def agent(words: list[str]) -> Any:
+        session = gateway.open(Sampling(max_tokens=6, ignore_eos=True))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+            messages: list[Any] = []
+            for word in words:
+                messages.append({"role": "user", "content": word})
+                told = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append(told.choices[0].message)
+                if word == words[0]:
+                    await half.wait()
+                    await loaded.wait()
+        return gateway.close(session)
+
+    async def publish() -> None:
+        await half.wait()
+        await sampler.load(weights)
+        loaded.set()
+
+    agents = [agent(["abc"[: 1 + number % 3], "de f", "gh" * (1 + number)]) for number in range(8)]
+    publishing = asyncio.create_task(publish())
+    for rows in await asyncio.gather(*agents):
+        assert len(rows) == 1
+        learnt = np.asarray(rows.loss_mask.values, np.bool_)
+        assert learnt.sum() == 18
+        versions = rows.ragged("versions").values[learnt]
+        assert versions.tolist() == [0] * 6 + [1] * 12
+        by_version = [(await each.logprobs(rows)).ragged("logprobs").values[learnt] for each in (policy, later)]
+        told = rows.sampler_logprobs.values[learnt]
+        assert told[6:] == pytest.approx(by_version[1][6:], abs=1e-3)
+        assert told[:6] == pytest.approx(by_version[0][:6], abs=1e-3)
+    await publishing
+
+
+async def test_a_killed_engine_is_told_and_another_reads_the_weights_of_ranks_and_ends_with_its_sampler(
+    backend: Any,
+) -> None:
+    engine, no_core = ProcessEngine(), Resources(cpus=0)
+    ranks = await Mesh.reserve(engine, 2, no_core)
+    config = PolicyConfig(backend="fsdp", model=MODEL, seed=1, weight_sync="broadcast", bucket_mib=1)
+    policy = await ranks.spawn(FsdpPolicy, config)
+    mesh = await Mesh.reserve(engine, 1, no_core)
+    keys = {"verify_weights": True} if backend.name == "sglang" else {}
+    sampler = await mesh.spawn(TOLD[backend.name], backend.config(model=MODEL, slots=4, keys=keys))
+    await publish(policy, sampler)
+    before = await rollout(sampler, PROMPTS, GREEDY)
+
+    # Rows for 400,000 steps, which no engine makes while a test may last.
+    stream = aiter(sampler.generate(PROMPTS, Sampling(max_tokens=200, n=2000, ignore_eos=True)))
+    await anext(stream)
+    psutil.Process(int((await sampler.pid())[0])).kill()
+    died = rf"{backend.sampler.kind.title}'s process \d+ has died \(signal SIGKILL\): respawn the sampler"
+    with pytest.raises(RankFailed, match=died):
+        [batch async for batch in stream]
+    with pytest.raises(RankFailed, match=r"has died \(signal SIGKILL\)"):
+        await publish(policy, sampler)
+    await respawn(sampler)
+    await publish(policy, sampler)
+    after = await rollout(sampler, PROMPTS, GREEDY)
+    assert after.only("tokens", "versions") == before.only("tokens", "versions")
+
+    pid = int((await sampler.pid())[0])
+    assert not ended(pid)
+    gc.collect()  # the error had the frames that it came through, and they the sampler
+    await stop(sampler)
+    while not ended(pid):  # noqa: ASYNC110 -- of another process
+        await asyncio.sleep(0.05)
+    await engine.close()

@@ -60,9 +60,7 @@ async def begun(sampler: Told) -> tuple[Batch, AsyncIterator[Batch]]:
     return await anext(stream), stream
 
 
-async def test_two_ranks_along_tp_compute_what_one_does(
-    shared: Told, models: tuple[list[PreTrainedModel], list[Weights]]
-) -> None:
+async def test_two_ranks_along_tp_equal_one(shared: Told, models: tuple[list[PreTrainedModel], list[Weights]]) -> None:
     (first, second), weights = models
     assert await completions(shared) == greedy(first)
     ended, others = await begun(shared)

@@ -87,13 +87,9 @@ def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         port = int(reserving.getsockname()[1])
         (place / "shared").mkdir()
         with (place / "log").open("wb") as log:
+            asked, environment = command(backend.name, backend.python, place / "model", port), variables(backend.name)
             process = subprocess.Popen(
-                command(backend.name, backend.python, place / "model", port),
-                stdout=log,
-                stderr=log,
-                env=variables(backend.name),
-                start_new_session=True,
-                cwd=place,
+                asked, stdout=log, stderr=log, env=environment, start_new_session=True, cwd=place
             )
         url = f"http://127.0.0.1:{port}"
         while not answers(url):
@@ -127,14 +123,8 @@ def untied(folder: Path) -> None:
 async def test_the_sampler_conforms(
     server: Server, harness_of: Callable[[Subject], Awaitable[Harness]], checks: Sequence[Check]
 ) -> None:
-    options = {"urls": [server.url], "weights": str(server.weights)}
-    subject = Subject(
-        "http",
-        keys={"http": options},
-        seconds=600,
-        temperatures={"vllm": (0.01, 2.0), "sglang": (1e-6, float("inf"))}[server.name],
-        replays=False,
-        restrictions={"vllm": 0, "sglang": 1}[server.name],
-    )
+    keys = {"http": {"urls": [server.url], "weights": str(server.weights)}}
+    temperatures, most = {"vllm": ((0.01, 2.0), 0), "sglang": ((1e-6, float("inf")), 1)}[server.name]
+    subject = Subject("http", keys=keys, seconds=600, temperatures=temperatures, replays=False, restrictions=most)
     asked = [check for check in checks if server.name != "sglang" or check not in UNSEEDED]
     await keep(await harness_of(subject), asked)

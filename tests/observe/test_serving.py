@@ -130,7 +130,8 @@ async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pyte
         async def post(command: str, token: str | None = watcher.token) -> int:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
             address = f"http://127.0.0.1:{watcher.port}/control"
-            return (await client.post(address, content=command, headers=headers)).status_code
+            status: int = (await client.post(address, content=command, headers=headers)).status_code
+            return status
 
         assert await post("pause") == 409  # there is no run yet
         append(run / NOW, Now(3.0, [], []))

@@ -61,11 +61,12 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_the_extras_that_texts_name_are_there() -> None:
-    texts = [
-        ROOT / "README.md",
-        *(path for folder in ("docs", "meshrl", "backends") for path in (ROOT / folder).rglob("*.[mp][dy]")),
-    ]
-    named = {name for text in texts for name in re.findall(r"meshrl\[(\w+)\]", text.read_text("utf-8"))}
+    texts = [path for folder in ("docs", "meshrl", "backends") for path in (ROOT / folder).rglob("*.[mp][dy]")]
+    named = {
+        name
+        for text in (ROOT / "README.md", *texts)
+        for name in re.findall(r"meshrl\[(\w+)\]", text.read_text("utf-8"))
+    }
     assert named <= EXTRAS.keys()
     # What an error says of a backend that is not installed: the extra of its name.
     points = entry_points(group="meshrl.backends")
@@ -120,18 +121,13 @@ def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
         assert not re.search(r"^- ", section.partition("\n### ")[0], re.MULTILINE), "an entry stands under a kind"
 
 
-def test_a_tag_is_the_version_and_has_a_section_of_the_changelog() -> None:
+def test_a_tag_and_the_citation_are_of_this_version_which_has_a_section_of_the_changelog() -> None:
     command = ["git", "tag", "--points-at", "HEAD", "--list", "v*"]
     told = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert set(told.stdout.split()) <= {f"v{VERSION}"}
-    if told.stdout:
-        assert f"\n## [{VERSION}] - " in CHANGELOG
-
-
-def test_the_citation_is_of_this_version() -> None:
+    assert not told.stdout or f"\n## [{VERSION}] - " in CHANGELOG
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert citation["version"] == VERSION
-    assert citation["license"] == PROJECT["license"]
+    assert (citation["version"], citation["license"]) == (VERSION, PROJECT["license"])
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}
 
 

@@ -12,22 +12,14 @@ from tests.packaging.conftest import ROOT, Meshrl
 pytestmark = pytest.mark.process
 
 NAMES = ("agents.", "engines.ray", "testing.conformance", "trackers.otlp", "watch.")
-OF_EXTRAS = tuple(f"meshrl.{name}" for name in NAMES)
 """Modules that an extra is needed for. `meshrl.agents` itself loads them when they are asked for."""
-
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 import meshrl.errors
 
-def walk(path, prefix):
-    for module in pkgutil.iter_modules(path, prefix):
-        if module.name.startswith({OF_EXTRAS!r}) or module.name.endswith("__main__"):
-            continue
-        found = importlib.import_module(module.name)
-        if module.ispkg:
-            walk(found.__path__, module.name + ".")
-
-walk(meshrl.__path__, "meshrl.")
+for module in pkgutil.walk_packages(meshrl.__path__, "meshrl.", onerror=lambda name: None):
+    if not module.name.removeprefix("meshrl.").startswith({NAMES!r}) and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 for name in meshrl.__all__:
     try:
         getattr(meshrl, name)

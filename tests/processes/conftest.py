@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -36,11 +38,35 @@ async def mesh(engine: ProcessEngine) -> AsyncIterator[Mesh]:
 
 
 class Numbered(Actor):
-    """Tells which process it is."""
+    """Tells which process it is, waits for good and dies."""
 
     @endpoint
     async def pid(self) -> Gather[NDArray[np.int64]]:
         return np.array([os.getpid()])
+
+    @endpoint
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    @endpoint
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Breaks:
+    """Raises where it is read."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _broken, (self.how,)
+
+
+def _broken(how: str) -> None:
+    if how == "exit":
+        sys.exit(3)
+    raise ValueError("a file \udcff of no name")
 
 
 @pytest.fixture
@@ -67,6 +93,13 @@ def running(pids: Iterable[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+async def killed(*pids: int) -> None:
+    """Kill processes, and wait until they have ended."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not running(pids))
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -30,7 +30,8 @@ from meshrl_torch.wire import fp8
 from meshrl_torch.wire.collective import Flight
 from meshrl_torch.wire.handover import Taking
 from meshrl_torch.wire.manifest import SCALE
-from tests.processes.conftest import NO_CORE, running, until
+from tests.backends.material import SHAPE, changed, updated
+from tests.processes.conftest import NO_CORE, Numbered, killed
 
 if TYPE_CHECKING:
     from meshrl_inference.naming import Naming
@@ -74,39 +75,28 @@ class Sender(FsdpPolicy):
         return np.array([sum(each.name == "meshrl-sender" for each in threading.enumerate())])
 
     @rl.endpoint
-    async def die(self, rank: int) -> rl.Sum[int]:
+    async def die(self, rank: int) -> None:
         if self._trainable.passes.ranks.number == rank:
             die_in_flight()
-        return 1
 
 
-class Reader(TorchSampler):
+class Reader(TorchSampler, Numbered):
     """A sampler that tells what it has."""
 
     @rl.endpoint
-    async def pid(self) -> rl.Gather[np.ndarray]:
-        return np.array([os.getpid()])
-
-    @rl.endpoint
-    async def die(self) -> rl.Sum[int]:
+    async def die(self) -> None:
         die_in_flight()
-        return 1
 
     @rl.endpoint
-    async def go(self, way: str) -> rl.Sum[int]:
+    async def go(self, way: str) -> None:
         """From now on, weights come so."""
         os.environ["MESHRL_HANDOVER"] = "0" if way == "by gloo" else "1"
-        return 1
 
     @rl.endpoint
-    async def routes(self) -> rl.Gather[rl.Batch]:
-        """What each rank has last said of how weights arrive."""
-        return rl.Batch.of(route=[", ".join(self._arrivals._said)])
-
-    @rl.endpoint
-    async def prints(self) -> rl.Gather[rl.Batch]:
-        """The fingerprint of each rank's tensors."""
-        return rl.Batch.of(print=[rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()])
+    async def got(self) -> rl.Gather[rl.Batch]:
+        """What each rank has last said of how weights arrive, and the fingerprint of its tensors."""
+        found = rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()
+        return rl.Batch.of(route=[", ".join(self._arrivals._said)], print=[found])
 
 
 def config(**changes: object) -> rl.PolicyConfig:
@@ -114,29 +104,17 @@ def config(**changes: object) -> rl.PolicyConfig:
     return rl.PolicyConfig.model_validate(keys | changes)
 
 
-def rollouts(seed: int = 0) -> rl.Batch:
-    rng = np.random.default_rng(seed)
-    tokens = rl.Ragged.of([rng.integers(2, 11, 7) for _ in range(6)], np.int32)
-    return rl.Batch.of(
-        tokens=tokens,
-        loss_mask=rl.Ragged(np.tile(np.arange(7) >= 3, 6), tokens.offsets),
-        sampler_logprobs=rl.Ragged(np.full(42, -2.0, np.float32), tokens.offsets),
-        advantages=rng.normal(size=6).astype(np.float32),
-    )
-
-
 async def routes(readers: Reader) -> list[object]:
-    return list((await (await readers.routes()).load()).objects("route"))
+    return list((await (await readers.got()).load()).objects("route"))
 
 
 async def prints(readers: Reader) -> list[object]:
-    return list((await (await readers.prints()).load()).objects("print"))
+    return list((await (await readers.got()).load()).objects("print"))
 
 
 async def both_updated(version: int, *policies: rl.Policy) -> str:
     """By the same rollouts; the fingerprint of the second's weights, which come whole."""
-    for each in policies:
-        await each.update(rollouts(version), rl.ClippedLoss())
+    await updated(*policies, seed=version)
     return (await (await policies[1].weights()).load()).fingerprint()
 
 
@@ -176,9 +154,7 @@ async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_agai
         await readers.load(first)
     assert len(await readers.generate(rl.Batch.of(prompt=["ab", "ba"]), rl.Sampling(max_tokens=2)).__anext__()) == 1
 
-    pid = int((await readers.pid())[0])
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: not running([pid]))
+    await killed(int((await readers.pid())[0]))
     await rl.respawn(readers)
     assert await prints(readers) != [known, known]
     for way in (GLOO, MEMORY):
@@ -199,10 +175,8 @@ async def test_ranks_of_megatron_send_their_own_experts(
     engine: ProcessEngine, two: rl.Mesh, random_model: Callable[..., str], tmp_path: Path
 ) -> None:
     """They are those that it gathers for others."""
-    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48}
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "eos_token_id": 1}
-    mixture = random_model(Qwen3MoeConfig(**shape, **heads, **experts, bos_token_id=None), tmp_path, noise=0)
+    shape = changed(SHAPE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+    mixture = random_model(Qwen3MoeConfig(**shape), tmp_path, noise=0)
     mesh = await rl.Mesh.reserve(engine, 2, NO_CORE)
     readers = await mesh.spawn(Reader, rl.SamplerConfig(model=mixture, seed=5))
     keys = {"backend": "megatron", "model": mixture, "megatron": {"experts": 2}}

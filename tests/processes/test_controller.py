@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -63,13 +63,12 @@ print("it runs", flush=True)
 input()
 """
 FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), time.sleep(10**6)); await call"
-HANG, NEVER, CLOSE = "await call", "pass", "await engine.close()"
 
 
-def start(folder: Path, script: Path, *arguments: object) -> "subprocess.Popen[str]":
-    """A script in a session of its own, whose temporary files are in this folder."""
+def start(folder: Path, *command: Path | str) -> "subprocess.Popen[str]":
+    """Python in a session of its own, whose temporary files are in this folder."""
     return subprocess.Popen(
-        [sys.executable, script, *map(str, arguments)],
+        [sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -80,7 +79,7 @@ def start(folder: Path, script: Path, *arguments: object) -> "subprocess.Popen[s
 
 
 @contextmanager
-def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generator[tuple[subprocess.Popen[str], Path]]:
+def controller(end: str, last: str = "pass", *, is_read: bool = False) -> Generator[tuple[subprocess.Popen[str], Path]]:
     """A script with two ranks and a call on them; what has to be gone when it ends is looked for afterwards.
 
     `is_read`: what it has leased of shared memory is read by a process that it has forked.
@@ -107,17 +106,11 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
         assert not list(folder.glob("meshrl-*"))
 
 
-def is_of_group(pid: int, group: int) -> bool:
-    with suppress(ProcessLookupError):
-        return os.getpgid(pid) == group
-    return False
-
-
 def test_a_killed_controller_leaves_nothing_even_if_what_it_has_forked_goes_on() -> None:
     with controller(FORK, is_read=True) as (started, folder):
         wait_until((folder / "note").exists)
+        forked = [child.pid for child in psutil.Process(started.pid).children() if os.getpgid(child.pid) == started.pid]
         started.kill()
-        forked = [pid for pid in psutil.pids() if pid != started.pid and is_of_group(pid, started.pid)]
     assert started.returncode == -signal.SIGKILL
     assert running(forked)
     os.killpg(started.pid, signal.SIGKILL)
@@ -132,7 +125,7 @@ def test_a_controller_that_exits_without_closing_its_engine_leaves_nothing() -> 
 
 
 def test_an_interrupt_is_the_controllers_alone_which_cancels_its_calls_and_ends() -> None:
-    with controller(HANG, CLOSE) as (started, folder):
+    with controller("await call", "await engine.close()") as (started, folder):
         os.killpg(started.pid, signal.SIGINT)
         started.wait()
         assert (folder / "note").read_text() == "cancelled"
@@ -144,8 +137,6 @@ def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(mo
     """Their own files are touched by nobody as long as they live."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        script = folder / "script.py"
-        script.write_text(ENGINE_ALONE)
 
         def kill(started: "subprocess.Popen[str]") -> None:
             for process in [*psutil.Process(started.pid).children(), started]:
@@ -153,7 +144,7 @@ def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(mo
             started.communicate()
 
         def begun(known: set[Path]) -> "tuple[subprocess.Popen[str], set[Path]]":
-            started = start(folder, script)
+            started = start(folder, "-c", ENGINE_ALONE)
             assert started.stdout is not None
             assert started.stdout.readline() == "it runs\n"
             return started, set(folder.glob("meshrl-*")) - known

@@ -1,8 +1,6 @@
 """What is left of a process that is killed, and who gives it back."""
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from meshrl import Batch, Gather, Mesh, Shard, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import MeshStopped
-from tests.processes.conftest import NO_CORE, Numbered, running, segments, until
+from tests.processes.conftest import NO_CORE, Numbered, killed, running, segments, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,12 +41,6 @@ class Rows(Numbered):
         finally:
             Path(note).touch()
             await asyncio.Event().wait()
-
-
-async def killed(*pids: int) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    await until(lambda: not running(pids))
 
 
 async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(

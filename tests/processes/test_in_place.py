@@ -8,8 +8,7 @@ import pytest
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, at, endpoint
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import Same, empty, is_in_place, pool
-from tests.processes.conftest import NO_CORE, segments
-from tests.processes.test_deaths import killed
+from tests.processes.conftest import NO_CORE, killed, segments
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -93,7 +92,6 @@ async def test_what_a_reader_joins_is_handed_on_as_it_lies_there(
     named = await taker.under_another_name(await makers.make(3.0))
     joined = memory_of(await taker.pid())
     assert few(joined - 2 * NBYTES), "it joins them once"
-    for pid in pids:
-        await killed(pid)
+    await killed(*pids)
     assert await taker.total(named) == 12.0 * COUNT
     assert memory_of(await taker.pid()) == joined

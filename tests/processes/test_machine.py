@@ -2,25 +2,24 @@
 
 import os
 import resource
-import signal
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from meshrl import Actor, Mesh, Resources, at, each, endpoint, respawn
+from meshrl import Mesh, Resources, at, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ConfigError, RankDied
 from meshrl.mesh import Same
-from tests.processes.conftest import NO_CORE
+from tests.processes.conftest import NO_CORE, Numbered
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-class Has(Actor):
+class Has(Numbered):
     @endpoint
     async def variable(self, name: str) -> Same[str]:
         return os.environ[name]
@@ -28,10 +27,6 @@ class Has(Actor):
     @endpoint
     async def cores(self) -> Same[list[int]]:
         return sorted(os.sched_getaffinity(0))
-
-    @endpoint
-    async def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -94,13 +89,10 @@ async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
 
 
 async def test_what_a_machine_does_not_have_is_said(engine: ProcessEngine) -> None:
-    for count, asks, told in [
-        (1, Resources(gpus=5), "1 ranks with 5 GPUs each, but this machine has 1 of GPU 0"),
-        (1, Resources(custom={"shelf": 1}), "asks for shelf, .* use Ray"),
-        (0, NO_CORE, "ask for at least 1"),
-    ]:
-        with pytest.raises(ConfigError, match=told):
-            await Mesh.reserve(engine, count, asks)
+    with pytest.raises(ConfigError, match="1 ranks with 5 GPUs each, but this machine has 1 of GPU 0"):
+        await Mesh.reserve(engine, 1, Resources(gpus=5))
+    with pytest.raises(ConfigError, match=r"asks for shelf, .* use Ray"):
+        await Mesh.reserve(engine, 1, Resources(custom={"shelf": 1}))
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores that processes can be pinned to")

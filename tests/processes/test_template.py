@@ -5,8 +5,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,47 +12,19 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl import Actor, Mesh, Resources, each, endpoint, respawn
+from meshrl import Mesh, Resources, each, endpoint, respawn
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ConfigError, RankDied
 from meshrl.mesh import Same
-from tests.processes.conftest import NO_CORE, made_now, running, until, wait_until
+from tests.processes.conftest import NO_CORE, Numbered, made_now, running, until, wait_until
 
 pytestmark = pytest.mark.process
 
-PRINTS = """
-import asyncio
-from meshrl import Actor, Mesh, Resources, endpoint
-from meshrl.errors import ConfigError
-from meshrl.engines.processes import ProcessEngine
 
-class Prints(Actor):
-    @endpoint
-    async def say(self) -> None:
-        print("a rank says so")
-
-async def main():
-    engine = ProcessEngine(modules=["says_hello"])
-    prints = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Prints)
-    await prints.say()
-    await engine.close()
-
-asyncio.run(main())
-"""
-
-
-class Rank(Actor):
+class Rank(Numbered):
     @endpoint
     async def draw(self) -> Same[float]:
         return float(np.random.random())  # noqa: NPY002 -- what older code draws from
-
-    @endpoint
-    async def pid(self) -> Same[int]:
-        return os.getpid()
-
-    @endpoint
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
 
     @endpoint
     async def fork(self) -> Same[list[int]]:
@@ -70,13 +40,9 @@ class Rank(Actor):
     async def files(self) -> Same[int]:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
-
-def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(PRINTS)
-    (tmp_path / "says_hello.py").write_text("print('hello')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
-    printed = subprocess.check_output([sys.executable, tmp_path / "script.py"], text=True, env=environment)
-    assert sorted(printed.splitlines()) == ["a rank says so", "a rank says so", "hello"]
+    @endpoint
+    async def say(self, text: str) -> None:
+        print(text)  # noqa: T201 -- what is tested
 
 
 async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
@@ -85,19 +51,17 @@ async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))  # longer than the path of a socket may be
     monkeypatch.setenv("PYTHONPATH", "/the/users/own")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        engine = ProcessEngine(modules=["numpy.random"])
-        monkeypatch.setenv("MINE", "set late")
-        ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
-        environment = (await each(ranks.environment)())[0]
-        assert (environment["PYTHONPATH"], environment["MINE"]) == ("/the/users/own", "set late")
-        assert await ranks.files() > 512, "as many files as this user may open"
-        assert len(set(await each(ranks.draw)())) == 4
-        await engine.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    engine = ProcessEngine(modules=["numpy.random"])
+    monkeypatch.setenv("MINE", "set late")
+    ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
+    environment = (await each(ranks.environment)())[0]
+    assert (environment["PYTHONPATH"], environment["MINE"]) == ("/the/users/own", "set late")
+    assert await ranks.files() > 512, "as many files as this user may open"
+    assert len(set(await each(ranks.draw)())) == 4
+    await engine.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert not list(long.iterdir())
 
 
@@ -120,30 +84,35 @@ def third_fails():
     return loop()
 
 os.fork, asyncio.new_event_loop = second_is_refused, third_fails
+print("imported")
 """
 
 
 @pytest.mark.usefixtures("cold")
-async def test_a_rank_that_cannot_be_started_is_told_and_takes_nothing(
+async def test_a_rank_that_cannot_be_started_is_told_and_takes_nothing_and_all_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither its process nor its GPU; what ranks are made of goes on. A user's module breaks it."""
     (tmp_path / "breaks.py").write_text(BREAKS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in ("PYTHONPATH", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
     engine, made_of = made_now(lambda: ProcessEngine(modules=["breaks"]))
     with pytest.raises(ConfigError, match=r"takes no more processes \(.*temporarily unavailable"):
         await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=1))
     with pytest.raises(ConfigError, match="did not start: it ended by itself with status 1"):
         await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))
-    assert "ValueError: a rank of straw" in capfd.readouterr().err
     ranks = await (await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))).spawn(Rank)
     environment = await ranks.environment()
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert "PYTHONPATH" not in environment
+    await ranks.say("a rank says so")
     assert running(made_of) == made_of
     await engine.close()
+    printed = capfd.readouterr()
+    assert sorted(printed.out.splitlines()) == ["a rank says so", "imported"]
+    assert "ValueError: a rank of straw" in printed.err
 
 
 @pytest.mark.usefixtures("cold")
@@ -153,8 +122,8 @@ async def test_ranks_end_with_what_they_are_made_of_and_can_be_made_again(monkey
         engine, made_of = made_now(lambda: ProcessEngine(inline_bytes=0))
         mesh = await Mesh.reserve(engine, 2, NO_CORE)
         ranks = await mesh.spawn(Rank)
-        pids = await each(ranks.pid)()
-        call = asyncio.create_task(ranks.wait())
+        pids = (await ranks.pid()).tolist()
+        call = asyncio.create_task(ranks.hang())
         await ranks.files()
         os.kill(made_of[0], signal.SIGKILL)
         with pytest.raises(RankDied, match="the process that ranks are made of is gone"):
@@ -162,7 +131,7 @@ async def test_ranks_end_with_what_they_are_made_of_and_can_be_made_again(monkey
         await until(lambda: not running([*made_of, *pids]))
         known = {child.pid for child in psutil.Process().children()}
         await respawn(ranks)
-        assert not set(await each(ranks.pid)()) & set(pids)
+        assert not set((await ranks.pid()).tolist()) & set(pids)
 
         (again,) = (child.pid for child in psutil.Process().children() if child.pid not in known)
         os.kill(again, signal.SIGKILL)
@@ -180,7 +149,7 @@ async def test_processes_that_a_rank_has_started_end_with_it() -> None:
     killed, *others = [await mesh.spawn(Rank) for mesh in meshes]
     pids = [await ranks.fork() for ranks in (killed, *others)]
     assert all(running(pair) == pair for pair in pids)
-    call = asyncio.create_task(killed.wait())
+    call = asyncio.create_task(killed.hang())
     await killed.files()
     os.kill(pids[0][0], signal.SIGKILL)
     with pytest.raises(RankDied):  # though its child has its end of the connection

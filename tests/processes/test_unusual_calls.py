@@ -1,7 +1,6 @@
 """Handles that come and go, values that break where they are read, and much under way at once."""
 
 import asyncio
-import sys
 from functools import wraps
 from random import Random
 from types import FunctionType
@@ -14,7 +13,7 @@ from meshrl import Actor, Mesh, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import RankFailed
 from meshrl.mesh import CollectiveActor, Same
-from tests.processes.conftest import NO_CORE, Numbered
+from tests.processes.conftest import NO_CORE, Breaks, Numbered
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -44,22 +43,6 @@ class Guest(Numbered):
 class Together(Guest, CollectiveActor):
     def agree(self, work):  # type: ignore[no-untyped-def]  # one rank
         return [work()]
-
-
-class Breaks:
-    """Raises where it is read."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _broken, (self.how,)
-
-
-def _broken(how: str) -> None:
-    if how == "exit":
-        sys.exit(3)
-    raise ValueError("a file \udcff of no name")
 
 
 async def test_handles_leave_no_connection_behind(engine: ProcessEngine, mesh: Mesh) -> None:

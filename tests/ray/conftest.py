@@ -1,32 +1,21 @@
 """Tests of what only Ray has: placement, the way between machines, code that travels, faults of nodes."""
 
-import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 import ray
 
-from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, endpoint
+from meshrl import Batch, Gather, Mesh, Ragged, Resources, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.mesh import Same
+from tests.processes.conftest import Numbered
 
 NO_CORE = Resources(cpus=0)
 
 
-class Probe(Actor):
-    """A rank that tells where it is, makes rows, waits and dies."""
-
-    @endpoint
-    async def pid(self) -> Gather[np.ndarray]:
-        return np.array([os.getpid()])
-
-    @endpoint
-    async def hang(self) -> None:
-        await asyncio.Event().wait()
+class Probe(Numbered):
+    """A rank that makes rows."""
 
     @endpoint
     async def take(self, what: object) -> None: ...
@@ -34,11 +23,6 @@ class Probe(Actor):
     @endpoint
     async def make(self, tokens: int, rows: int = 2) -> Gather[Batch]:
         return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
-
-    @endpoint
-    async def die(self) -> Same[int]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
 
 
 def stored() -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from meshrl.engines.ray import RayEngine
 from meshrl.errors import DataLost, MeshStopped, RankDied, RankFailed
 from meshrl.mesh import CollectiveActor
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
-from tests.processes.conftest import running, until, wait_until
+from tests.backends.material import MODEL, updated
+from tests.processes.conftest import killed, running, until, wait_until
 from tests.ray.conftest import NO_CORE, Probe, stored
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
             probe = await (await run.mesh(2, NO_CORE)).spawn(Probe)
             pids.extend((await probe.pid()).tolist())
             batch = await probe.make(500_000)
-            os.kill(pids[-1], signal.SIGKILL)
-            await until(lambda: not running(pids[-1:]))
+            await killed(pids[-1])
             await probe.take(batch)
 
     with pytest.raises(RankDied):
@@ -138,25 +137,20 @@ async def until_it_fails(policy: rl.Policy, batch: rl.Batch) -> None:
 async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
     """And a policy trains on ranks of Ray, and on new ones after one has died."""
     engine = RayEngine(inline_bytes=0)
-    model = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
     mesh = (await rl.Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
-    policy, killer = await mesh.spawn(FsdpPolicy, rl.PolicyConfig(model=model)), await mesh.spawn(Probe)
+    policy, killer = await mesh.spawn(FsdpPolicy, rl.PolicyConfig(model=MODEL)), await mesh.spawn(Probe)
     maker = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Probe)
     batch = (await maker.make(9)).assign(loss_mask=rl.Ragged(np.arange(36) % 9 > 2, np.arange(0, 37, 9)))
     with pytest.raises(RankDied):
         await rl.at(maker, dp=1).die()
     with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
         await until_it_fails(policy, batch)
-    tokens = rl.Ragged.of([np.arange(2, 11)] * 2, np.int32)
-    mask, logprobs = [rl.Ragged(values, tokens.offsets) for values in (np.arange(18) % 9 > 2, np.full(18, -2.0, "f4"))]
-    advantages = np.ones(2, np.float32)
-    trained = rl.Batch.of(tokens=tokens, loss_mask=mask, sampler_logprobs=logprobs, advantages=advantages)
-    await policy.update(trained, rl.ClippedLoss())
+    await updated(policy)
     assert (await policy.weights()).version == 1
     with pytest.raises(RankDied):
         await rl.at(killer, dp=1).die()
     await rl.respawn(policy)
-    await policy.update(trained, rl.ClippedLoss())
+    await updated(policy)
     assert (await policy.weights()).version == 1, "of new ranks, which have begun anew"
     await engine.close()
 

@@ -28,21 +28,6 @@ class FakeReader:
         return read_on(files)
 
 
-@pytest.fixture
-def readers(monkeypatch: pytest.MonkeyPatch) -> list[FakeReader]:
-    """The readers that were made."""
-    made: list[FakeReader] = []
-
-    def make(_: str) -> FakeReader:
-        made.append(FakeReader())
-        return made[-1]
-
-    monkeypatch.setattr(logs, "_reader", make)
-    monkeypatch.setattr(logs, "_PAUSE", 0.01)
-    monkeypatch.setattr("ray.kill", lambda _: None)
-    return made
-
-
 def rank(number: int, folder: Path) -> Process:
     """A process on another node, which writes to NUMBER.out."""
     (folder / f"{number}.out").touch()
@@ -61,8 +46,17 @@ async def writes(process: Process, folder: Path, text: str) -> None:
 
 
 async def test_a_new_rank_on_a_node_whose_reader_has_died_gets_another(
-    readers: list[FakeReader], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    readers: list[FakeReader] = []
+
+    def make(_: str) -> FakeReader:
+        readers.append(FakeReader())
+        return readers[-1]
+
+    monkeypatch.setattr(logs, "_reader", make)
+    monkeypatch.setattr(logs, "_PAUSE", 0.01)
+    monkeypatch.setattr("ray.kill", lambda _: None)
     followed, old, new = RankLogs(), rank(0, tmp_path), rank(1, tmp_path)
     followed.follow(old)
     await writes(old, tmp_path, "once")

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from meshrl import Actor, Gather, Mesh, Sum, Weights, at, endpoint, respawn
+from meshrl import Gather, Mesh, Weights, at, endpoint, respawn
 from meshrl.engines.hosting import Door, Gone, Place, boot
 from meshrl.engines.ray import RayEngine, nodes, refs
 from meshrl.engines.ray.channel import RayChannel
@@ -20,6 +20,7 @@ from meshrl.engines.ray.relay import LARGE, unless_silent
 from meshrl.engines.ray.route import Handle, Stop, near
 from meshrl.errors import RankDied
 from meshrl.mesh import EVERY, Same, pool
+from tests.processes.conftest import Numbered
 from tests.ray.conftest import NO_CORE
 
 COLLECTIVES, STORE = "collectives", "the object store"
@@ -37,7 +38,7 @@ def _each_rank_has_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayChannel, "found", found)
 
 
-class Model(Actor):
+class Model(Numbered):
     """Makes weights, and takes them, on a machine of its own."""
 
     def __init__(self, *, has_torch: bool = True) -> None:
@@ -64,10 +65,6 @@ class Model(Actor):
         """Whether this machine still has what came to it for the next one."""
         gc.collect()
         return any(isinstance(each, Flow) for each in gc.get_objects())
-
-    @endpoint
-    async def die(self) -> Sum[int]:
-        os._exit(1)
 
 
 async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died(mesh: Mesh, engine: RayEngine) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.inference.conftest import environment, pytest_collection_modifyitems
+from tests.inference.conftest import Backend, pytest_collection_modifyitems
 
 __all__ = ["pytest_collection_modifyitems"]
 
@@ -10,5 +10,4 @@ __all__ = ["pytest_collection_modifyitems"]
 @pytest.fixture(scope="session")
 def python() -> str | None:
     """The interpreter that has vLLM; None where it is this one."""
-    own = environment("vllm")
-    return str(own) if own.exists() else None
+    return Backend("vllm").python

@@ -27,23 +27,11 @@ CONFIG = """
 algorithm = "sft"
 rows = 8
 steps = 6
-
-[run]
-name = "tiny"
-checkpoint_every = 4
-
-[task]
-source = "words.jsonl"
-held_out = 0
-
-[policy]
-model = { characters = "abcdefgh>", hidden_size = 64, ffn_size = 96, layers = 2, heads = 2, max_tokens = 192 }
-
-[policy.optimizer]
-lr = 1e-2
-
-[sampler.vllm]
-python = "/nowhere/an-interpreter-of-the-folder"
+run = { name = "tiny", checkpoint_every = 4 }
+task = { source = "words.jsonl", held_out = 0 }
+policy.model = { characters = "abcdefgh>", hidden_size = 64, ffn_size = 96, layers = 2, heads = 2, max_tokens = 192 }
+policy.optimizer.lr = 1e-2
+sampler.vllm.python = "/nowhere/an-interpreter-of-the-folder"
 """
 PROMPTS = [[2, 3, 10], [9, 8, 10], [4], [2, 3, 4] * 50]
 """The last one fills a block of keys and values, which vLLM keeps for others that begin like it."""
@@ -91,13 +79,9 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
     shutil.rmtree(run / "checkpoints" / "step-000006")  # that of the end
     with reserved_port() as reserving:
         port = reserving.getsockname()[1]
-        server = subprocess.Popen(
-            [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
         yield Served(run, server, port)
         server.terminate()
         server.wait()
