@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.harness import ALLOCATOR, ROOT, Figure, figure, report
-from meshrl import AlgorithmConfig, RunConfig
+from meshrl import AlgorithmConfig
 from meshrl.events import Call, Event, Step
-from meshrl.observe.reading import read_events
+from meshrl.observe.run_files import read_events
 from meshrl.run import find_config, load_job
 from meshrl.run.jobs import shipped_scripts
 
@@ -127,7 +127,7 @@ def pages(asked: Sequence[str] | None) -> list[str]:
 
 def config(name: str) -> AlgorithmConfig:
     """The settings of a page's quickstart."""
-    settings = load_job(find_config(f"{name}/quickstart"), [], RunConfig).config
+    settings = load_job(find_config(f"{name}/quickstart"), []).config
     assert isinstance(settings, AlgorithmConfig)
     return settings
 

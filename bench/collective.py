@@ -19,9 +19,9 @@ from meshrl import Actor, Gather, Mesh, PolicyConfig, Resources, SamplerConfig, 
 from meshrl.engines import make_engine
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
-from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.weights.live_weights import LiveWeights, offer_weights
+from meshrl_torch.wire.bucket_bytes import fingerprint
 from meshrl_torch.wire.collective import IN_FLIGHT
-from meshrl_torch.wire.fingerprints import fingerprint
 
 RANKS: Final = 2
 """Number of sending ranks, and of reading ranks."""
@@ -74,7 +74,7 @@ class Source(FsdpPolicy):
     async def bare(self) -> Gather[Weights]:
         """As `weights`, without a probe: no model runs."""
         assert self._sender
-        return offered(self._sender, self._trainable.optimizer.steps, None, self._trainable.shards())
+        return offer_weights(self._sender, self._trainable.optimizer.steps, None, self._trainable.shards())
 
     @endpoint
     async def extra(self) -> Gather[np.ndarray]:

@@ -158,7 +158,7 @@ def overlapped(case: Case, job: Job) -> Case:
 def quickstart(model: str, *settings: str) -> Any:
     """The settings of grpo/quickstart with this initial model."""
     overrides = [f"policy.model={model}", "policy.optimizer.schedule=constant", *settings]
-    return load_job(find_config("grpo/quickstart"), overrides, RunConfig).config
+    return load_job(find_config("grpo/quickstart"), overrides).config
 
 
 def make_job(case: Case, ahead: int, engine: EngineName) -> Job:

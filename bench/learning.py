@@ -163,7 +163,7 @@ def train(name: str, model: Path, folder: Path, seeds: int, steps: int) -> Resul
 
 def quickstart(name: str, *settings: str) -> Any:
     """The settings of an algorithm's quickstart."""
-    return load_job(find_config(f"{name}/quickstart"), settings, RunConfig).config
+    return load_job(find_config(f"{name}/quickstart"), settings).config
 
 
 @cache

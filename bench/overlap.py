@@ -55,8 +55,8 @@ from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
 from meshrl.mesh import Engine
 from meshrl.observe.analysis import overlap
-from meshrl.observe.reading import read_events
-from meshrl.overlap.producer import SwapMode
+from meshrl.observe.run_files import read_events
+from meshrl.overlap.stream_state import SwapMode
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 PROMPTS: Final = 64
@@ -292,7 +292,7 @@ def turn(runner: asyncio.Runner, pipeline: Pipeline) -> list[float]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds per step of a run, as in `report.analysis.Share`."""
+    """Seconds per step of a run, as in `StepTime`."""
 
     step: float
     rollout: float

@@ -38,9 +38,9 @@ from bench.harness import (
     within,
 )
 from meshrl.observe import read_events
-from meshrl.planning import Devices, Plan, Proposal, Record, Wanted, fit, forecast_of, make_plan
+from meshrl.planning import Devices, Plan, PlanOptions, Proposal, RecordedRun, fit, forecast_of, make_plan
 from meshrl.planning.pace import step_windows
-from meshrl.run import RunConfig, find_config, load_job
+from meshrl.run import find_config, load_job
 
 CONFIG: Final = "grpo/quickstart"
 CORES: Final = 2
@@ -139,7 +139,7 @@ def run_round(folder: Path, number: int, common: Sequence[str], steps: int) -> N
 def proposal(folder: Path, common: Sequence[str]) -> Proposal:
     """The best proposal from the first record of the first round."""
     record = folder / f"0-record-{slug(TOGETHER)}"
-    return make_plan(CONFIG, common, Wanted(Devices(CORES, "cpus"), [record])).proposals[0]
+    return make_plan(CONFIG, common, PlanOptions(Devices(CORES, "cpus"), [record])).proposals[0]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Round:
     def predicted(self, count: int) -> dict[str, float]:
         """The median step of each setting in seconds, predicted from `count` records."""
         folders = [self.folder / f"{self.number}-record-{slug(name)}" for name in (TOGETHER, AHEAD)]
-        records = [Record.read(each) for each in folders[:count]]
+        records = [RecordedRun.read(each) for each in folders[:count]]
         return {name: predict(records, [*self.common, *settings]) for name, settings in SETTINGS.items()}
 
 
@@ -182,9 +182,9 @@ def judged(told: str, predicted: Mapping[str, float], took: Mapping[str, float])
     ]
 
 
-def predict(records: Sequence[Record], overrides: Sequence[str]) -> float:
+def predict(records: Sequence[RecordedRun], overrides: Sequence[str]) -> float:
     """The median step in seconds."""
-    job = load_job(find_config(CONFIG), [*overrides, "steps=60"], RunConfig)
+    job = load_job(find_config(CONFIG), [*overrides, "steps=60"])
     return forecast_of(job, fit(records, job.resolved, CORES).pace, quiet=True).step_seconds_median
 
 
@@ -198,7 +198,7 @@ def planning() -> list[Figure]:
     """The time of a plan for many GPUs, with an FSDP2 policy and vLLM engines."""
     began = time.perf_counter()
     backends = ["policy.backend=fsdp", "sampler.backend=vllm"]
-    made: Plan = make_plan(CONFIG, backends, Wanted(Devices(GPUS, "gpus"), rollout=3000, train=4000))
+    made: Plan = make_plan(CONFIG, backends, PlanOptions(Devices(GPUS, "gpus"), rollout=3000, train=4000))
     took = time.perf_counter() - began
     return [
         figure(f"layouts on {GPUS} GPUs", made.candidates, "layouts"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from meshrl.roles import PolicyConfig, Work, memory_of
+from meshrl.roles import PolicyConfig, Workload, memory_of
 
 PAGE: Final = Path(__file__).with_name("gpu.md")
 MODELS: Final = Path(__file__).parents[1] / "tests" / "data" / "models"
@@ -32,7 +32,7 @@ def told(model: str, ranks: int) -> Mapping[str, int]:
         activation_checkpointing=True,
         micro_batch_tokens=16384,
     )
-    work = Work({"dp": ranks}, prompt=512, completion=2048, rows=1024, n=8, gpu=80 * _GIB)
+    work = Workload({"dp": ranks}, prompt=512, completion=2048, rows=1024, n=8, gpu=80 * _GIB)
     memory = memory_of(config, work)
     return {term.name: term.nbytes for term in memory.terms} if memory else {}
 

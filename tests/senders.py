@@ -12,25 +12,25 @@ from meshrl.data import Probe
 from meshrl.mesh import Rank
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.weights import sender as broadcast
-from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.weights.live_weights import LiveWeights, offer_weights
 from meshrl_torch.weights.sender import Sender
 
 if TYPE_CHECKING:
-    from meshrl_torch.ranks.rank_group import RankGroup
+    from meshrl_torch.ranks.process_group import RankGroup
 
 T = TypeVar("T")
 
 
-class OneMind:
-    """Ranks that agree on what the first of them says."""
+class AgreeingRanks:
+    """Ranks of which each gets the result of the first."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks, self._said = ranks, list[object]()
+        self._ranks, self._agreed = ranks, list[object]()
 
     def agree(self, say: Callable[[], T]) -> list[T]:
         """The same for all."""
-        self._said = self._said or [say()] * self._ranks
-        return cast("list[T]", self._said)
+        self._agreed = self._agreed or [say()] * self._ranks
+        return cast("list[T]", self._agreed)
 
 
 class Senders(NamedTuple):
@@ -47,7 +47,7 @@ class Senders(NamedTuple):
                 if len(rows):
                     own.append(Box(name, tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), rows))
                     first += len(rows)
-        parts = [offered(sender, version, probe, own) for sender, own in zip(self.each, boxes, strict=True)]
+        parts = [offer_weights(sender, version, probe, own) for sender, own in zip(self.each, boxes, strict=True)]
         return LiveWeights.join(parts)
 
     def end(self) -> None:
@@ -62,9 +62,9 @@ def sending(ranks: int, limit: int, matrices: Collection[str] = frozenset()) -> 
     store = cast("Any", dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broadcast, "are_processes", lambda _: True)
-        patch.setattr(broadcast, "meet", lambda _: store)
-        patch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
-        agreed, cpu = cast("RankGroup", OneMind(ranks)), torch.device("cpu")
+        patch.setattr(broadcast, "mesh_store", lambda _: store)
+        patch.setattr(broadcast, "store_address", lambda: f"127.0.0.1:{store.port}")
+        agreed, cpu = cast("RankGroup", AgreeingRanks(ranks)), torch.device("cpu")
         places = [Rank(index, ranks) for index in range(ranks)]
         made = Senders([Sender(agreed, place, cpu, torch.float32, limit, matrices) for place in places])
     yield made

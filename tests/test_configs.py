@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import RunConfig, Task, TaskConfig
-from meshrl.run import about, find_mistakes, load_job, shipped_configs
+from meshrl import Task, TaskConfig
+from meshrl.run import description_of, find_mistakes, load_job, shipped_configs
 from meshrl.run.jobs import shipped_scripts
 from meshrl.run.recorder import Recorder
 from tests.backends.test_recipes import save_models
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         for path in CONFIGS.values():
-            run = load_job(path, [], RunConfig).run
+            run = load_job(path, []).run
             model = made / run.folder / run.name / "model"
             model.mkdir(parents=True, exist_ok=True)
             (model / "config.json").write_text("{}", "utf-8")
@@ -54,13 +54,13 @@ def held_out(task: str) -> int:
 def test_each_configuration_is_right_says_what_it_is_and_lies_with_its_algorithm() -> None:
     wrong: list[str] = []
     for name, path in CONFIGS.items():
-        job = load_job(path, [], RunConfig)
+        job = load_job(path, [])
         wrong += [f"{name}: {mistake}" for mistake in find_mistakes(job.config, job.run)]
         task: object = vars(job.config)["task"]
         assert isinstance(task, TaskConfig)
         if held_out(task.model_dump_json()) != task.held_out:
             wrong.append(f"{name}: other prompts are held out than it says")
-        if not about(path) or job.script.path.stem != path.parent.name:
+        if not description_of(path) or job.script.path.stem != path.parent.name:
             wrong.append(f"{name}: does not say what it is, or lies elsewhere than its algorithm")
     assert not wrong, "\n".join(wrong)
     assert {path.parent.name for path in CONFIGS.values()} == set(shipped_scripts())
@@ -69,7 +69,7 @@ def test_each_configuration_is_right_says_what_it_is_and_lies_with_its_algorithm
 def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wrong() -> None:
     def mistakes(*overrides: str) -> list[str]:
         sleeps = ["sampler.backend=vllm", "sampler.vllm.sleep=true", f"sampler.vllm.python='{sys.executable}'"]
-        return find_mistakes(load_job(CONFIGS["grpo/quickstart"], [*sleeps, *overrides], RunConfig).config)
+        return find_mistakes(load_job(CONFIGS["grpo/quickstart"], [*sleeps, *overrides]).config)
 
     (mistake,) = mistakes("evaluation.every=5")
     assert mistake.startswith("evaluation: sampler.vllm.sleep gives the sampler's memory to training")
@@ -79,10 +79,10 @@ def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wro
 def test_what_a_run_records_of_its_configuration_reads_back_to_it(folder: Path, tmp_path: Path) -> None:
     wrong: list[str] = []
     for number, (name, *overrides) in enumerate([*((name,) for name in CONFIGS), *VARIANTS]):
-        job = load_job(CONFIGS[name], overrides, RunConfig)
+        job = load_job(CONFIGS[name], overrides)
         with Recorder(tmp_path / f"{number}", job.resolved):
             pass
-        again = load_job(tmp_path / f"{number}" / "config.toml", [], RunConfig)
+        again = load_job(tmp_path / f"{number}" / "config.toml", [])
         run = job.run.model_copy(update={"folder": str(folder / "runs")})
         if (again.config.model_dump(), again.run, again.resolved) != (job.config.model_dump(), run, job.resolved):
             wrong.append(f"{name} {overrides}")

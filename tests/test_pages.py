@@ -26,7 +26,7 @@ import meshrl as rl
 from meshrl.cli import app
 from meshrl.config import Table
 from meshrl.errors import ConfigError
-from meshrl.run import RunConfig, find_config, load_job, shipped_configs
+from meshrl.run import find_config, load_job, shipped_configs
 from meshrl.run.jobs import make_job
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
@@ -119,7 +119,7 @@ def told(command: tuple[str, ...]) -> str:
         overrides = [word for word in command[1:] if re.match(r"[a-z_.]+=", word)]
         for name in command[1:]:
             if re.match(FOLDERS, name) and not name.endswith(".toml"):
-                load_job(find_config(name), overrides, RunConfig)
+                load_job(find_config(name), overrides)
     except Exception as error:  # noqa: BLE001 -- whatever is wrong is told
         return str(error) or repr(error)
     return ""
@@ -170,7 +170,7 @@ def over(base: Table, table: Table) -> Table:
 def mistakes(table: Table, file: Path) -> str:
     """What `meshrl check` says of the keys of a configuration. Empty if they are right."""
     try:
-        make_job(file, table, RunConfig, file.parent)
+        make_job(file, table, file.parent)
     except ConfigError as error:
         return str(error)
     return ""

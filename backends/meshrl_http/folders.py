@@ -1,7 +1,7 @@
 """New weights as whole Hugging Face folders, in a place that servers can read."""
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from meshrl.errors import ConfigError
-from meshrl_inference.naming import Naming
-from meshrl_inference.tensors import Places, tensors
+from meshrl_inference.engine_side.loading import Naming, shared_tensors
+from meshrl_inference.engine_side.protocol import SharedBucket
 
 _FILE: Final = 4 << 30
 """Size in bytes at which a new file begins."""
@@ -40,9 +40,9 @@ class Folders:
             raise ConfigError(f"{self._model} has no safetensors, which the servers need for their first weights")
         return self._write("model", _in_files(files))
 
-    def of(self, name: str, places: Places) -> str:
+    def of(self, name: str, buckets: Sequence[SharedBucket]) -> str:
         """Write a folder of a policy's weights from shared memory."""
-        return self._write(name, self._naming.in_files(tensors(places)))
+        return self._write(name, self._naming.in_files(shared_tensors(buckets)))
 
     def keep(self, folder: str) -> None:
         """Remove all other folders."""

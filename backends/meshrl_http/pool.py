@@ -24,8 +24,8 @@ from meshrl_http.dialects import Ask, Piece
 from meshrl_http.folders import Folders
 from meshrl_http.row import Decoded
 from meshrl_http.server import Running, Server
-from meshrl_inference.arrival import Known, wrong
-from meshrl_inference.messages import Answer, Done, Generate, Leave, Load, Loaded, Order, Refused, Rows
+from meshrl_inference.engine_side.loading import Specs, refusal
+from meshrl_inference.engine_side.protocol import Abort, Answer, Done, Generate, Load, Loaded, Order, Refused, Rows
 
 _HELD: Final = 0.02
 """Seconds between two messages of rows, as of an engine's process."""
@@ -39,7 +39,7 @@ class Model(NamedTuple):
     """The model of the servers, as a trainer has it."""
 
     tokenizer: PreTrainedTokenizerBase
-    known: Known
+    known: Specs
     tolerance: float
     """Largest mean difference of log-probs of the same weights."""
 
@@ -94,8 +94,8 @@ class Pool:
                 self._rows[row.number] = decoded = Decoded(row, order)
                 self._waiting.append(decoded)
             self._fill()
-        elif isinstance(order, Leave):
-            self._leave({number for number in order.rows if number in self._rows}, told=order.told)
+        elif isinstance(order, Abort):
+            self._leave({number for number in order.rows if number in self._rows}, told=order.wanted)
         else:
             self._start(self._load(order))
 
@@ -230,12 +230,12 @@ class Pool:
             if self._folders is None:
                 self._tell(Refused("sampler.http.weights is not set, and so the servers' weights stay as they are"))
                 return
-            if (refused := await asyncio.to_thread(wrong, order, self._model.known)) is not None:
+            if (refused := await asyncio.to_thread(refusal, self._model.known, order)) is not None:
                 self._tell(Refused(refused))
                 return
             name = f"version-{order.version}-{self._gifts}"
             try:
-                folder = await asyncio.to_thread(self._folders.of, name, order.places)
+                folder = await asyncio.to_thread(self._folders.of, name, order.buckets)
             except OSError as error:
                 self._tell(Refused(f"they cannot be written into sampler.http.weights: {error}"))
                 return

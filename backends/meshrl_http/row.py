@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshrl_http.dialects import Ask, Piece
-from meshrl_inference.messages import Done, Generate, Row
+from meshrl_inference.engine_side.protocol import Done, Generate, Row
 from meshrl_torch.model.text import decode, stopped_after
 
 _SEEDS = (1 << 63) - 1

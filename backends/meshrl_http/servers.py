@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,10 +19,10 @@ from meshrl_http.found import find, no_weights
 from meshrl_http.options import HttpConfig
 from meshrl_http.pool import Model, Pool, silent
 from meshrl_http.server import Server
-from meshrl_inference.messages import Answer, Order
-from meshrl_inference.naming import Naming
-from meshrl_inference.process import Listener, while_it_lives
-from meshrl_torch.weights.probe import TOLERANCE
+from meshrl_inference.engine_side.loading import Naming
+from meshrl_inference.engine_side.protocol import Answer, Order
+from meshrl_inference.process import EngineConnection
+from meshrl_torch.weights.transfer import TOLERANCE
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ _GRACE: Final = 5.0
 """Seconds for closing connections."""
 
 
-class Servers:
-    """Implements `meshrl_inference.process.Orders` with external servers."""
+class Servers(EngineConnection):
+    """External servers as an engine."""
 
     def __init__(
         self,
@@ -45,16 +45,12 @@ class Servers:
         slots: int,
     ) -> None:
         """EngineDied if a server does not answer, ModelError or ConfigError if it cannot be used."""
-        self.tokens: Final = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-        """Number of tokens that the model knows."""
+        super().__init__()
+        self.tokens = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
         self._options = options
         naming, session = Naming(str(folder)), f"meshrl-{secrets.token_hex(6)}"
         key = options.key()
         self._folders = Folders(options.weights, session, folder, naming) if options.weights else None
-        self._end: ModelError | None = None
-        self._listener = Listener()
-        self._hear: Callable[[Answer], None] | None = None
-        self._tell_end: Callable[[ModelError], None] | None = None
         self._pool: Pool | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="meshrl-http", daemon=True)
@@ -62,7 +58,7 @@ class Servers:
 
         async def begun() -> Pool:
             servers = [Server(Client(url, key, slots + _BESIDE), slots) for url in urls]
-            model = Model(tokenizer, naming.held(dtype), TOLERANCE[dtype])
+            model = Model(tokenizer, naming.specs(dtype), TOLERANCE[dtype])
             self._pool = Pool(servers, self._folders, session, model, options.patience, self._tell, self._ended)
             await asyncio.gather(*map(self._know, servers))
             await self._pool.begin()
@@ -78,11 +74,6 @@ class Servers:
         self._urls = urls
 
     @property
-    def pid(self) -> int:
-        """0: no process of this machine."""
-        return 0
-
-    @property
     def max_tokens(self) -> int:
         """The longest sequence that all of them accept."""
         return min((each.longest for each in self._found if each.longest), default=1 << 62)
@@ -91,12 +82,6 @@ class Servers:
         """Raise DataError if a server cannot sample this way."""
         for url, found in zip(self._urls, self._found, strict=True):
             found.check(url, sampling)
-
-    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these functions in the running loop: `heard` with each answer, `ended` when there are no more."""
-        if self._hear is None:
-            self._hear, self._tell_end = while_it_lives(heard), while_it_lives(ended)
-        self._listener.become(asyncio.get_running_loop())
 
     def send(self, order: Order) -> None:
         """Send an order. Raises the error that ended the servers' use."""
@@ -143,10 +128,8 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _tell(self, answer: Answer) -> None:
-        if self._hear is not None:
-            self._listener.soon(partial(self._hear, answer))
+        self._call_soon(partial(self._on_answer, answer))
 
     def _ended(self, error: ModelError) -> None:
         self._end = self._end or error
-        if self._tell_end is not None:
-            self._listener.soon(partial(self._tell_end, self._end))
+        self._call_soon(partial(self._on_end, self._end))

@@ -1,23 +1,19 @@
 """The ranks along `tp`, whose GPUs one engine uses. The first of them runs it, and the others lend their GPUs."""
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_torch.ranks.process_group import are_processes, meet
-
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+from meshrl_torch.ranks.process_group import are_processes, mesh_store
+from meshrl_torch.wire.plan import machine_id
 
 
-class Place(NamedTuple):
+class RankGpus(NamedTuple):
     """A rank's machine and GPUs."""
 
     machine: str
@@ -26,19 +22,18 @@ class Place(NamedTuple):
     """GPUs of this rank alone, by CUDA's names. Empty on a CPU, or if all ranks see all GPUs."""
 
     @classmethod
-    def here(cls) -> "Place":
-        """Return the place of this process."""
-        boot = _BOOT.read_text("ascii").strip() if _BOOT.exists() else ""
-        names = os.environ.get(_VISIBLE, "").split(",")
-        return cls(f"{socket.gethostname()} {boot}".strip(), tuple(name for name in names if name))
+    def here(cls) -> "RankGpus":
+        """Return those of this process."""
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return cls(machine_id(), tuple(name for name in names if name))
 
 
-def first(rank: Rank) -> bool:
+def runs_engine(rank: Rank) -> bool:
     """True if the rank runs an engine."""
     return rank.axes.get("tp", 0) == 0
 
 
-def size(rank: Rank) -> int:
+def engine_size(rank: Rank) -> int:
     """Return the number of ranks of an engine."""
     return rank.shape.get("tp", 1)
 
@@ -49,36 +44,37 @@ def gather_gpus(rank: Rank) -> list[str]:
     All ranks of the mesh call it together. Ranks without an engine only report theirs, and get nothing. ConfigError if
     the ranks cannot work together.
     """
-    if size(rank) == 1:
+    size = engine_size(rank)
+    if size == 1:
         return []
     if not are_processes(rank):
-        if rank.size > size(rank):
+        if rank.size > size:
             raise ConfigError(
-                f"{rank.size // size(rank)} engines of {size(rank)} ranks each, which are threads of one process, "
-                "cannot have separate GPUs: set run.engine = 'ray', or use one engine"
+                f"{rank.size // size} engines of {size} ranks each, which are threads of one process, cannot have "
+                "separate GPUs: set run.engine = 'ray', or use one engine"
             )
         return []
-    store = meet(rank)
-    store.set(_key(rank.index), msgspec.json.encode(Place.here()).decode())
-    if not first(rank):
+    store = mesh_store(rank)
+    store.set(f"engine/{rank.index}", msgspec.json.encode(RankGpus.here()).decode())
+    if not runs_engine(rank):
         return []
-    places = {index: msgspec.json.decode(store.get(_key(index)), type=Place) for index in _members(rank)}
-    return together(places)
+    members = _members(rank)
+    return join_gpus({index: msgspec.json.decode(store.get(f"engine/{index}"), type=RankGpus) for index in members})
 
 
-def together(places: Mapping[int, Place]) -> list[str]:
+def join_gpus(ranks: Mapping[int, RankGpus]) -> list[str]:
     """Return the GPUs of an engine's ranks, given by number. ConfigError if they cannot work together."""
-    told = "; ".join(f"rank {index} is on {place.machine.split()[0]}" for index, place in places.items())
-    if len({place.machine for place in places.values()}) > 1:
+    if len({each.machine for each in ranks.values()}) > 1:
+        machines = "; ".join(f"rank {index} is on {each.machine.split()[0]}" for index, each in ranks.items())
         raise ConfigError(
-            f"an engine needs its {len(places)} ranks along tp on one machine, and {told}: "
+            f"an engine needs its {len(ranks)} ranks along tp on one machine, and {machines}: "
             'use a smaller tp, or arrange the mesh with tp as its last axis and placement = "pack"'
         )
-    gpus = [gpu for place in places.values() for gpu in place.gpus]
-    if gpus and (len(set(gpus)) < len(gpus) or not all(place.gpus for place in places.values())):
-        has = "; ".join(f"rank {index} has {', '.join(place.gpus) or 'none'}" for index, place in places.items())
+    gpus = [gpu for each in ranks.values() for gpu in each.gpus]
+    if gpus and (len(set(gpus)) < len(gpus) or not all(each.gpus for each in ranks.values())):
+        has = "; ".join(f"rank {index} has {', '.join(each.gpus) or 'none'}" for index, each in ranks.items())
         raise ConfigError(
-            f"an engine of {len(places)} ranks along tp needs a separate GPU for each, and {has}: set gpus = 1 for "
+            f"an engine of {len(ranks)} ranks along tp needs a separate GPU for each, and {has}: set gpus = 1 for "
             "the sampler's mesh"
         )
     return gpus
@@ -87,10 +83,5 @@ def together(places: Mapping[int, Place]) -> list[str]:
 def _members(rank: Rank) -> Sequence[int]:
     """Return the ranks of the rank's engine, in the order of `tp`."""
     others = {axis: at for axis, at in rank.axes.items() if axis != "tp"}
-    places = enumerate(product(*(range(count) for count in rank.shape.values())))
-    axes = [(index, dict(zip(rank.shape, place, strict=True))) for index, place in places]
-    return [index for index, at in axes if all(at[axis] == mine for axis, mine in others.items())]
-
-
-def _key(index: int) -> str:
-    return f"engine/{index}"
+    places = (dict(zip(rank.shape, place, strict=True)) for place in product(*map(range, rank.shape.values())))
+    return [index for index, at in enumerate(places) if all(at[axis] == mine for axis, mine in others.items())]

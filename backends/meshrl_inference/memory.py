@@ -7,9 +7,9 @@ import torch
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError
-from meshrl.roles import Memory, SamplerConfig, Term, Work, chosen_options
+from meshrl.roles import MemoryEstimate, MemoryTerm, SamplerConfig, Workload, chosen_options
 from meshrl_inference.options import EngineOptions
-from meshrl_torch.estimate.memory import cache_per_token
+from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.loading import config_of, without_values
 from meshrl_torch.wire import fp8
 
@@ -20,7 +20,7 @@ _PASS: Final = 8192
 """Approximate number of tokens in one pass of an engine."""
 
 
-def held(config: SamplerConfig, work: Work) -> Memory:
+def estimate(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     """Estimate what a rank holds: an engine takes it at its start and keeps it, unless it sleeps.
 
     ConfigError if the model and its passes leave no memory of the share for the KV cache.
@@ -32,28 +32,29 @@ def held(config: SamplerConfig, work: Work) -> Memory:
     tp = work.axes.get("tp", 1)
     itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize
     weights = _weights(shape, itemsize, options.quantized) // tp
-    a_token = cache_per_token(shape.get_text_config(), config.dtype, tp)
+    per_token = cache_per_token(shape.get_text_config(), config.dtype, tp)
     passes = _PASS * _widest(shape.get_text_config(), tp) * itemsize
-    cache = _cache(options, work, weights + passes)
-    at = f"{config.backend}."
+    cache, cache_note = _cache(options, work, weights + passes)
+    prefix = f"{config.backend}."
     during = "generate" if options.sleep and work.gpu else ""
     host = not work.gpu
+    dtype = f"{config.dtype}, and matrices in {options.quantized}" if options.quantized else config.dtype
     terms = [
-        Term("weights", weights, during, f"all parameters in {_told_of_dtype(options, config)}, over tp = {tp}", host),
-        Term("KV cache", cache, during, _told_of_cache(options, work), host),
-        Term("passes", passes, during, f"about {_PASS} tokens, the widest of their layers' states", host),
+        MemoryTerm("weights", weights, during, f"all parameters in {dtype}, over tp = {tp}", host),
+        MemoryTerm("KV cache", cache, during, cache_note, host),
+        MemoryTerm("passes", passes, during, f"about {_PASS} tokens, the widest of their layers' states", host),
     ]
-    fit = cache // (a_token * work.tokens)
+    fitting = cache // (per_token * work.tokens)
     wanted = min(config.slots, -(-work.rows * tp // prod(work.axes.values())))
     note = (
-        f"a token takes {a_token / 1024:.0f} KiB of the KV cache: {fit} rows of {work.tokens} tokens fit, of {wanted} "
-        f"at once{'; the others wait, or are read again' if fit < wanted else ''}"
+        f"a token takes {per_token / 1024:.0f} KiB of the KV cache: {fitting} rows of {work.tokens} tokens fit, "
+        f"of {wanted} at once{'; the others wait, or are read again' if fitting < wanted else ''}"
     )
     smaller = options.kv_cache_mib is None and bool(work.gpu)
-    knobs = [f"{at}memory_share={options.memory_share / 2:g}"] if smaller else []
+    knobs = [f"{prefix}memory_share={options.memory_share / 2:g}"] if smaller else []
     if work.gpu and not options.sleep:
-        knobs.append(f"{at}sleep=true")
-    return Memory(terms, knobs, [note])
+        knobs.append(f"{prefix}sleep=true")
+    return MemoryEstimate(terms, knobs, [note])
 
 
 def parameters_of(shape: PretrainedConfig) -> int:
@@ -71,11 +72,12 @@ def _weights(shape: PretrainedConfig, itemsize: int, quantized: str) -> int:
     )
 
 
-def _cache(options: EngineOptions, work: Work, taken: int) -> int:
+def _cache(options: EngineOptions, work: Workload, taken: int) -> tuple[int, str]:
+    """Return the bytes of the KV cache, and where the number comes from. `taken`: bytes of weights and passes."""
     if options.kv_cache_mib is not None:
-        return options.kv_cache_mib * MIB
+        return options.kv_cache_mib * MIB, f"kv_cache_mib = {options.kv_cache_mib}"
     if not work.gpu:
-        return _CPU_CACHE
+        return _CPU_CACHE, "512 MiB, as without a GPU nothing else is said"
     share = int(options.memory_share * work.gpu)
     if share <= taken:
         raise ConfigError(
@@ -83,19 +85,7 @@ def _cache(options: EngineOptions, work: Work, taken: int) -> int:
             f"GiB, and weights and passes take {taken / 2**30:.1f} GiB of it, which leaves nothing for keys and "
             "values: raise it, or divide the model over more ranks along tp"
         )
-    return share - taken
-
-
-def _told_of_dtype(options: EngineOptions, config: SamplerConfig) -> str:
-    return f"{config.dtype}, and matrices in {options.quantized}" if options.quantized else config.dtype
-
-
-def _told_of_cache(options: EngineOptions, work: Work) -> str:
-    if options.kv_cache_mib is not None:
-        return f"kv_cache_mib = {options.kv_cache_mib}"
-    if not work.gpu:
-        return "512 MiB, as without a GPU nothing else is said"
-    return f"memory_share = {options.memory_share:g} of {work.gpu / 2**30:.0f} GiB, less the other two"
+    return share - taken, f"memory_share = {options.memory_share:g} of {work.gpu / 2**30:.0f} GiB, less the other two"
 
 
 def _widest(shape: PretrainedConfig, tp: int) -> int:

@@ -1,29 +1,36 @@
-"""The engine's process as a sampler sees it: sends orders, and passes answers on to those who wait."""
+"""An engine's process as a sampler sees it: orders go to it, and answers to those who wait."""
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from getpass import getuser
+from importlib import import_module
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
+import meshrl_inference
+import meshrl_torch
 from meshrl.errors import EngineDied, ModelError
-from meshrl_inference.environment import environment, new_folder
-from meshrl_inference.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+from meshrl_inference.engine_side.protocol import Answer, Failed, Order, Ready, Start, encode, to_sampler
 
 T = TypeVar("T")
 
-_PATIENCE: Final = 600.0
+_PATH: Final = 48
+"""Most bytes of the path of temporary files, so that engines' socket paths stay within a system's 107."""
+_STARTS: Final = 600.0
 """Seconds that an engine has to start."""
 _GRACE: Final = 10.0
 """Seconds that it has to end by itself."""
@@ -31,6 +38,33 @@ _LINES: Final = 20
 """Lines of its output in an error."""
 _LACKS: Final = re.compile(r"^  ModuleNotFoundError: (No module named '[\w.]+')\Z", re.MULTILINE)
 """Matches the last line of the output if the environment lacks a module."""
+
+
+def new_folder(backend: str) -> tempfile.TemporaryDirectory[str]:
+    """Make an engine's folder for its log and temporary files. It is removed with this object, whatever it contains."""
+    usual = tempfile.gettempdir()
+    short = usual if len(os.fsencode(usual)) <= _PATH else "/tmp"  # noqa: S108 -- a new name, with mode 700
+    return tempfile.TemporaryDirectory(prefix=f"meshrl-{backend}-", dir=short, ignore_cleanup_errors=True)
+
+
+def environment(folder: Path, backend: str) -> dict[str, str]:
+    """Return this process's variables, with this folder for temporary files, and a Python path inside it.
+
+    The path contains only this package, a backend's, and `meshrl_torch`, whose folder `wire` the process imports. It
+    may use another Python with other packages.
+    """
+    paths = folder / "path"
+    paths.mkdir()
+    for package in (meshrl_torch, meshrl_inference, import_module(f"meshrl_{backend}")):
+        (paths / package.__name__).symlink_to(Path(str(package.__file__)).parent)
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getuser()}")  # torch's usual place, for later engines
+    return {
+        **os.environ,
+        "PYTHONPATH": str(paths),
+        "TMPDIR": str(folder),
+        # Not first: torch sets it again, and a process whose first variable has moved cannot tell its title.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+    }
 
 
 @dataclass(frozen=True)
@@ -41,54 +75,93 @@ class Kind:
     """The name of its backend, which is also that of its package."""
     title: str
     """Its name for people."""
-    joins: bool = False
+    reads_broadcasts: bool = False
     """True if its processes read a policy's broadcast by themselves."""
 
 
-class Orders(Protocol):
-    """An engine as a sampler sees it, anywhere: it takes orders, and answers them."""
+class EngineConnection(ABC):
+    """An engine, wherever it runs: it takes orders, and answers them."""
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the model knows."""
-        ...
+    tokens: int
+    """Number of tokens that the model knows."""
+
+    def __init__(self) -> None:
+        self._end: ModelError | None = None
+        """The error for all that wait, and for later orders."""
+        self._on_answer: Callable[[Answer], None] = _ignore
+        self._on_end: Callable[[ModelError], None] = _ignore
+        self._receiver: asyncio.AbstractEventLoop | None = None
+        """The loop that receives answers: the one that listened last."""
+        self._missed: list[Callable[[], None]] = []
+        """Calls for a closed loop, which the next one makes."""
+        self._receiving = threading.Lock()
 
     @property
     def pid(self) -> int:
         """The engine's process. 0 if it is not on this machine."""
-        ...
+        return 0
 
-    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these functions in the running loop: `heard` with each answer, `ended` at the engine's end.
+    def listen(self, on_answer: Callable[[Answer], None], on_end: Callable[[ModelError], None]) -> None:
+        """Call these methods in the running loop: `on_answer` with each answer, `on_end` at the engine's end.
 
         They do not keep their object alive, at whose end the engine ends.
         """
-        ...
+        if self._on_answer is _ignore:
+            self._on_answer, self._on_end = _weakly(on_answer), _weakly(on_end)
+        with self._receiving:
+            self._receiver, missed, self._missed = asyncio.get_running_loop(), self._missed, []
+        for each in missed:
+            each()
 
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """Call a function in the loop that listens."""
+        with self._receiving:
+            try:
+                if self._receiver is not None:
+                    self._receiver.call_soon_threadsafe(call)
+            except RuntimeError:  # it is closed
+                self._missed.append(call)
+
+    @abstractmethod
     def send(self, order: Order) -> None:
         """Send an order. Raises the error with which the engine has ended."""
-        ...
 
+    @abstractmethod
     def fail(self, error: ModelError) -> None:
         """End the engine with this error, for all that wait or send orders later."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End the engine. Waiting tasks get an error."""
-        ...
 
 
-class EngineProcess:
-    """An engine in its own process: `Orders`."""
+def _ignore(_: object) -> None:
+    """Stands in for what nobody listens to yet."""
+
+
+def _weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that calls the method only while others keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(value: T) -> None:
+        if (alive := reference()) is not None:
+            alive(value)
+
+    return call
+
+
+class EngineProcess(EngineConnection):
+    """An engine in its own process."""
 
     def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
         """Raises EngineDied if it does not start."""
+        super().__init__()
         self._title = kind.title
         self._advice = f"Set sampler.{kind.backend}.python to an interpreter of an environment that has {kind.title}"
         self._folder = new_folder(kind.backend)
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = Pipe()
-        command = [python or sys.executable, "-m", "meshrl_inference.worker"]
+        command = [python or sys.executable, "-m", "meshrl_inference.engine_side.worker"]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the configuration names
@@ -105,36 +178,28 @@ class EngineProcess:
             raise ModelError(f"{kind.title}'s process cannot be started: {error}. {self._advice}") from error
         theirs.close()
         self._sending = threading.Lock()
-        self._listener: threading.Thread | None = None
-        self._loop = Listener()
-        self._end: ModelError | None = None
+        self._receiver_thread: threading.Thread | None = None
         try:
-            ready = self._started(start)
+            ready = self._start(start)
         except BaseException:
             self.close()
             raise
 
         self.version: Final = ready.version
         """The version of the engine."""
-        self.tokens: Final = ready.tokens
-        """Number of tokens that the model knows."""
+        self.tokens = ready.tokens
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
 
-    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these functions in the running loop: `heard` with each answer, `ended` at the process's end.
-
-        They do not keep their object alive, at whose end the process ends.
-        """
-        self._loop.become(asyncio.get_running_loop())
-        if self._listener is None:
-            hear, end = while_it_lives(heard), while_it_lives(ended)
-            arguments = (self._connection, self._loop, hear, lambda why: end(self._ended(why)))
-            self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-engine", daemon=True)
-            self._listener.start()
+    def listen(self, on_answer: Callable[[Answer], None], on_end: Callable[[ModelError], None]) -> None:
+        """Call these methods in the running loop. They do not keep their object alive."""
+        super().listen(on_answer, on_end)
+        if self._receiver_thread is None:
+            self._receiver_thread = threading.Thread(target=self._receive, name="meshrl-engine", daemon=True)
+            self._receiver_thread.start()
 
     def send(self, order: Start | Order) -> None:
         """Send an order. Raises EngineDied if the process has ended."""
@@ -164,12 +229,12 @@ class EngineProcess:
         self._connection.close()
         self._folder.cleanup()
 
-    def _started(self, start: Start) -> Ready:
+    def _start(self, start: Start) -> Ready:
         """Start the engine. ModelError if its environment lacks a module."""
         try:
             self.send(start)
-            if not self._connection.poll(_PATIENCE):
-                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
+            if not self._connection.poll(_STARTS):
+                raise self._ended(f"has not started in {_STARTS:.0f} seconds")
             answer = to_sampler.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
             answer = Failed("")
@@ -196,54 +261,15 @@ class EngineProcess:
             )
         return self._end
 
-
-class Listener:
-    """The loop that receives answers: the one that asked last. Answers to a closed loop go to the next one."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._missed: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    def become(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the running loop as the receiver."""
-        with self._lock:
-            self._loop, missed, self._missed = loop, self._missed, []
-        for each in missed:
-            each()
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """Call a function in that loop."""
-        with self._lock:
-            try:
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(call)
-            except RuntimeError:  # it is closed
-                self._missed.append(call)
-
-
-def while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
-    """Return a function that calls the method only while others keep its object alive."""
-    found = weakref.WeakMethod(method)
-
-    def call(value: T) -> None:
-        if (alive := found()) is not None:
-            alive(value)
-
-    return call
-
-
-def _listen(
-    connection: Connection, loop: Listener, heard: Callable[[Answer], None], ended: Callable[[str], None]
-) -> None:
-    """Receive messages until the process ends."""
-    why = "has died"
-    try:
-        while not isinstance(answer := to_sampler.decode(connection.recv_bytes()), Failed):
-            loop.soon(partial(heard, answer))
-        why = f"has failed: {answer.text}"
-    except (EOFError, OSError):
-        pass
-    except msgspec.MsgspecError as error:
-        why = f"has sent what cannot be read: {error}"
-    loop.soon(partial(ended, why))
+    def _receive(self) -> None:
+        """Receive messages until the process ends."""
+        why = "has died"
+        try:
+            while not isinstance(answer := to_sampler.decode(self._connection.recv_bytes()), Failed):
+                self._call_soon(partial(self._on_answer, answer))
+            why = f"has failed: {answer.text}"
+        except (EOFError, OSError):
+            pass
+        except msgspec.MsgspecError as error:
+            why = f"has sent what cannot be read: {error}"
+        self._call_soon(lambda: self._on_end(self._ended(why)))

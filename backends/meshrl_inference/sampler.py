@@ -4,49 +4,124 @@ import asyncio
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import ClassVar, Final
 
+import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.data import ArrivalLog, Batch, Entry, Weights
+from meshrl.data import ArrivalLog, Batch, Weights
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
-from meshrl_inference import group, messages
-from meshrl_inference.messages import Answer, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
+from meshrl_inference.engine_side.protocol import (
+    Abort,
+    Answer,
+    Done,
+    Generate,
+    Load,
+    Loaded,
+    Refused,
+    Row,
+    Rows,
+    SharedBucket,
+    SharedTensor,
+    Start,
+)
+from meshrl_inference.group import engine_size, gather_gpus, runs_engine
 from meshrl_inference.options import EngineOptions
-from meshrl_inference.process import EngineProcess, Kind, Orders
-from meshrl_inference.rows import Call, finished
+from meshrl_inference.process import EngineConnection, EngineProcess, Kind
 from meshrl_torch.model import saving as checkpoint
-from meshrl_torch.model.files import folder_of
-from meshrl_torch.model.loading import load, read_words
+from meshrl_torch.model.loading import folder_of, load, read_words
+from meshrl_torch.model.text import Words, stopped_after
 from meshrl_torch.sample.draw import key
-from meshrl_torch.sample.rollouts import Request, Rollouts
+from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
 from meshrl_torch.weights.live_weights import LiveWeights
-from meshrl_torch.weights.probe import apart, check
+from meshrl_torch.weights.transfer import check_probe, mean_difference
 
 _SEEDS: Final = (1 << 63) - 1
 
 
-class _Arriving:
-    """Weights on their way into the engine. Memory that they are in stays unchanged until they are there."""
+class Call:
+    """One call of `generate`, while its rows are decoded."""
 
-    def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
+    def __init__(self, number: int, first: int, request: Request) -> None:
+        self.number = number
+        """Below 0 for a call outside training, which is not aborted and is in no record."""
+        self.first = first
+        """The engine's number of its first row."""
+        self.request = request
+        self.unfinished = set(range(first, first + len(request.rows)))
+        self.results = asyncio.Queue[list[Done] | ModelError]()
+
+
+def finished(call: Call, words: Words, done: Sequence[Done]) -> Finished:
+    """Convert results to the rows of a batch."""
+    request = call.request
+    order = np.array([each.number - call.first for each in done])
+    done = [_cut(request, words, int(row), each) for row, each in zip(order, done, strict=True)]
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for row, each in zip(request.prefix[order].tolist(), done, strict=True):
+        prefix, tokens = np.array(request.prefixes[row], np.int32), np.frombuffer(each.tokens, np.int32)
+        versions = np.zeros(len(tokens), np.int32)
+        for version, start in each.spans:
+            versions[start:] = version
+        before = len(prefix)
+        pieces.append(
+            (
+                np.concatenate([prefix, tokens]),
+                np.concatenate([np.zeros(before, np.float32), np.frombuffer(each.logprobs, np.float32)]),
+                np.concatenate([np.full(before, -1, np.int32), versions]),
+            )
+        )
+    tokens, logprobs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Finished(
+        rows=request.rows[order],
+        lengths=np.array([len(piece[0]) for piece in pieces]),
+        prompts=request.starts[order],
+        truncated=np.array([each.reason == "length" for each in done]),
+        aborted=np.array([each.reason == "abort" for each in done]),
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+    )
+
+
+def _cut(request: Request, words: Words, row: int, done: Done) -> Done:
+    """End a row that continued earlier tokens at a stop text that begins in these.
+
+    The engine looks for stop texts only in what it samples.
+    """
+    earlier = request.prefixes[int(request.prefix[row])][int(request.starts[row]) :]
+    if not earlier or not request.stop:
+        return done
+    tokens = np.frombuffer(done.tokens, np.int32)
+    end = stopped_after(words.tokenizer, [*earlier, *tokens.tolist()], len(earlier), request.stop)
+    if end is None:
+        return done
+    new = end - len(earlier)
+    logprobs = np.frombuffer(done.logprobs, np.float32)[:new].tobytes()
+    return msgspec.structs.replace(done, tokens=tokens[:new].tobytes(), logprobs=logprobs, reason="stop")
+
+
+class _PendingLoad:
+    """Weights being loaded. Keeps their buffers alive until the engine has copied them."""
+
+    def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.places = places
+        self.places: asyncio.Future[Batch] = asyncio.get_running_loop().create_future()
 
     def end(self, places: Batch) -> None:
-        """Note that they are in use."""
+        """Report that they are in use."""
         if not self.places.done():  # else nobody waits any more
             self.places.set_result(places)
 
     def fail(self, error: MeshrlError) -> None:
-        """Note that they were refused."""
+        """Report that they were refused."""
         if not self.places.done():
             self.places.set_exception(error)
 
@@ -80,8 +155,8 @@ class EngineSampler(Sampler):
             known = " and ".join(self.axes)
             raise ConfigError(f"the backend {self.kind.backend!r} knows {known} alone, and its mesh has {unknown}")
         self._config = config
-        gpus = group.gather_gpus(rank)
-        self._lends = not group.first(rank)
+        gpus = gather_gpus(rank)
+        self._lends = not runs_engine(rank)
         """True if the first rank along tp runs the engine for this rank too."""
         if self._lends:
             return
@@ -92,7 +167,7 @@ class EngineSampler(Sampler):
         self._version = 0
         self._refused = ""
         """Why the engine decodes nothing. Empty if it does."""
-        self._readers = rank.size if group.size(rank) > 1 else 0
+        self._readers = rank.size if engine_size(rank) > 1 else 0
         """Number of processes that read a broadcast at once if ranks along tp share engines, else 0."""
         self._numbers = count()
         self._calls: dict[int, Call] = {}
@@ -102,16 +177,16 @@ class EngineSampler(Sampler):
         """Number of calls outside training since the last load."""
         self._loads = 0
         self._loading = asyncio.Lock()
-        self._arriving: deque[_Arriving] = deque()
-        """Weights that the engine has not answered yet."""
+        self._pending: deque[_PendingLoad] = deque()
+        """Loads that the engine has not answered yet."""
         self._arrivals = ArrivalLog()
 
-    def _start(self, folder: Path, gpus: list[str]) -> Orders:
+    def _start(self, folder: Path, gpus: list[str]) -> EngineConnection:
         """Start the engine with the model of a folder."""
         config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
+            engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
             options.own,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python)
@@ -154,17 +229,17 @@ class EngineSampler(Sampler):
             return
         version, call = self._version, self._begin(request, sampling)
         try:
-            while call.left:
-                arrived = await call.arrived.get()
-                if isinstance(arrived, ModelError):
-                    raise arrived
-                call.left.difference_update(done.number for done in arrived)
-                yield rollouts.batch(finished(call, self._words, arrived), version)
+            while call.unfinished:
+                results = await call.results.get()
+                if isinstance(results, ModelError):
+                    raise results
+                call.unfinished.difference_update(done.number for done in results)
+                yield rollouts.batch(finished(call, self._words, results), version)
         finally:
             del self._calls[call.number]
-            if call.left:
+            if call.unfinished:
                 with suppress(ModelError):  # the engine has ended, and they with it
-                    self._engine.send(Leave(sorted(call.left), told=False))
+                    self._engine.send(Abort(sorted(call.unfinished), wanted=False))
 
     async def load(self, weights: Weights) -> Batch:
         """Put the weights into shared memory while the engine decodes. It takes them between two steps.
@@ -177,14 +252,13 @@ class EngineSampler(Sampler):
             return places_of({}, 0)
         async with self._loading:
             self._listen()
-            joins = self.kind.joins and isinstance(weights, LiveWeights)
             if isinstance(weights, LiveWeights):
                 weights.check_quantized(chosen_options(self._config).quantized)
-            there = weights if joins else await asyncio.to_thread(weights.shared)
-            arriving = _Arriving(there, asyncio.get_running_loop().create_future())
-            self._engine.send(self._order(there))
-            self._arriving.append(arriving)
-            places = await arriving.places
+            is_broadcast = self.kind.reads_broadcasts and isinstance(weights, LiveWeights)
+            pending = _PendingLoad(weights if is_broadcast else await asyncio.to_thread(weights.shared))
+            self._engine.send(self._order(pending.weights))
+            self._pending.append(pending)
+            places = await pending.places
             self._arrivals.note(weights)
         return places
 
@@ -193,9 +267,15 @@ class EngineSampler(Sampler):
         probe = weights.probe.tokens.tolist() if weights.probe else []
         if isinstance(weights, LiveWeights):
             together = self._readers or weights.together
-            return Load(weights.version, [], self._recomputes, probe, weights.offer, together)
+            return Load(weights.version, [], self._recomputes, probe, weights.manifest, together)
         buckets = [
-            messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
+            SharedBucket(
+                bucket.segment.path,
+                [
+                    SharedTensor(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
+                    for name, entry in bucket.index.items()
+                ],
+            )
             for bucket in weights.buckets
             if bucket.segment
         ]
@@ -214,7 +294,7 @@ class EngineSampler(Sampler):
             return
         for call in self._calls.values():
             if call.number >= 0:
-                self._engine.send(Leave(sorted(call.left), told=True))
+                self._engine.send(Abort(sorted(call.unfinished), wanted=True))
 
     def _check_draws(self, sampling: Sampling) -> None:
         """Raise DataError if the engine cannot sample this way."""
@@ -258,71 +338,71 @@ class EngineSampler(Sampler):
         return self._begun - 1 - self._begun_at_load
 
     def _listen(self) -> None:
-        self._engine.listen(self._heard, self._ended)
+        self._engine.listen(self._on_answer, self._on_end)
 
-    def _heard(self, answer: Answer) -> None:
+    def _on_answer(self, answer: Answer) -> None:
         if isinstance(answer, Rows):
             for call in self._calls.values():
-                if mine := [done for done in answer.done if done.number in call.left]:
-                    call.arrived.put_nowait(mine)
+                if done := [each for each in answer.done if each.number in call.unfinished]:
+                    call.results.put_nowait(done)
         elif isinstance(answer, Loaded):
-            self._took(answer, self._arriving.popleft())
+            self._on_loaded(answer, self._pending.popleft())
         elif isinstance(answer, Refused):
-            self._refuse(answer, self._arriving.popleft())
+            self._on_refused(answer, self._pending.popleft())
 
-    def _refuse(self, answer: Refused, arriving: "_Arriving") -> None:
-        """Note that weights were not loaded, or only in part."""
-        version = arriving.weights.version
+    def _on_refused(self, answer: Refused, pending: _PendingLoad) -> None:
+        """Fail a load whose weights were not loaded, or only in part."""
+        version = pending.weights.version
         if not answer.usable:
             self._refused = (
                 f"weights of version {version} did not come whole, and some are in use: publish again, since "
                 f"{self.kind.title} decodes nothing until others come"
             )
             for call in self._calls.values():
-                self._engine.send(Leave(sorted(call.left), told=False))
-                call.arrived.put_nowait(ModelError(self._refused))
-        if answer.lost and isinstance(arriving.weights, LiveWeights):
-            arriving.fail(arriving.weights.lost(answer.lost, answer.text))
+                self._engine.send(Abort(sorted(call.unfinished), wanted=False))
+                call.results.put_nowait(ModelError(self._refused))
+        if answer.lost and isinstance(pending.weights, LiveWeights):
+            pending.fail(pending.weights.lost(answer.lost, answer.text))
             return
         now = f"continues with version {self._version}" if answer.usable else "decodes nothing until others come"
-        arriving.fail(ModelError(f"weights of version {version} were not loaded, and the engine {now}: {answer.text}"))
+        pending.fail(ModelError(f"weights of version {version} were not loaded, and the engine {now}: {answer.text}"))
 
-    def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
-        """Note where new weights came into use."""
-        probe = arriving.weights.probe
-        found = {"pause": answer.seconds}
+    def _on_loaded(self, answer: Loaded, pending: _PendingLoad) -> None:
+        """End a load with the places where its weights came into use."""
+        probe = pending.weights.probe
+        measured = {"pause": answer.seconds}
         if probe is not None:
             values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
-            found["difference"] = apart(probe, values)
+            measured["difference"] = mean_difference(probe, values)
             try:
                 dtype = chosen_options(self._config).quantized or self._config.dtype
-                check(arriving.weights, found["difference"], dtype)
+                check_probe(pending.weights, measured["difference"], dtype)
             except ModelError as error:
-                arriving.fail(error)
+                pending.fail(error)
                 self._engine.fail(error)
-                self._ended(error)
+                self._on_end(error)
                 return
-        if isinstance(arriving.weights, LiveWeights):
-            arriving.weights.arrived(answer.way)
+        if isinstance(pending.weights, LiveWeights):
+            pending.weights.arrived(answer.transport)
         self._version, self._refused = answer.version, ""
         self._begun_at_load, self._beside = self._begun, 0
         numbered = [number for number in self._calls if number >= 0]
         steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
-        arriving.end(places_of(steps, self._loads, **found))
+        pending.end(places_of(steps, self._loads, **measured))
         self._loads += 1
 
-    def _ended(self, error: ModelError) -> None:
+    def _on_end(self, error: ModelError) -> None:
         for call in self._calls.values():
-            call.arrived.put_nowait(error)
-        for arriving in self._arriving:
-            arriving.fail(error)
-        self._arriving.clear()
+            call.results.put_nowait(error)
+        for pending in self._pending:
+            pending.fail(error)
+        self._pending.clear()
 
     def _new(self, model: NewModel) -> Path:
         """Make a folder of a new model. It is removed with this object."""
-        made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
-        weakref.finalize(self, made.cleanup)
-        folder = Path(made.name, "model")
+        temporary = tempfile.TemporaryDirectory(prefix="meshrl-model-")
+        weakref.finalize(self, temporary.cleanup)
+        folder = Path(temporary.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
 
@@ -334,7 +414,3 @@ def check_temperature(title: str, temperatures: tuple[float, float], sampling: S
         raise DataError(
             f"{title} cannot sample at temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
         )
-
-
-def _part(name: str, entry: Entry) -> messages.Part:
-    return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)

@@ -6,9 +6,9 @@ Each rank is a process, so a mesh of several ranks needs `run.engine = "processe
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
+from meshrl_torch import COUNTS, FLOPS, MODELS
 
-MODELS: Final = "read"
+__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.roles:MegatronCritic",
@@ -24,12 +24,6 @@ AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(ROLES, ("dp", "pp", "cp
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.options:MegatronConfig")
 """The schema of each role's options: the table `megatron` in the role's."""
-
-COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
-"""Counts the tokens of prompts, without a model."""
-
-FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
-"""Counts the operations of a pass over a row, without a model."""
 
 MEMORY: Final = "meshrl_megatron.memory:held"
 """Estimates the memory of a role's rank, without weights."""

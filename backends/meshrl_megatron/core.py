@@ -20,9 +20,9 @@ from meshrl_megatron import cpu
 PROVED: Final = "0.16.1"
 """The release of megatron-core that this backend is tested with. It uses more than its public names."""
 
-if (found := version("megatron-core")) != PROVED:
+if (installed := version("megatron-core")) != PROVED:
     raise BackendError(
-        f"megatron-core {found} is installed, but meshrl_megatron is tested with {PROVED}: pip install "
+        f"megatron-core {installed} is installed, but meshrl_megatron is tested with {PROVED}: pip install "
         f"megatron-core=={PROVED}"
     )
 cpu.install()
@@ -64,11 +64,7 @@ def quiet() -> Generator[None]:
 with quiet():
     from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import GPTModel
@@ -153,10 +149,10 @@ def fresh_scratch() -> Generator[Mapping[object, torch.Tensor]]:
 
     Yields what was taken of it.
     """
-    kept = parallel_state._GLOBAL_MEMORY_BUFFER  # noqa: SLF001
+    shared = parallel_state._GLOBAL_MEMORY_BUFFER  # noqa: SLF001
     parallel_state._GLOBAL_MEMORY_BUFFER = None  # noqa: SLF001
     parallel_state._set_global_memory_buffer()  # noqa: SLF001
     try:
         yield parallel_state.get_global_memory_buffer().buffer
     finally:
-        parallel_state._GLOBAL_MEMORY_BUFFER = kept  # noqa: SLF001
+        parallel_state._GLOBAL_MEMORY_BUFFER = shared  # noqa: SLF001

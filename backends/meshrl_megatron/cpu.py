@@ -55,23 +55,14 @@ return tokens_per_expert
 """Functions of Megatron-Core with other bodies. Recomputed layers save and restore the only generator, and the routing
 of tokens to experts need not be copied to the host."""
 
-_GRAPHS: Final = {"CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"}
-_STREAMS: Final = {"Event", "current_stream", "default_stream", "set_stream", "stream"}
-_GAUGES: Final = {
-    "clock_rate",
-    "get_device_capability",
-    "get_device_properties",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "nvtx",
-    "power_draw",
-    "temperature",
-    "utilization",
+_LEFT: Final = {
+    *("CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"),
+    *("Event", "current_stream", "default_stream", "set_stream", "stream"),
+    *("clock_rate", "get_device_capability", "get_device_properties", "memory_allocated", "memory_reserved"),
+    *("memory_stats", "nvtx", "power_draw", "temperature", "utilization"),
+    *("amp", "device", "device_count", "is_available", "set_device", "OutOfMemoryError"),
+    *("_lazy_call", "_lazy_init", "default_generators", "random"),
 }
-_DEVICES: Final = {"amp", "device", "device_count", "is_available", "set_device", "OutOfMemoryError"}
-_GENERATORS: Final = {"_lazy_call", "_lazy_init", "default_generators", "random"}
-_LEFT: Final = _GRAPHS | _STREAMS | _GAUGES | _DEVICES | _GENERATORS
 """Parts of `torch.cuda` that stay as they are: no path on a CPU reaches them, and torch itself raises if one does."""
 
 NodeT = TypeVar("NodeT", bound=ast.AST)
@@ -114,14 +105,14 @@ class _Loader(SourceFileLoader):
         if b"cuda" not in source and b"pin_memory" not in source:
             return super().get_code(fullname)
         key = MAGIC_NUMBER + source_hash(source) + _RULES
-        kept = cache_from_source(self.path, optimization="meshrl")
+        cached = cache_from_source(self.path, optimization="meshrl")
         with contextlib.suppress(OSError):
-            data = self.get_data(kept)
+            data = self.get_data(cached)
             if data.startswith(key):
                 return cast("CodeType", marshal.loads(data[len(key) :]))  # noqa: S302 -- as Python reads its own
         code = compile(rewritten(_parsed(source), fullname), self.path, "exec", dont_inherit=True)
         if not sys.dont_write_bytecode:
-            self.set_data(kept, key + marshal.dumps(code))  # completely or not at all, and not in a read-only place
+            self.set_data(cached, key + marshal.dumps(code))  # completely or not at all, and not in a read-only place
         return code
 
 

@@ -11,36 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshrl.errors import ConfigError
-from meshrl_megatron.core import (
-    MLP,
-    ColumnParallelLinear,
-    MLPSubmodules,
-    ModuleSpec,
-    MoELayer,
-    MoESubmodules,
-    PackedSeqParams,
-    ProcessGroupCollection,
-    RowParallelLinear,
-    SelfAttention,
-    SelfAttentionSubmodules,
-    SequentialMLP,
-    TEColumnParallelLinear,
-    TENorm,
-    TERowParallelLinear,
-    TopKRouter,
-    TransformerConfig,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    gather_from_sequence_parallel_region,
-    get_bias_dropout_add,
-    get_te_version,
-)
+from meshrl_megatron import core
 from meshrl_megatron.options import TransformerImpl
 from meshrl_torch.model.attention import Packed
 
 
 @dataclass
-class Packing(PackedSeqParams):
+class Packing(core.PackedSeqParams):
     """Megatron's data about the computed tokens for each layer's attention."""
 
     attend: Packed | None = None
@@ -52,7 +29,7 @@ class Packing(PackedSeqParams):
 class RmsNorm(nn.Module):
     """x / rms(x) * weight, as in transformers: computed in float32, scaled in the dtype of the states."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: core.TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
@@ -70,7 +47,7 @@ class RmsNorm(nn.Module):
 class VarlenAttention(nn.Module):
     """Causal attention inside each segment, to keys and values of all ranks along `cp`."""
 
-    def __init__(self, layer_number: int, pg_collection: ProcessGroupCollection, **_: object) -> None:
+    def __init__(self, layer_number: int, pg_collection: core.ProcessGroupCollection, **_: object) -> None:
         super().__init__()
         self._layer = layer_number
         self._ranks = pg_collection.cp
@@ -85,16 +62,16 @@ class VarlenAttention(nn.Module):
         return output[0].flatten(1)[:, None]
 
     def _gathered(self, states: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(
+        return core.gather_from_sequence_parallel_region(
             states.contiguous(), tensor_parallel_output_grad=True, group=self._ranks
         )
 
 
-class FusedLinear(ColumnParallelLinear):
+class FusedLinear(core.ColumnParallelLinear):
     """Linear layers with the same input. Their weights are stacked in one parameter."""
 
 
-def _outputs(linear: ColumnParallelLinear, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+def _outputs(linear: core.ColumnParallelLinear, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Return the [tokens, 1, size] of each layer that is stacked in `linear`, of the rank's rows.
 
     In a `FusedLinear` on one rank, each layer is a separate product, with a separate result. These are the operations
@@ -108,13 +85,13 @@ def _outputs(linear: ColumnParallelLinear, states: Tensor, sizes: Sequence[int])
     return [functional.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-class PackedAttention(SelfAttention):
+class PackedAttention(core.SelfAttention):
     """Megatron's projections around attention over packed sequences, with the sequences' positions.
 
     The rows of the fused projection are all queries of this rank, then all keys, then all values.
     """
 
-    linear_qkv: ColumnParallelLinear
+    linear_qkv: core.ColumnParallelLinear
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
@@ -136,10 +113,10 @@ class PackedAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value
 
 
-class GatedMlp(MLP):
+class GatedMlp(core.MLP):
     """down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
 
-    linear_fc1: ColumnParallelLinear
+    linear_fc1: core.ColumnParallelLinear
 
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         """Return the output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
@@ -155,10 +132,10 @@ def _rotated(states: Tensor, packing: Packing) -> Tensor:
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
-class Router(TopKRouter):
+class Router(core.TopKRouter):
     """Megatron's choice of each token's experts, with weights on the device that uses them."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, config: core.TransformerConfig, pg_collection: core.ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.weight.data = self.weight.data.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -175,7 +152,7 @@ class _Gated:
     """Builds a GatedMlp. It is not a ModuleSpec, to which Megatron would add arguments of its MLP."""
 
     params: Mapping[str, object]
-    submodules: MLPSubmodules
+    submodules: core.MLPSubmodules
     module: type[GatedMlp] = GatedMlp
 
 
@@ -192,8 +169,10 @@ class Modules:
     """A linear layer that is divided by its inputs."""
 
 
-LOCAL: Final = Modules(RmsNorm, FusedLinear, ColumnParallelLinear, RowParallelLinear)
-_ENGINE: Final = Modules(TENorm, TEColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear)
+LOCAL: Final = Modules(RmsNorm, FusedLinear, core.ColumnParallelLinear, core.RowParallelLinear)
+_ENGINE: Final = Modules(
+    core.TENorm, core.TEColumnParallelLinear, core.TEColumnParallelLinear, core.TERowParallelLinear
+)
 _RELEASES: Final = Version("2.9"), Version("2.12")
 """The first release of Transformer Engine that this Megatron-Core takes, and the first that it does not."""
 
@@ -205,45 +184,45 @@ def modules_of(impl: TransformerImpl) -> Modules:
     """
     if impl == "local":
         return LOCAL
-    found, (first, end) = get_te_version(), _RELEASES
-    if found is None or not first <= found < end:
+    release, (first, end) = core.get_te_version(), _RELEASES
+    if release is None or not first <= release < end:
         raise ConfigError(
             f'megatron.transformer_impl = "transformer_engine" needs Transformer Engine from {first} to before {end}, '
-            f"but {'none' if found is None else found} is installed here: pip install "
+            f"but {'none' if release is None else release} is installed here: pip install "
             f"'transformer-engine[core_cu13,pytorch]>={first},<{end}', or set it to \"local\""
         )
     return _ENGINE
 
 
-def _mlp(config: TransformerConfig, tp: dist.ProcessGroup, modules: Modules) -> ModuleSpec | _Gated:
+def _mlp(config: core.TransformerConfig, tp: dist.ProcessGroup, modules: Modules) -> core.ModuleSpec | _Gated:
     if not config.num_moe_experts:
-        linears = MLPSubmodules(linear_fc1=modules.fused, linear_fc2=modules.row)
+        linears = core.MLPSubmodules(linear_fc1=modules.fused, linear_fc2=modules.row)
         return _Gated({"ffn_hidden_size": config.ffn_hidden_size, "tp_group": tp}, linears)
-    linears = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
-    experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    linears = core.MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    experts = core.ModuleSpec(module=core.SequentialMLP, submodules=linears)
+    return core.ModuleSpec(module=core.MoELayer, submodules=core.MoESubmodules(experts=experts, router=Router))
 
 
-def layer_spec(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec:
+def layer_spec(config: core.TransformerConfig, tp: dist.ProcessGroup) -> core.ModuleSpec:
     """Return the specification of a decoder layer, whose matrices are divided over the ranks of `tp`."""
     modules = modules_of(config.transformer_impl)
     norm = modules.norm if config.qk_layernorm else None
-    attention = SelfAttentionSubmodules(
+    attention = core.SelfAttentionSubmodules(
         linear_qkv=modules.fused,
         core_attention=VarlenAttention,
         linear_proj=modules.row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
+    return core.ModuleSpec(
+        module=core.TransformerLayer,
+        submodules=core.TransformerLayerSubmodules(
             input_layernorm=modules.norm,
-            self_attention=ModuleSpec(module=PackedAttention, submodules=attention),
-            self_attn_bda=get_bias_dropout_add,
+            self_attention=core.ModuleSpec(module=PackedAttention, submodules=attention),
+            self_attn_bda=core.get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm,
             mlp=_mlp(config, tp, modules),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=core.get_bias_dropout_add,
         ),
     )
 

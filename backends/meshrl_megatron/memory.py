@@ -15,60 +15,49 @@ from torch import Tensor, nn
 from meshrl.algo import Predicts
 from meshrl.roles import (
     CriticConfig,
-    Memory,
+    MemoryEstimate,
     ModelConfig,
     PolicyConfig,
     RewardModelConfig,
     RewardTrainingConfig,
-    Work,
+    Workload,
     options_of,
 )
-from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import DistributedDataParallel, ProcessGroupCollection, fresh_scratch, quiet
-from meshrl_megatron.groups import Grid
 from meshrl_megatron.optimizer import gradient_layout
 from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.parts import Part, part_of
+from meshrl_megatron.passes import Balance
 from meshrl_megatron.shape import Decoder
-from meshrl_megatron.stage import Asked, Stage
-from meshrl_torch.estimate.live_bytes import Live
-from meshrl_torch.estimate.memory import (
-    DEPTHS,
-    Figures,
-    Marks,
-    OnGpu,
-    Rehearsal,
-    fake,
-    knobs,
-    longest_rows,
-    rehearsed_alone,
-    skeleton_of,
-)
+from meshrl_megatron.stage import Stage, Targets, stages_of
+from meshrl_megatron.world import Grid
+from meshrl_torch.estimate import rehearsal
+from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows, skeleton_of
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.loading import GENERATOR, config_of
 from meshrl_torch.model.packing import MicroBatch
+from meshrl_torch.train.roles import TrainedConfig
 
 _KEPT: Final = 4
 """Bytes that torch's AdamW allocates on a GPU for each number that it steps over."""
 
 
-def held(config: ModelConfig, work: Work) -> Memory:
+def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
     """Estimate the memory of a role on the rank that holds the most: of the first stage or the last one.
 
     ConfigError if the process is in a process group already, or if the axes do not fit.
     """
     plan = _Plan(config, work)
     plan.shape.check(plan.grid(0).sizes, plan.layout)
-    last = plan.grid(0).rank(pp=plan.pp - 1)
-    told = [plan.figures(rank) for rank in sorted({0, last})]
-    figures = max(told, key=sum)
+    ends = [plan.figures(rank) for rank in sorted({0, plan.grid(0).rank(pp=plan.pp - 1)})]
+    figures = max(ends, key=sum)
     terms = figures.terms("update" if plan.trains else "score", host=not work.gpu)
     always = [replace(each, during="") if each.name == "gradients" else each for each in terms]
     experts = [f"megatron.experts={2 * plan.layout.experts}"] if plan.shape.experts else []
-    notes = [f"of its {plan.pp} stages the {'first' if figures is told[0] else 'last'} one, which takes most"]
+    notes = [f"of its {plan.pp} stages the {'first' if figures is ends[0] else 'last'} one, which takes most"]
     if plan.shape.experts:
         notes.append("as many tokens for each expert as for another; ranks whose experts are chosen oftener hold more")
-    return Memory(always, [*knobs(config), *experts], notes if plan.pp > 1 else notes[1:])
+    return MemoryEstimate(always, [*knobs(config), *experts], notes if plan.pp > 1 else notes[1:])
 
 
 @dataclass(frozen=True)
@@ -76,12 +65,12 @@ class _Plan:
     """A role's model on its ranks."""
 
     config: ModelConfig
-    work: Work
+    work: Workload
 
     @property
     def trains(self) -> bool:
         """True if it is trained."""
-        return isinstance(self.config, PolicyConfig | CriticConfig | RewardTrainingConfig)
+        return isinstance(self.config, TrainedConfig)
 
     @property
     def predicts(self) -> Predicts:
@@ -93,8 +82,8 @@ class _Plan:
     @property
     def layout(self) -> MegatronConfig:
         """The backend's options."""
-        asked = options_of(self.config, MegatronConfig)
-        return asked.model_copy(update={"transformer_impl": "local"})  # of the same sizes, and always installed
+        options = options_of(self.config, MegatronConfig)
+        return options.model_copy(update={"transformer_impl": "local"})  # of the same sizes, and always installed
 
     @property
     def pp(self) -> int:
@@ -128,21 +117,16 @@ class _Plan:
         warm = 2 * ahead + (virtual - 1) * self.pp if virtual > 1 else ahead
         return min(warm + 1, len(self.micros) * virtual)
 
-    def figures(self, rank: int) -> Figures:
+    def figures(self, rank: int) -> rehearsal.Figures:
         """Return the figures of a rank."""
         each = self.shape.layers // (self.pp * self.layout.virtual_stages)
         depths = DEPTHS if each > max(DEPTHS) else (each,)
-        found: list[Rehearsal] = []
-        with rehearsed_alone(rank, prod(self.work.axes.values())):
+        with rehearsal.rehearsed_alone(rank, prod(self.work.axes.values())):
             grid = self.grid(rank)
             groups = grid.collection(rank)
-            found += [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
-        last = found[-1]
-        if len(found) > 1:  # a further layer adds one to each stage of the rank
-            last = last.deeper(found[0], each - max(DEPTHS))
-        flying = self.flying(grid.place["pp"])
-        kept = last.figures.activations * flying
-        return last.figures._replace(activations=kept)
+            first, *more = (_Rank(self, grid, groups, depth).rehearse() for depth in depths)
+        last = more[0].deeper(first, each - max(DEPTHS)) if more else first  # a layer more in each stage of the rank
+        return last.figures._replace(activations=last.figures.activations * self.flying(grid.place["pp"]))
 
 
 class _Built(NamedTuple):
@@ -167,39 +151,39 @@ class _Rank:
     groups: ProcessGroupCollection
     depth: int
 
-    def rehearse(self) -> Rehearsal:
+    def rehearse(self) -> rehearsal.Rehearsal:
         """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins."""
         plan = self.plan
         micro = max(plan.micros, key=lambda each: each.ids.numel())
         tp = self.grid.sizes["tp"]
-        split = tp if plan.layout.sequence_parallel and tp > 1 else 1
+        split = tp if plan.layout.sequence_parallel else 1
         part = part_of(micro, self.grid.place["cp"], self.grid.sizes["cp"], split)
         chosen = part.ids.numel() // split * max(1, plan.shape.chosen)
-        modes = fake.FakeTensorMode(allow_non_fake_inputs=True)
+        modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True)
         skeleton = skeleton_of(plan.config, config_of(plan.config), GENERATOR, 1).network
-        with quiet(), fresh_scratch() as taken, modes, Live() as live, _balanced(chosen):
+        with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, _balanced(chosen):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             rotary = cast("nn.Module", skeleton.base_model.rotary_emb).to_empty(device=device)
             built = self._built(live, rotary)
-            marks = Marks(live, built.stage.decoder, built.stage.decoder.layers[-1])
-            there = self._on(part, torch.device(device))
+            meter = rehearsal.PeakMeter(live, built.stage.decoder, built.stage.decoder.layers[-1])
+            placed = self._on(part, torch.device(device))
             held = live.now
             for _ in range(2):
-                marks.begin()
+                meter.begin()
                 with nullcontext() if plan.trains else torch.no_grad():
-                    said = self._passed(built, there, part.ids.numel() // split)
+                    output = self._passed(built, placed, part.ids.numel() // split)
                     if plan.trains:
-                        torch.autograd.backward(said, torch.empty_like(said))
-                del said
-                marks.end()
+                        torch.autograd.backward(output, torch.empty_like(output))
+                del output
+                meter.end()
             scratch = sum(each.numel() * each.itemsize for each in taken.values())
-        figures = Figures(built.parameters, built.masters, built.moments, built.gradients, 0, 0, 0, 0)
-        found = marks.rehearsal(figures, held + scratch, trains=plan.trains)
-        return self._with_rest(found, scratch, built.stepped, part)
+        figures = rehearsal.Figures(built.parameters, built.masters, built.moments, built.gradients, 0, 0, 0, 0)
+        measured = meter.rehearsal(figures, held + scratch, trains=plan.trains)
+        return self._with_rest(measured, scratch, built.stepped, part)
 
-    def _with_rest(self, found: Rehearsal, scratch: int, stepped: int, part: Part) -> Rehearsal:
+    def _with_rest(self, measured: rehearsal.Rehearsal, scratch: int, stepped: int, part: Part) -> rehearsal.Rehearsal:
         """Add memory outside the passes: scratch memory, the tokens of all micro-batches, and the step on a GPU."""
-        figures = found.figures
+        figures = measured.figures
         if self.grid.place["pp"] < self.plan.pp - 1:  # it has no head
             figures = figures._replace(workspace=figures.workspace + figures.head, head=0)
         workspace = figures.workspace + scratch
@@ -208,50 +192,33 @@ class _Rank:
             own = sum(each.numel() * each.itemsize for each in tokens if each is not None)
             workspace += own * len(self.plan.micros)
             workspace += max(0, _KEPT * stepped - figures.activations - figures.head - workspace)
-        return replace(found, figures=figures._replace(workspace=workspace))
+        return replace(measured, figures=figures._replace(workspace=workspace))
 
     def _on(self, part: Part, device: torch.device) -> Part:
         """Return a part with its tensors on a device, with a GPU's attention if there is to be one."""
-        keys = part.attend.keys
-        attention = OnGpu if self.plan.work.gpu else Packed
-        return Part(
-            part.ids.to(device),
-            part.positions.to(device),
-            attention(part.attend.groups, None if keys is None else keys.to(device)),
-            part.source.to(device),
-            part.target.to(device),
-            part.targets,
+        keys, attention = part.attend.keys, rehearsal.GpuAttention if self.plan.work.gpu else Packed
+        ids, positions, source, target = (
+            each.to(device) for each in (part.ids, part.positions, part.source, part.target)
         )
+        attend = attention(part.attend.groups, None if keys is None else keys.to(device))
+        return Part(ids, positions, attend, source, target, part.targets)
 
-    def _built(self, live: Live, rotary: nn.Module) -> _Built:
+    def _built(self, live: rehearsal.LiveBytes, rotary: nn.Module) -> _Built:
         plan, place = self.plan, self.grid.place["pp"]
         virtual = plan.layout.virtual_stages
         dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
         shape = replace(plan.shape, layers=self.depth * plan.pp * virtual)
         recompute = isinstance(plan.config, PolicyConfig) and plan.config.activation_checkpointing
-        told = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
+        config = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
         groups = self.groups
         before = live.now
-        stages = [
-            Stage(
-                told,
-                shape,
-                groups,
-                rotary,
-                number if virtual > 1 else None,
-                self.depth,
-                first=place == 0 and number == 0,
-                last=place == plan.pp - 1 and number == virtual - 1,
-                predicts=plan.predicts,
-            )
-            for number in range(virtual)
-        ]
+        stages = stages_of(shape, config, groups, self.grid, rotary, virtual, plan.predicts)
         _know_places(stages)
         run = stages[0] if place == 0 and plan.pp > 1 else stages[-1]
         parameters = live.now - before
         if not plan.trains:
             return _Built(run, run, parameters, 0, 0, 0, 0)
-        trained = [DistributedDataParallel(told, gradient_layout(), each, pg_collection=groups) for each in stages]
+        trained = [DistributedDataParallel(config, gradient_layout(), each, pg_collection=groups) for each in stages]
         buffers = [each for stage in trained for each in (*stage.buffers, *stage.expert_parallel_buffers)]
         shards = [(each.param_dtype, each.numel // each.data_parallel_group.size()) for each in buffers]
         stepped = sum(count for _, count in shards)
@@ -269,8 +236,8 @@ class _Rank:
             states = torch.empty(tokens, 1, self.plan.shape.hidden, dtype=kind, device=part.ids.device)
             stage.set_input_tensor(states.requires_grad_(self.plan.trains))
         valued = self.plan.predicts != "logprobs" or not stage.post_process
-        asked = None if valued else Asked(torch.empty_like(part.source), None)
-        return cast("Tensor", built.called(part, asked))
+        targets = None if valued else Targets(torch.empty_like(part.source), None)
+        return cast("Tensor", built.called(part, targets))
 
 
 def _know_places(stages: Sequence[Stage]) -> None:
@@ -278,12 +245,12 @@ def _know_places(stages: Sequence[Stage]) -> None:
     for module in (each for stage in stages for each in stage.modules()):
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         if dispatcher is not None:
-            with fake.unset_fake_temporarily():
+            with rehearsal.fake.unset_fake_temporarily():
                 for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
                     setattr(dispatcher, name, torch.arange(getattr(dispatcher, name).numel()))
 
 
-class _Chosen(torch.autograd.Function):
+class _Selected(torch.autograd.Function):
     """Selects this many numbers of a tensor, and keeps and returns the same as `masked_select`."""
 
     @staticmethod
@@ -309,9 +276,9 @@ def _balanced(chosen: int) -> Generator[None]:
         return np.diff(each).reshape(tuple(tensor.shape))
 
     def select(values: Tensor, mask: Tensor) -> Tensor:
-        return cast("Tensor", _Chosen.apply(values, mask, chosen))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Selected.apply(values, mask, chosen))  # type: ignore[no-untyped-call]
 
-    tensor: Any = fake.FakeTensor
+    tensor: Any = rehearsal.fake.FakeTensor
     instead = {"tolist": lambda each: counts(each).tolist(), "numpy": counts, "masked_select": select}
     before = {name: vars(tensor).get(name) for name in instead}
     for name, function in instead.items():

@@ -1,7 +1,7 @@
 """A model's stages on this rank: built, filled from files, and converted to Hugging Face's names."""
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -14,20 +14,18 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.mesh import Rank
-from meshrl.roles import ModelConfig
+from meshrl.roles import ModelConfig, options_of
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.layers import modules_of
-from meshrl_megatron.naming import Piece, Place, pieces
 from meshrl_megatron.options import MegatronConfig
-from meshrl_megatron.shape import Decoder
-from meshrl_megatron.stage import Stage
+from meshrl_megatron.shape import Decoder, Place, boxes_of
+from meshrl_megatron.stage import Stage, stages_of
 from meshrl_megatron.world import World
 from meshrl_torch.checkpoint.boxes import Box, Boxes
-from meshrl_torch.model.kernels import Kernel, chosen
-from meshrl_torch.model.loading import GENERATOR, JUDGE, load, outline
+from meshrl_torch.model.attention import Kernel, chosen
+from meshrl_torch.model.heads import kind_of, value_head, with_score
+from meshrl_torch.model.loading import CLASSIFIER, load, outline
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.value_head import with_head
-from meshrl_torch.train.reward_training import kind_of, with_score
 
 _EXPERT: Final = ".local_experts."
 _LM_HEAD: Final = "lm_head.weight"
@@ -51,6 +49,12 @@ class Held:
     def is_expert(self) -> bool:
         """True if it belongs to one of a layer's experts, which neighbours along dp may divide among them."""
         return _EXPERT in self.name
+
+    @property
+    def tensor(self) -> tuple[int, str]:
+        """A key of the tensor that contains it, the same for all experts of a layer."""
+        layer, is_expert, expert = self.name.partition(_EXPERT)
+        return self.first_layer, layer + expert.partition(".")[2] if is_expert else layer
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,6 @@ class Model:
             for name, parameter in stage.named_parameters()
         ]
 
-    def pieces(self, held: Held, rank: int | None = None) -> list[Piece]:
-        """Return a parameter's parts of Hugging Face tensors, on this rank or on another one of `dividing`."""
-        group = self.dividing(held)
-        rank = group.rank() if rank is None else rank
-        if held.is_expert:
-            place = Place(0, 1, held.first_layer, rank * self.shape.experts // group.size())
-        else:
-            place = Place(rank, group.size(), held.first_layer)
-        return pieces(held.name, self.shape, place)
-
     def dividing(self, held: Held) -> dist.ProcessGroup:
         """The ranks that divide a parameter's tensor among them: those along tp, or along ep for experts."""
         return self.world.groups.ep if held.is_expert else self.world.groups.tp
@@ -99,19 +93,27 @@ class Model:
         """The ranks with the same part of a parameter, whose gradients are summed."""
         return self.world.groups.expt_dp if held.is_expert else self.world.groups.dp_cp
 
-    def boxes(self, held: Held, whole: Tensor, prefix: str = "") -> list[Box]:
-        """Return the same as boxes, with values from a tensor of the parameter's shape."""
-        found = self.pieces(held)
-        return [Box(prefix + each.name, each.size, each.offsets, each.view(whole)) for each in found]
+    def boxes(self, held: Held, tensor: Tensor, rank: int | None = None) -> list[Box]:
+        """Return a parameter's parts of Hugging Face tensors, as views of a tensor of the parameter's shape.
 
-    def tells(self, held: Held) -> bool:
+        `rank`: another one of `dividing`.
+        """
+        group = self.dividing(held)
+        rank = group.rank() if rank is None else rank
+        if held.is_expert:
+            place = Place(0, 1, held.first_layer, rank * self.shape.experts // group.size())
+        else:
+            place = Place(rank, group.size(), held.first_layer)
+        return boxes_of(held.name, self.shape, place, tensor)
+
+    def publishes(self, held: Held) -> bool:
         """True if this rank publishes its part of a parameter. Of ranks with the same part, one does."""
         alone = held.is_split or self.world.grid.place["tp"] == 0
         return alone and self._keeps(held)
 
     def shards(self) -> Iterator[Box]:
         """Yield the parts that this rank publishes, as views, and gather nothing. No other rank has them too."""
-        return (box for held in self.held if self.tells(held) for box in self.boxes(held, held.parameter))
+        return (box for held in self.held if self.publishes(held) for box in self.boxes(held, held.parameter))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's share of the model's tensors, each whole, gathered one parameter after another.
@@ -128,25 +130,18 @@ class Model:
                     self._assemble(held, parts, whole)
             yield from whole.items()
 
-    def take(self, tensors: Mapping[str, Tensor], of: Iterable[Held]) -> None:
-        """Copy this rank's parts of some parameters from whole tensors with Hugging Face names."""
-        with torch.no_grad():
-            for held in of:
-                for box in self.boxes(held, held.parameter):
-                    box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
-
     def _keeps(self, held: Held) -> bool:
         """True if this rank's place along dp and cp is one of those that publish a parameter."""
         place = self.world.grid.place["dp"], self.world.grid.place["cp"]
-        return not held.is_copy and place in self._keepers[_key(held)]
+        return not held.is_copy and place in self._keepers[held.tensor]
 
     @cached_property
     def _together(self) -> Sequence[Sequence[Held]]:
         """The parameters, grouped by tensor: one tensor holds all experts of a layer."""
-        found: dict[tuple[int, str], list[Held]] = {}
+        groups: dict[tuple[int, str], list[Held]] = {}
         for held in self.held:
-            found.setdefault(_key(held), []).append(held)
-        return list(found.values())
+            groups.setdefault(held.tensor, []).append(held)
+        return list(groups.values())
 
     @cached_property
     def _keepers(self) -> Mapping[tuple[int, str], Container[tuple[int, int]]]:
@@ -157,7 +152,7 @@ class Model:
         for each in self._together:
             span = grid.experts if each[0].is_expert else 1
             first, cp = min((place for place in loads if place[0] % span == 0), key=lambda place: loads[place])
-            keepers[_key(each[0])] = places = [(first + number, cp) for number in range(span)]
+            keepers[each[0].tensor] = places = [(first + number, cp) for number in range(span)]
             for place in places:
                 loads[place] += sum(held.parameter.numel() for held in each)
         return keepers
@@ -173,45 +168,38 @@ class Model:
 
     def _assemble(self, held: Held, parts: Sequence[Tensor], whole: dict[str, Tensor]) -> None:
         for rank, part in enumerate(parts):
-            for piece in self.pieces(held, rank):
-                if piece.name not in whole:
-                    whole[piece.name] = torch.empty(piece.size, dtype=part.dtype, device=part.device)
-                view = piece.view(part)
-                _part(whole[piece.name], piece.offsets, view.shape).copy_(view)
+            for box in self.boxes(held, part, rank):
+                if box.name not in whole:
+                    whole[box.name] = torch.empty(box.size, dtype=part.dtype, device=part.device)
+                _part(whole[box.name], box.offsets, box.tensor.shape).copy_(box.tensor)
 
 
-def build(
-    config: ModelConfig,
-    layout: MegatronConfig,
-    rank: Rank,
-    *,
-    predicts: Predicts = "logprobs",
-    recompute: bool = False,
-) -> Model:
+def build(config: ModelConfig, rank: Rank, *, predicts: Predicts = "logprobs", recompute: bool = False) -> Model:
     """Build the model in a role's table on the ranks of its mesh, which call it together.
 
     `predicts`: "values" and "scores" replace the model's head by a critic's or a reward model's. Errors are raised on
     all ranks: ConfigError if it cannot be divided over the mesh, ModelError if it cannot be read or its architecture is
     unknown.
     """
+    layout = options_of(config, MegatronConfig)
     world = World.of(rank, layout.virtual_stages, layout.experts)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
-    kept: list[tuple[_Source, Decoder]] = []
 
-    def read() -> None:
+    def read() -> tuple[_Source, Decoder]:
         source = _Source.of(config, predicts, chosen(layout.attention, world.device))
         shape = Decoder.of(source.words.network.config.get_text_config(), valued=predicts != "logprobs")
         shape.check(world.grid.sizes, layout)
         modules_of(layout.transformer_impl)
-        kept.append((source, shape))
+        return source, shape
 
-    world.agree(read)
-    source, shape = kept[0]
+    source, shape = world.together(read)
     with quiet():
-        told = shape.configuration(world.grid.sizes, dtype, layout, recompute=recompute)
-        stages = _stages(source, shape, told, world, layout.virtual_stages, predicts)
-    unused = source.later(_LM_HEAD) if predicts == "values" and not _is_tied(source) else dict
-    model = Model(source.words, shape, told, world, stages, unused)
+        settings = shape.configuration(world.grid.sizes, dtype, layout, recompute=recompute)
+        rotary = nn.Module.to(source.rotary, world.device)
+        stages = stages_of(shape, settings, world.groups, world.grid, rotary, layout.virtual_stages, predicts)
+    tied = bool(source.words.network.config.get_text_config().tie_word_embeddings)
+    unused = source.later(_LM_HEAD) if predicts == "values" and not tied else dict
+    model = Model(source.words, shape, settings, world, stages, unused)
     world.agree(lambda: _fill(model, source))
     return model
 
@@ -230,21 +218,20 @@ class _Source(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, predicts: Predicts, kernel: Kernel | None) -> "_Source":
         whole = config.model_copy(update={"dtype": "float32"})
-        kind = kind_of(whole) if predicts == "scores" else GENERATOR
-        found = outline(whole, kind)
-        words = found.model if found else load(whole, kind)
-        rotary = _rotary(words)
+        kind = kind_of(whole)
+        words, folder = outline(whole, kind) or (load(whole, kind), None)
+        rotary = copy.deepcopy(cast("nn.Module", words.network.base_model.rotary_emb))
         head: dict[str, Tensor] = {}
         if predicts == "values":
-            head = with_head(words, config).head.state_dict(prefix="value_head.")
+            head = value_head(words, config).state_dict(prefix="value_head.")
         elif predicts == "scores":
             judge = with_score(words, config)
             words = judge.model
-            if kind is not JUDGE:
+            if kind is not CLASSIFIER:
                 head = judge.head.state_dict(prefix="score.")
-        tensors = None if found else dict(words.tensors())
+        tensors = None if folder else dict(words.tensors())
         nn.Module.to(words.network, "meta")
-        return cls(replace(words, kernel=kernel), rotary, tensors, found.folder if found else None, head)
+        return cls(replace(words, kernel=kernel), rotary, tensors, folder, head)
 
     def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
         """Return a function that reads one tensor, whole, when it is called, and keeps no other."""
@@ -260,36 +247,6 @@ def _read(folder: Path, name: str) -> Mapping[str, Tensor]:
     return {name: whole}
 
 
-def _rotary(words: LanguageModel) -> nn.Module:
-    return copy.deepcopy(cast("nn.Module", words.network.base_model.rotary_emb))
-
-
-def _is_tied(source: _Source) -> bool:
-    return bool(source.words.network.config.get_text_config().tie_word_embeddings)
-
-
-def _stages(
-    source: _Source, shape: Decoder, told: TransformerConfig, world: World, each: int, predicts: Predicts
-) -> Sequence[Stage]:
-    """Build this rank's stages. If each of pp ranks has two, the first has 0 and pp, the last pp - 1 and 2 pp - 1."""
-    pp, here = world.grid.sizes["pp"], world.grid.place["pp"]
-    rotary = nn.Module.to(source.rotary, world.device)
-    return [
-        Stage(
-            told,
-            shape,
-            world.groups,
-            rotary,
-            number if each > 1 else None,
-            shape.layers // (pp * each),
-            first=here == 0 and number == 0,
-            last=here == pp - 1 and number == each - 1,
-            predicts=predicts,
-        )
-        for number in range(each)
-    ]
-
-
 def _fill(model: Model, source: _Source) -> None:
     """Set the parameters' values. Each rank reads only its parts of files."""
     body = [held for held in model.held if held.name not in source.head]
@@ -299,16 +256,10 @@ def _fill(model: Model, source: _Source) -> None:
     if source.files is not None:
         Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
         return
-    model.take(source.tensors or {}, body)
-
-
-def _key(held: Held) -> tuple[int, str]:
-    """Return a key of the tensor that contains a parameter, the same for all experts of a layer."""
-    name = held.name
-    if held.is_expert:
-        layer, _, expert = name.partition(_EXPERT)
-        name = layer + expert.partition(".")[2]
-    return held.first_layer, name
+    tensors = source.tensors or {}
+    with torch.no_grad():
+        for box in (box for held in body for box in model.boxes(held, held.parameter)):
+            box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
 
 
 def _part(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -1,7 +1,8 @@
-"""AdamW in Megatron's distributed optimizer: of ranks that share parameters, each steps over a part of them."""
+"""AdamW in Megatron's distributed optimizer, and its checkpoint. Ranks that share parameters step over a part each."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, cast
 
 import torch
@@ -10,41 +11,30 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
-from meshrl_megatron.core import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    ProcessGroupCollection,
-    clip_grad_by_total_norm_fp32,
-    finalize_model_grads,
-    get_megatron_optimizer,
-    quiet,
-)
-from meshrl_megatron.core import OptimizerConfig as MegatronOptimizerConfig
-from meshrl_megatron.model import Model
-from meshrl_megatron.naming import Piece
-from meshrl_torch.checkpoint.spread_state import MOMENTS
-from meshrl_torch.train.optimizer import learning_rate, not_finite
+from meshrl_megatron import core
+from meshrl_megatron.model import Held, Model
+from meshrl_torch.checkpoint.boxes import Box, Boxes
+from meshrl_torch.checkpoint.state import MODEL, MOMENTS, SpreadState
+from meshrl_torch.train.optimizer import Stepper, not_finite
 
 
-def gradient_layout() -> DistributedDataParallelConfig:
+def gradient_layout() -> core.DistributedDataParallelConfig:
     """Return Megatron's settings: gradients are summed in float32, and each rank steps over a range of them."""
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return core.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
-class Trained:
+class MegatronOptimizer(Stepper):
     """A model's stages with their gradients, moments and number of steps."""
 
     def __init__(self, config: OptimizerConfig, model: Model) -> None:
-        self.steps = 0
-        self._config, self._model = config, model
-        self._held: Final = {f"{each.first_layer}/{each.name}": each for each in model.held}
-        kept = gradient_layout()
+        super().__init__(config)
+        self._model = model
         self.stages: Final = [
-            DistributedDataParallel(model.config, kept, stage, pg_collection=model.world.groups)
+            core.DistributedDataParallel(model.config, gradient_layout(), stage, pg_collection=model.world.groups)
             for stage in model.stages
         ]
         model.config.finalize_model_grads_func = self._finalize
-        told = MegatronOptimizerConfig(
+        settings = core.OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
             weight_decay=config.weight_decay,
@@ -56,16 +46,11 @@ class Trained:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
         )
-        self._optimizer = get_megatron_optimizer(
-            told, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
+        self._optimizer = core.get_megatron_optimizer(
+            settings, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
         )
         for group in self._optimizer.param_groups:  # Megatron leaves it to its scheduler
             group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return learning_rate(self._config, self.steps)
 
     def forget(self) -> None:
         """Set the gradients to 0."""
@@ -79,7 +64,7 @@ class Trained:
 
         ModelError on all ranks, and no step, if the norm is not finite. `predicts`: for the message.
         """
-        with quiet():
+        with core.quiet():
             return self._step(predicts)
 
     def _step(self, predicts: Predicts) -> float:
@@ -94,7 +79,7 @@ class Trained:
         if most is not None:
             for each in self._optimizer.chained_optimizers:
                 if shards := list(_shards(each.optimizer)):
-                    clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
+                    core.clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
         self._optimizer.step_with_ready_grads()
@@ -110,44 +95,18 @@ class Trained:
         self,
         stages: list[nn.Module],
         tokens: Tensor | None,
-        pg_collection: ProcessGroupCollection | None,
+        pg_collection: core.ProcessGroupCollection | None,
         force_all_reduce: bool | None,
     ) -> None:
         """Sum the gradients over the ranks, without a division: losses are of the global batch."""
-        finalize_model_grads(stages, None, pg_collection, force_all_reduce)
+        core.finalize_model_grads(stages, None, pg_collection, force_all_reduce)
 
-    # The following members are for checkpoints.
-
-    def names(self) -> Sequence[str]:
-        """Return the names of this rank's parameters, in an order that all ranks of its stage share."""
-        return list(self._held)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a parameter's shape on this rank."""
-        return tuple(self._held[name].parameter.shape)
-
-    def pieces(self, name: str) -> list[Piece]:
-        """Return its place in Hugging Face's tensors."""
-        return self._model.pieces(self._held[name])
-
-    def is_writer(self, name: str) -> bool:
-        """True if this rank writes it. Of ranks with the same part, exactly one does."""
-        return self._model.tells(self._held[name])
-
-    def parameter(self, name: str) -> Tensor:
-        """Return the trained values, float32. Ranks that share it call it together."""
-        return self._whole(name, "parameter")
-
-    def moments(self, name: str) -> Mapping[str, Tensor]:
-        """Return AdamW's moments of it, float32. Ranks that share it call it together."""
-        return {kind: self._whole(name, kind) for kind in MOMENTS}
-
-    def _whole(self, name: str, kind: str) -> Tensor:
-        held = self._held[name]
+    def whole(self, held: Held, kind: str) -> Tensor:
+        """Return a parameter's trained values (MODEL) or a moment of it, float32. Ranks that share it call together."""
         parameter = held.parameter
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if own := self._range(parameter):
-            whole[own.start : own.end] = own.kept(kind).view(-1)
+            whole[own.start : own.end] = own.values(kind).view(-1)
         dist.all_reduce(whole, group=self._model.sharing(held))
         return whole.view(parameter.shape)
 
@@ -161,13 +120,13 @@ class Trained:
                 # A separate step, because AdamW adds to it in place.
                 each.optimizer.state[shard] = {"step": torch.tensor(float(steps)), **moments}
 
-    def take(self, name: str, kind: str, tensor: Tensor) -> None:
-        """Set the trained values ("parameter") or a moment from a tensor of the parameter's shape, on this rank."""
-        parameter = self._held[name].parameter
-        if kind == "parameter":
+    def take(self, held: Held, kind: str, tensor: Tensor) -> None:
+        """Set the trained values (MODEL) or a moment from a tensor of the parameter's shape, on this rank."""
+        parameter = held.parameter
+        if kind == MODEL:
             parameter.data.copy_(tensor)
         if own := self._range(parameter):
-            own.kept(kind).view(-1).copy_(tensor.view(-1)[own.start : own.end])
+            own.values(kind).view(-1).copy_(tensor.view(-1)[own.start : own.end])
 
     def _range(self, parameter: nn.Parameter) -> "_Range | None":
         """Return this rank's range of a parameter, if any."""
@@ -175,8 +134,8 @@ class Trained:
             if parameter in each.model_param_group_index_map:
                 group, order = each.model_param_group_index_map[parameter]
                 shard = each.optimizer.param_groups[group]["params"][order]
-                there = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
-                return _Range(shard, each.optimizer.state[shard], there.start, there.end)
+                span = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
+                return _Range(shard, each.optimizer.state[shard], span.start, span.end)
         return None
 
 
@@ -190,12 +149,54 @@ class _Range(NamedTuple):
     start: int
     end: int
 
-    def kept(self, kind: str) -> Tensor:
-        """Return the elements ("parameter") or a moment of them."""
-        return self.shard.detach() if kind == "parameter" else self.state[kind]
+    def values(self, kind: str) -> Tensor:
+        """Return the elements (MODEL) or a moment of them."""
+        return self.shard.detach() if kind == MODEL else self.state[kind]
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     """Yield this rank's ranges of the parameters."""
     for group in optimizer.param_groups:
         yield from cast("Sequence[nn.Parameter]", group["params"])
+
+
+class MegatronState(SpreadState):
+    """The checkpoint of a model in training, whose parameters Megatron-Core fuses and splits."""
+
+    def __init__(self, role: str, optimizer: MegatronOptimizer, model: Model, body: str = "model") -> None:
+        """`body`: prefix of the decoder's tensors. Other backends write "body" for a critic."""
+        super().__init__(role, model.world)
+        self._optimizer, self._model, self._body = optimizer, model, body
+
+    @property
+    def _steps(self) -> int:
+        return self._optimizer.steps
+
+    def _sizes(self) -> Mapping[str, tuple[int, ...]]:
+        boxes = (box for held in self._model.held for box in self._model.boxes(held, held.parameter))
+        return {self._filed(box.name): box.size for box in boxes}
+
+    def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterator[Box]:
+        for held in self._model.held:
+            tensors = {kind: self._optimizer.whole(held, kind) for kind in kinds}
+            if self._model.publishes(held):
+                for kind, tensor in tensors.items():
+                    yield from self._boxes(kind, held, tensor.detach().to("cpu", copy=copied))
+
+    def _begin(self, steps: int) -> None:
+        self._optimizer.begin(steps)
+
+    def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
+        """Load parameter by parameter, so that only one is held in addition to the model. Padding becomes 0."""
+        for held in self._model.held:
+            read = {kind: torch.zeros(tuple(held.parameter.shape)) for kind in kinds}
+            boxes.read(box for kind, tensor in read.items() for box in self._boxes(kind, held, tensor))
+            for kind, tensor in read.items():
+                self._optimizer.take(held, kind, tensor)
+
+    def _boxes(self, kind: str, held: Held, tensor: Tensor) -> Iterator[Box]:
+        for box in self._model.boxes(held, tensor):
+            yield replace(box, name=f"{kind}/{self._filed(box.name)}")
+
+    def _filed(self, name: str) -> str:
+        return f"{self._body}.{name.removeprefix('model.')}" if name.startswith("model.") else name

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.attention import Group, Packed
-from meshrl_torch.model.devices import moved
+from meshrl_torch.model.attention import Group, Packed, moved
 from meshrl_torch.model.packing import MicroBatch, groups_of, runs
 
 Ints = NDArray[np.int64]
@@ -61,13 +60,16 @@ def part_of(micro: MicroBatch, rank: int, ranks: int, multiple: int) -> Part:
         where[own] = each * length + np.arange(len(own))
     own = tokens[rank]
     spare = length - len(own)
-    source, target = _targets(micro, own, total)
+    places = np.full(total, -1)
+    places[own] = np.arange(len(own))
+    source = places[micro.source.numpy()]
+    target = np.flatnonzero(source >= 0)
     return Part(
         ids=_filled(micro.ids, own, spare),
         positions=_filled(micro.positions, own, spare),
         attend=pieces.attend(rank, where, rank * length + len(own), spare),
-        source=source,
-        target=target,
+        source=torch.from_numpy(source[target]),
+        target=torch.from_numpy(target),
         targets=len(micro.source),
     )
 
@@ -105,9 +107,9 @@ class _Pieces:
         segment = np.repeat(np.arange(len(self.start)), 2)
         begin = np.stack([self.bounds[:, rank], self.bounds[:, mirror]], 1).reshape(-1)
         end = np.stack([self.bounds[:, rank + 1], self.bounds[:, mirror + 1]], 1).reshape(-1)
-        kept = end > begin
-        order = np.lexsort((self.before[segment[kept]] + end[kept], (end - begin)[kept]))
-        return segment[kept][order], begin[kept][order], end[kept][order]
+        nonempty = end > begin
+        order = np.lexsort((self.before[segment[nonempty]] + end[nonempty], (end - begin)[nonempty]))
+        return segment[nonempty][order], begin[nonempty][order], end[nonempty][order]
 
     def tokens(self, rank: int) -> Ints:
         """Return a rank's packed tokens, in its order."""
@@ -124,15 +126,6 @@ class _Pieces:
             keys = np.concatenate([keys, first_spare + np.arange(spare)])
             groups = (*groups, Group(spare, 1, 1))
         return Packed(groups, torch.from_numpy(keys))
-
-
-def _targets(micro: MicroBatch, own: Ints, total: int) -> tuple[Tensor, Tensor]:
-    """Return which of a rank's tokens predicts which target of the micro-batch."""
-    there = np.full(total, -1)
-    there[own] = np.arange(len(own))
-    source = there[micro.source.numpy()]
-    target = np.flatnonzero(source >= 0)
-    return torch.from_numpy(source[target]), torch.from_numpy(target)
 
 
 def _filled(values: Tensor, own: Ints, spare: int) -> Tensor:

@@ -1,17 +1,25 @@
-"""The shape of a decoder, from its Hugging Face configuration, for Megatron."""
+"""The shape of a decoder, from its Hugging Face configuration, and the places of its parameters in files.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, cast
+Separate tensors of Hugging Face are stacked in one parameter here: queries, keys and values, and gate and up. Each rank
+of the axis tp holds a part, and the vocabulary is padded. All of it is described as rectangles, so nothing has to be
+whole to be read or written.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeAlias, cast
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl_megatron.core import TransformerConfig
-from meshrl_megatron.naming import Shape
 from meshrl_megatron.options import MegatronConfig
+from meshrl_torch.checkpoint.boxes import Box
 
 _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
     "llama": (False, False),
@@ -24,18 +32,40 @@ _ROPES: Final = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the longest row of a pass."""
 
 
+_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
 @dataclass(frozen=True)
-class Decoder(Shape):
-    """A decoder of the Llama kind."""
+class Decoder:
+    """The shape of a decoder of the Llama kind, as in its Hugging Face configuration."""
 
     layers: int
+    hidden: int
+    heads: int
+    """Number of query heads."""
+    groups: int
+    """Number of key and value heads. Each serves heads / groups query heads."""
+    head_dim: int
+    ffn: int
+    """Size of the feed-forward layers, or of each expert."""
+    vocabulary: int
+    """Rows of the embedding in files, without padding."""
+    tied: bool
+    """True if the last layer is the embedding."""
     qkv_bias: bool
     qk_norm: bool
     eps: float
-    chosen: int = field(default=0, kw_only=True)
+    experts: int
+    """Number of experts of each layer. 0 in a model without experts."""
+    chosen: int
     """Experts of each token. 0 in a model without experts."""
-    weighs_all: bool = field(default=False, kw_only=True)
+    weighs_all: bool
     """True if the weights of chosen experts are shares among all experts. False if they are normalised to sum to 1."""
+
+    def padded(self, tp_size: int) -> int:
+        """Return the rows of the embedding on all ranks along tp: the least multiple that holds the vocabulary."""
+        return -(-self.vocabulary // tp_size) * tp_size
 
     @classmethod
     def of(cls, config: PretrainedConfig, valued: bool) -> "Decoder":
@@ -47,24 +77,24 @@ class Decoder(Shape):
         if kind not in _KNOWN:
             raise ModelError(
                 f"the backend 'megatron' supports models of the types {', '.join(_KNOWN)}, but this one is {kind!r}: "
-                "take "
-                'backend = "torch" or "fsdp"'
+                'take backend = "torch" or "fsdp"'
             )
         bias, norm = _KNOWN[kind]
+        mixed = kind == "qwen3_moe"
         wrong = {
             "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
             "attention_bias": bool(getattr(config, "attention_bias", False)),
             "mlp_bias": bool(getattr(config, "mlp_bias", False)),
             "layer_types": any(each != "full_attention" for each in getattr(config, "layer_types", None) or ()),
-            **(_strange_experts(config) if kind == "qwen3_moe" else {}),
+            **(_strange_experts(config) if mixed else {}),
         }
-        told = [f"{name} = {getattr(config, name)!r}" for name, is_wrong in wrong.items() if is_wrong]
+        unknown = [f"{name} = {getattr(config, name)!r}" for name, is_wrong in wrong.items() if is_wrong]
         rope = cast("Mapping[str, object]", getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope not in _ROPES:
-            told.append(f"rope_type = {rope!r}")
-        if told:
+            unknown.append(f"rope_type = {rope!r}")
+        if unknown:
             raise ModelError(
-                f"the backend 'megatron' cannot compute this {kind} model, which has {', '.join(told)}: take "
+                f"the backend 'megatron' cannot compute this {kind} model, which has {', '.join(unknown)}: take "
                 'backend = "torch" or "fsdp"'
             )
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
@@ -74,15 +104,15 @@ class Decoder(Shape):
             heads=heads,
             groups=int(config.num_key_value_heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-            ffn=int(config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size),
+            ffn=int(config.moe_intermediate_size if mixed else config.intermediate_size),
             vocabulary=int(config.vocab_size),
             tied=bool(config.tie_word_embeddings) and not valued,
             qkv_bias=bias,
             qk_norm=norm,
             eps=float(config.rms_norm_eps),
-            experts=int(config.num_experts) if kind == "qwen3_moe" else 0,
-            chosen=int(config.num_experts_per_tok) if kind == "qwen3_moe" else 0,
-            weighs_all=kind == "qwen3_moe" and not config.norm_topk_prob,
+            experts=int(config.num_experts) if mixed else 0,
+            chosen=int(config.num_experts_per_tok) if mixed else 0,
+            weighs_all=mixed and not config.norm_topk_prob,
         )
 
     def check(self, sizes: Mapping[str, int], layout: MegatronConfig) -> None:
@@ -113,12 +143,7 @@ class Decoder(Shape):
             raise ConfigError(f"megatron.virtual_stages = {stages} needs a mesh with an axis pp of 2 or more")
 
     def configuration(
-        self,
-        sizes: Mapping[str, int],
-        dtype: torch.dtype,
-        layout: MegatronConfig,
-        *,
-        recompute: bool,
+        self, sizes: Mapping[str, int], dtype: torch.dtype, layout: MegatronConfig, *, recompute: bool
     ) -> TransformerConfig:
         """Return Megatron's configuration."""
         virtual_stages = layout.virtual_stages
@@ -180,3 +205,125 @@ def _strange_experts(config: PretrainedConfig) -> dict[str, bool]:
         "sliding_window": config.sliding_window is not None,
         "num_experts_per_tok": config.norm_topk_prob and config.num_experts_per_tok == 1,
     }
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in its model."""
+
+    tp: int
+    """Its number on the axis tp."""
+    tp_size: int
+    first_layer: int
+    """The number, in the whole model, of its stage's first layer."""
+    first_expert: int = 0
+    """The number, in the whole model, of its first expert of each layer."""
+
+
+def boxes_of(name: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+    """Return the rectangles of Hugging Face tensors in a stage's parameter, by its name there, as views of `tensor`.
+
+    `tensor`: the parameter, or one of its shape. Padding is in no rectangle.
+
+    Heads, groups and ffn must be divisible by `tp_size`. A parameter that ranks share is whole on each. An expert is
+    whole on its rank. ModelError for a parameter that no Llama-shaped model has.
+    """
+    layer = _LAYER.fullmatch(name)
+    expert = _EXPERT.fullmatch(layer[2]) if layer else None
+    if expert:
+        make = _OF_AN_EXPERT.get(expert[2])
+        place = replace(place, first_expert=place.first_expert + int(expert[1]))
+    else:
+        make = _OF_A_LAYER.get(layer[2]) if layer else _OF_THE_ENDS.get(name)
+    if make is None:
+        raise ModelError(
+            f"the backend 'megatron' knows no Hugging Face tensor for the parameter `{name}`: it reads and writes "
+            "Llama, Qwen2, Qwen3 and Qwen3-MoE decoders"
+        )
+    prefix = f"model.layers.{place.first_layer + int(layer[1])}." if layer else ""
+    return [replace(each, name=prefix + each.name) for each in make(shape, place, tensor)]
+
+
+_Make: TypeAlias = Callable[[Decoder, Place, Tensor], list[Box]]
+
+
+def _whole(name: str, size: Callable[[Decoder], tuple[int, ...]]) -> _Make:
+    """A parameter that is the same on all ranks."""
+    return lambda shape, _, tensor: [Box(name, size(shape), (0,) * len(size(shape)), tensor)]
+
+
+def _columns(name: str, width: Callable[[Decoder], int]) -> _Make:
+    """[hidden, width / tp]."""
+    return lambda shape, place, tensor: [
+        Box(name, (shape.hidden, width(shape)), (0, place.tp * width(shape) // place.tp_size), tensor)
+    ]
+
+
+def _vocabulary(name: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+    """[padded / tp, hidden]: the last ranks may hold less of the vocabulary, or none."""
+    rows = shape.padded(place.tp_size) // place.tp_size
+    first = place.tp * rows
+    known = min(rows, shape.vocabulary - first)
+    size = (shape.vocabulary, shape.hidden)
+    return [Box(name, size, (first, 0), tensor.narrow(0, 0, known))] if known > 0 else []
+
+
+def _output(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+    return _vocabulary("model.embed_tokens.weight" if shape.tied else "lm_head.weight", shape, place, tensor)
+
+
+def _gate_up(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+    """[2 * ffn / tp, hidden]: the rank's rows of the gate, then those of up."""
+    rows, size = shape.ffn // place.tp_size, (shape.ffn, shape.hidden)
+    return [
+        Box(f"mlp.{kind}_proj.weight", size, (place.tp * rows, 0), tensor.narrow(0, number * rows, rows))
+        for number, kind in enumerate(("gate", "up"))
+    ]
+
+
+def _expert(name: str, size: Callable[[Decoder], tuple[int, int]]) -> _Make:
+    """One expert's matrix, in a tensor of all experts'."""
+    return lambda shape, place, tensor: [
+        Box(name, (shape.experts, *size(shape)), (place.first_expert, 0, 0), tensor[None])
+    ]
+
+
+def _qkv(kind: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+    """[(heads + 2 * groups) / tp * head_dim, hidden]: the rank's queries, its keys, its values."""
+    tail = (shape.hidden,) if kind == "weight" else ()
+    boxes: list[Box] = []
+    start = 0
+    for head, count in (("q", shape.heads), ("k", shape.groups), ("v", shape.groups)):
+        rows = count // place.tp_size * shape.head_dim
+        size, offsets = (count * shape.head_dim, *tail), (place.tp * rows, *(0 for _ in tail))
+        boxes.append(Box(f"self_attn.{head}_proj.{kind}", size, offsets, tensor.narrow(0, start, rows)))
+        start += rows
+    return boxes
+
+
+_OF_A_LAYER: Final[Mapping[str, _Make]] = {
+    "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: (shape.hidden,)),
+    "self_attention.linear_qkv.weight": partial(_qkv, "weight"),
+    "self_attention.linear_qkv.bias": partial(_qkv, "bias"),
+    "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.linear_proj.weight": _columns(
+        "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
+    ),
+    "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: (shape.hidden,)),
+    "mlp.linear_fc1.weight": _gate_up,
+    "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
+    "mlp.router.weight": _whole("mlp.gate.weight", lambda shape: (shape.experts, shape.hidden)),
+}
+_OF_AN_EXPERT: Final[Mapping[str, _Make]] = {
+    "linear_fc1.weight": _expert("mlp.experts.gate_up_proj", lambda shape: (2 * shape.ffn, shape.hidden)),
+    "linear_fc2.weight": _expert("mlp.experts.down_proj", lambda shape: (shape.hidden, shape.ffn)),
+}
+_OF_THE_ENDS: Final[Mapping[str, _Make]] = {
+    "embedding.word_embeddings.weight": partial(_vocabulary, "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": _whole("model.norm.weight", lambda shape: (shape.hidden,)),
+    "output_layer.weight": _output,
+    "value_head.weight": _whole("value_head.weight", lambda shape: (1, shape.hidden)),
+    "value_head.bias": _whole("value_head.bias", lambda _: (1,)),
+    "score.weight": _whole("score.weight", lambda shape: (1, shape.hidden)),
+}

@@ -1,16 +1,104 @@
-"""The place of a rank among those that share a Megatron model, and their agreements."""
+"""The ranks that share a Megatron model: their places along a mesh's axes, process groups and agreements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_megatron.core import ProcessGroupCollection
-from meshrl_megatron.groups import AXES, Grid
-from meshrl_torch.ranks.process_group import join
-from meshrl_torch.ranks.rank_group import RankGroup, Share
+from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join
+
+AXES: Final = ("dp", "pp", "cp", "tp")
+"""The axes of a mesh, from the outermost on."""
+
+_PLACES: Final = ("apart", "ep", *AXES[1:])
+"""The same with dp in two parts: ranks along `ep` divide experts among them, those along `apart` hold the same ones."""
+
+_groups: Final[SharedGroups[dist.ProcessGroup | None]] = SharedGroups()
+"""By ranks. Groups of other ranks are None, so that no rank makes one again."""
+
+
+class Grid:
+    """The ranks of a mesh by their places along the axes, and this rank's place."""
+
+    def __init__(self, shape: Mapping[str, int], rank: int, experts: int = 1) -> None:
+        """`shape`: the mesh's axes, all in `AXES`, the last one fastest. `rank`: this one's number.
+
+        `experts`: number of neighbours along dp that divide the experts among them. It divides dp.
+        """
+        numbers = torch.arange(prod(shape.values())).reshape(tuple(shape.values()))
+        order = [list(shape).index(axis) for axis in AXES if axis in shape]
+        sizes = [shape.get(axis, 1) for axis in AXES]
+        self._ranks: Final = numbers.permute(*order).reshape(sizes)
+        self._places: Final = self._ranks.reshape(sizes[0] // experts, experts, *sizes[1:])
+        self.sizes: Final[Mapping[str, int]] = dict(zip(AXES, sizes, strict=True))
+        self.experts: Final = experts
+        here = (self._ranks == rank).nonzero()[0].tolist()
+        self.place: Final[Mapping[str, int]] = dict(zip(AXES, map(int, here), strict=True))
+
+    def along(self, *axes: str) -> list[list[int]]:
+        """Return the ranks that differ only in these axes, one list for each place on the others.
+
+        In addition to `AXES` there are `ep` and `apart`, which make up dp.
+        """
+        wanted = {*axes, *(_PLACES[:2] if "dp" in axes else ())}
+        inner = [index for index, axis in enumerate(_PLACES) if axis in wanted]
+        outer = [index for index in range(len(_PLACES)) if index not in inner]
+        ranks = self._places.permute(*outer, *inner)
+        count = prod(self._places.shape[index] for index in inner)
+        return [list(map(int, each)) for each in ranks.reshape(-1, count).tolist()]
+
+    def rank(self, **place: int) -> int:
+        """Return the rank with this one's place, except along the given axes."""
+        return int(self._ranks[tuple({**self.place, **place}[axis] for axis in AXES)])
+
+    def collection(self, rank: int) -> ProcessGroupCollection:
+        """Return all groups that Megatron asks for. All ranks make them together."""
+
+        def own(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+            """Return the group of these that contains this rank."""
+            groups = {tuple(each): _groups.get(tuple(each), partial(_new_group, each)) for each in lists}
+            return next(group for ranks, group in groups.items() if rank in ranks and group is not None)
+
+        pipelines = self.along("pp")
+        ends = [[each[0], each[-1]] if len(each) > 1 else each for each in pipelines]
+        inside = [[each] for pipeline in pipelines for each in pipeline[1:-1]]
+        data, model = own(self.along("dp", "cp")), own(self.along("pp", "tp"))
+        tensors, experts, everyone = own(self.along("tp")), own(self.along("ep", "tp")), own(self.along(*AXES))
+        copies = own(self.along("apart", "cp"))  # of experts
+        return ProcessGroupCollection(
+            tp=tensors,
+            pp=own(pipelines),
+            cp=own(self.along("cp")),
+            dp=own(self.along("dp")),
+            mp=model,
+            dp_cp=data,
+            tp_cp=own(self.along("tp", "cp")),
+            tp_dp_cp=own(self.along("tp", "dp", "cp")),
+            embd=own([*ends, *inside]),
+            pos_embd=own([[each] for pipeline in pipelines for each in pipeline]),
+            intra_dp_cp=data,
+            intra_dist_opt=everyone,
+            inter_dist_opt=None,
+            ep=experts,
+            expt_tp=own(self.along()),
+            tp_ep=experts,
+            tp_ep_pp=own(self.along("ep", "pp", "tp")),
+            expt_dp=copies,
+            intra_expt_dp=copies,
+        )
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Make a group. None if this rank is not in it."""
+    group = dist.new_group(list(ranks))
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""SGLang's engine for `meshrl_inference.worker`, with its schedulers in separate processes."""
+"""SGLang's engine for `meshrl_inference.engine_side.worker`, with its schedulers in separate processes."""
 
 # SGLang may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine import CACHE, Unread, way_of
-from meshrl_inference.messages import Done, Generate, Load, Row, Start
+from meshrl_inference.engine_side.protocol import CACHE, IN_SHARED_MEMORY, Done, Generate, Load, Outcome, Row, Start
 
 _CPU_CACHE_MIB: Final = 512
 """Default size of the KV cache on a CPU."""
@@ -68,12 +67,12 @@ class SglangEngine:
     def __init__(self, asked: Start, *, gpu: bool) -> None:
         import sglang  # noqa: PLC0415 -- `start` has set its environment
 
-        from meshrl_sglang import proof, scheduler, transfer  # noqa: PLC0415
+        from meshrl_sglang import scheduler, transfer  # noqa: PLC0415
 
         self._folder = asked.model
         self._tp = asked.tp
         self._reads_back = bool(asked.own["verify_weights"])
-        self._transfer, self._proof = transfer, proof
+        self._transfer = transfer
         self._engine = scheduler.Processes(**_arguments(asked, gpu))
         self._manager = self._engine.tokenizer_manager
         self._manager.tokenizer = scheduler.Texts(asked.model)
@@ -87,7 +86,7 @@ class SglangEngine:
         self.version: str = sglang.__version__
         self.tokens = int(self._manager.model_config.vocab_size)
         self.steps = 0
-        self.left: list[Done] = []
+        self.finished: list[Done] = []
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -113,13 +112,13 @@ class SglangEngine:
             self._rows[row.number] = self._loop.create_task(self._decode(row, keys, salt))
             self._unsent.add(row.number)
 
-    def leave(self, rows: list[int], *, told: bool) -> None:
-        """Stop decoding these rows. With `told`, they come back in a step, as a scheduler then has them."""
+    def abort(self, rows: list[int], *, wanted: bool) -> None:
+        """Stop decoding these rows. With `wanted`, they come back in a step, as a scheduler then has them."""
         self._loop.run_until_complete(self._all_sent())
         for row in rows:
             if row not in self._rows:
                 continue
-            if told:
+            if wanted:
                 self._manager.abort_request(_name(row))
             else:
                 self._rows.pop(row).cancel()  # which aborts it
@@ -131,11 +130,11 @@ class SglangEngine:
         if self._errors:
             raise self._errors[0]
 
-    def take(self, order: Load) -> str:
+    def load(self, order: Load) -> Outcome:
         """Use new weights."""
         with TemporaryDirectory() as answers:
-            way: str = self._loop.run_until_complete(self._take(order, answers))
-        return way
+            outcome: Outcome = self._loop.run_until_complete(self._load(order, answers))
+        return outcome
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
@@ -186,7 +185,7 @@ class SglangEngine:
                 {**keys, "max_new_tokens": row.max_tokens, "sampling_seed": row.seed},
                 salt,
             )
-            self.left.append(_done(row.number, told))
+            self.finished.append(_done(row.number, told))
         except Exception as error:  # noqa: BLE001 -- the waiter gets it, whatever it is
             self._errors.append(error)
         finally:
@@ -215,13 +214,15 @@ class SglangEngine:
             if self._unsent:
                 await asyncio.sleep(0)
 
-    async def _take(self, order: Load, answers: str) -> str:
+    async def _load(self, order: Load, answers: str) -> Outcome:
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
         from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415
 
         manager = self._manager
         await self._all_sent()
-        sent = self._transfer.Sent(self._folder, order.places, order.offer, order.together, answers, self._reads_back)
+        sent = self._transfer.Sent(
+            self._folder, order.buckets, order.manifest, order.together, answers, self._reads_back
+        )
         tensors = sent.encode()
         await manager.pause_generation(io.PauseGenerationReqInput(mode="retract" if order.recompute else "in_place"))
         _check(await manager.begin_weight_update(io.BeginWeightUpdateReqInput()))
@@ -232,18 +233,17 @@ class SglangEngine:
         )
         _check(await manager.update_weights_from_tensor(update))
         _check(await manager.end_weight_update(io.EndWeightUpdateReqInput()))
-        try:
-            way = way_of(sent.outcomes) if order.offer is not None else ""
-        except Unread as unread:
-            if not unread.begun:  # all weights are the old ones
+        outcome = Outcome.of_all(sent.outcomes) if order.manifest is not None else IN_SHARED_MEMORY
+        if not outcome.transport:
+            if not outcome.begun:  # all weights are the old ones
                 await manager.continue_generation(io.ContinueGenerationReqInput())
-            raise
+            return outcome
         if self._reads_back:
-            await self._proof.read_back(manager, sent.firsts)
+            await self._transfer.read_back(manager, sent.firsts)
         version = io.UpdateWeightVersionReqInput(new_version=str(order.version), abort_all_requests=False)
         await manager.update_weight_version(version)
         await manager.continue_generation(io.ContinueGenerationReqInput())
-        return way
+        return outcome
 
     async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
         reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}

@@ -1,7 +1,10 @@
 """Weights into SGLang's schedulers: each reads them by itself, through a loader of the format `FORMAT`.
 
-They are in shared memory, or the policy's ranks broadcast them.
+They are in shared memory, or the policy's ranks broadcast them. `read_back` is a second proof that they are in use.
 """
+
+# SGLang may be in another environment than this one.
+# pyright: reportMissingImports=false
 
 import os
 from collections.abc import Iterable, Iterator
@@ -14,16 +17,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshrl_inference.assembly import read
-from meshrl_inference.engine import Outcome
-from meshrl_inference.naming import Naming
-from meshrl_inference.tensors import Places, tensors
-from meshrl_torch.wire.manifest import Offer
+from meshrl_inference.engine_side.loading import Naming, read_broadcast, shared_tensors
+from meshrl_inference.engine_side.protocol import Outcome, SharedBucket
+from meshrl_torch.wire.manifest import Manifest
 
 FORMAT: Final = "meshrl_sglang.transfer.load"
 """The function that SGLang imports and calls for tensors in this format."""
 _ROWS: Final = 2
-"""Rows of each tensor that are kept to be compared."""
+"""Rows of each tensor that `read_back` compares."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -31,10 +32,10 @@ class Sent(msgspec.Struct, frozen=True):
 
     model: str
     """The model's folder."""
-    places: Places
-    """Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
-    offer: Offer | None
-    """The offer of the policy's ranks, if each scheduler reads their broadcast."""
+    buckets: list[SharedBucket]
+    """Of weights in shared memory."""
+    manifest: Manifest | None
+    """Of the policy's ranks, if each scheduler reads their broadcast."""
     together: int
     """Number of processes that read the broadcast at once."""
     answers: str
@@ -50,8 +51,8 @@ class Sent(msgspec.Struct, frozen=True):
     @property
     def firsts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The first rows of all tensors, or more, after a load."""
-        if self.offer is None:
-            yield from tensors(self.places)
+        if self.manifest is None:
+            yield from shared_tensors(self.buckets)
         else:
             yield from load_file(next(Path(self.answers).glob("*.safetensors"))).items()
 
@@ -66,8 +67,8 @@ def load(model: Any, sent: list[tuple[str, torch.Tensor]]) -> None:
     """Load each tensor by its Hugging Face name. Those in shared memory were checked before."""
     ((_, text),) = sent
     told = msgspec.json.decode(text.cpu().numpy().tobytes(), type=Sent)
-    if told.offer is None:
-        model.load_weights(naming(told.model).in_files(tensors(told.places)))
+    if told.manifest is None:
+        model.load_weights(naming(told.model).in_files(shared_tensors(told.buckets)))
         return
     kept: dict[str, torch.Tensor] = {}
 
@@ -78,11 +79,23 @@ def load(model: Any, sent: list[tuple[str, torch.Tensor]]) -> None:
         model.load_weights(pairs)
 
     device = next(model.parameters()).device
-    outcome = read(told.offer, told.together, naming(told.model), device, lambda: None, load_whole)
+    outcome = read_broadcast(told.manifest, told.together, naming(told.model), device, lambda: None, load_whole)
     answer = Path(told.answers, f"{os.getpid()}.json")
     if told.keeps:
         save_file(kept, answer.with_suffix(".safetensors"))
     answer.write_bytes(msgspec.json.encode(outcome))
+
+
+async def read_back(manager: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Read back the first rows of each tensor. RuntimeError if they differ from those sent, or are missing."""
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqInput  # noqa: PLC0415 -- in an environment that is set
+
+    for name, tensor in tensors:
+        told = await manager.get_weights_by_name(GetWeightsByNameReqInput(name=name, truncate_size=_ROWS))
+        if told is None:
+            raise RuntimeError(f"SGLang cannot tell `{name}` of this model: remove sampler.sglang.verify_weights")
+        if not torch.equal(torch.tensor(told), tensor[:_ROWS].float()):
+            raise RuntimeError(f"SGLang has another `{name}` than was sent, and its completions cannot be trusted")
 
 
 @cache

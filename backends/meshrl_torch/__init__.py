@@ -34,5 +34,5 @@ COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
 """Counts the operations of a pass over a row, without a model."""
 
-MEMORY: Final = "meshrl_torch.estimate.whole:held"
+MEMORY: Final = "meshrl_torch.estimate.memory:held"
 """Estimates the memory of a role's rank, without weights."""

@@ -26,5 +26,5 @@ COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
 NEEDS: Final = "meshrl_vllm.options:check_installed"
 """Refuses a table without an interpreter that has vLLM."""
 
-MEMORY: Final = "meshrl_inference.memory:held"
+MEMORY: Final = "meshrl_inference.memory:estimate"
 """Estimates the memory of a role's rank, without weights."""

@@ -1,4 +1,4 @@
-"""vLLM's engine for `meshrl_inference.worker`: in the worker's process, one step at a time."""
+"""vLLM's engine for `meshrl_inference.engine_side.worker`: in the worker's process, one step at a time."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false
@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine import PROBES, Unread, way_of
-from meshrl_inference.messages import Done, Generate, Load, Start
+from meshrl_inference.engine_side.protocol import IN_SHARED_MEMORY, PROBES, Done, Generate, Load, Outcome, Start
 
 _CPU_CACHE_MIB: Final = 512
 """Default size of the KV cache on a CPU."""
@@ -55,7 +54,7 @@ class VllmEngine:
         self.version: str = vllm.__version__
         self.tokens = int(self._engine.model_config.get_vocab_size())
         self.steps = 0
-        self.left: list[Done] = []
+        self.finished: list[Done] = []
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -84,13 +83,13 @@ class VllmEngine:
             )
             self._ask(str(row.number), np.frombuffer(row.tokens, np.int32).tolist(), salt, sampling)
 
-    def leave(self, rows: list[int], *, told: bool) -> None:
+    def abort(self, rows: list[int], *, wanted: bool) -> None:
         """Stop decoding these rows. vLLM has their tokens at hand."""
         processor = self._engine.output_processor
         states = {state.external_req_id: state for state in processor.request_states.values()}
         here = [states[str(number)] for number in rows if str(number) in states]
-        if told:
-            self.left += [_unfinished(state) for state in here]
+        if wanted:
+            self.finished += [_unfinished(state) for state in here]
         self._engine.abort_request([str(state.external_req_id) for state in here])
 
     def step(self, orders: Connection | None) -> None:
@@ -101,31 +100,25 @@ class VllmEngine:
             if output.request_id in self._unread:
                 self._unread[output.request_id] = _read(output)
             else:
-                self.left.append(_done(output))
+                self.finished.append(_done(output))
         self.steps += 1
 
-    def take(self, order: Load) -> str:
+    def load(self, order: Load) -> Outcome:
         """Use new weights."""
         self._core.pause_scheduler(mode="keep", clear_cache=False)
         self._engine.collective_rpc("start_weight_update")
-        update = {"buckets": order.places, "offer": order.offer, "together": order.together}
+        update = {"buckets": order.buckets, "manifest": order.manifest, "together": order.together}
         self._engine.collective_rpc("update_weights", kwargs={"update_info": update})
         self._engine.collective_rpc("finish_weight_update")
-        way = self._way() if order.offer is not None else ""
-        self._engine.set_weight_version(str(order.version))
-        if order.recompute:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._core.resume_scheduler()
-        return way
-
-    def _way(self) -> str:
-        """Return how a broadcast came. Raises Unread, and resumes if the weights are all old."""
-        try:
-            return way_of(self._engine.collective_rpc("tell_outcome"))
-        except Unread as unread:
-            if not unread.begun:
-                self._core.resume_scheduler()
-            raise
+        is_broadcast = order.manifest is not None
+        outcome = Outcome.of_all(self._engine.collective_rpc("tell_outcome")) if is_broadcast else IN_SHARED_MEMORY
+        if outcome.transport:
+            self._engine.set_weight_version(str(order.version))
+            if order.recompute:
+                self._engine.reset_prefix_cache(reset_running_requests=True)
+        if outcome.transport or not outcome.begun:  # else some weights are new and others old
+            self._core.resume_scheduler()
+        return outcome
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Read sequences before all waiting rows, in separate seats."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from meshrl_inference.naming import Naming
+from meshrl_inference.engine_side.loading import Naming
 from meshrl_torch.wire.fp8 import quantized
 from meshrl_torch.wire.manifest import SCALE
 
@@ -49,7 +49,7 @@ class Loader(DefaultModelLoader):
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that vLLM loads. ValueError, before the first, if the model cannot be in FP8."""
         naming = Naming(model_config.model)
-        if refusal := naming.not_for_fp8:
+        if refusal := naming.fp8_refusal:
             raise ValueError(f"{refusal}. Remove sampler.vllm.quantization")
         device = next(model.parameters()).device
         yield from in_fp8(super().get_all_weights(model_config, model), naming.matrices, device)

@@ -17,8 +17,8 @@ from typing import Final
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Server, ServerConfig, options_of
-from meshrl_inference.environment import environment, new_folder
 from meshrl_inference.options import check_here
+from meshrl_inference.process import environment, new_folder
 from meshrl_vllm.guard import HEADER
 from meshrl_vllm.options import VllmConfig
 
@@ -55,7 +55,7 @@ class VllmServer(Server):
         if config.follow:
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # adds the endpoints for new weights
             options["--weight-transfer-config"] = '{"backend": "meshrl"}'
-            options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
+            options["--worker-extension-cls"] = "meshrl_vllm.transfer.Extension"
             options["--middleware"] = "meshrl_vllm.guard.Guard"
         own = options_of(config, VllmConfig)
         if own.kv_cache_mib is not None:

@@ -1,13 +1,15 @@
-"""Weights into vLLM's workers through vLLM's interface: from shared memory or a broadcast, loaded layer by layer."""
+"""Weights into vLLM's workers by vLLM's interface, layer by layer: from shared memory, a broadcast or files."""
 
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -17,11 +19,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from meshrl_inference.assembly import read
-from meshrl_inference.engine import Outcome
-from meshrl_inference.naming import Naming
-from meshrl_inference.tensors import Places, tensors
-from meshrl_torch.wire.manifest import Offer
+from meshrl_inference.engine_side.loading import Naming, read_broadcast, shared_tensors
+from meshrl_inference.engine_side.protocol import Outcome, SharedBucket
+from meshrl_torch.wire.manifest import Manifest
 from meshrl_vllm import quantized
 from meshrl_vllm.whole import tell_whole
 
@@ -38,10 +38,10 @@ class NoInfo(WeightTransferInitInfo):
 class Update(WeightTransferUpdateInfo):
     """Where new weights are."""
 
-    buckets: Places
-    """Files in shared memory, with the name, dtype, shape and offset in bytes of each tensor."""
-    offer: Offer | None = None
-    """The offer of the policy's ranks, if each worker reads their broadcast."""
+    buckets: list[SharedBucket]
+    """Of weights in shared memory."""
+    manifest: Manifest | None = None
+    """Of the policy's ranks, if each worker reads their broadcast."""
     together: int = 1
     """Number of processes that read the broadcast at once."""
 
@@ -74,12 +74,12 @@ class Transfer(WeightTransferEngine[NoInfo, Update]):
 
     def receive_weights(self, update_info: Update) -> None:
         """Load each tensor."""
-        if update_info.offer is not None:
-            offer, together = update_info.offer, update_info.together
-            self.outcome = read(offer, together, self._naming, self.device, self.begin, self._load)
+        if update_info.manifest is not None:
+            manifest, together = update_info.manifest, update_info.together
+            self.outcome = read_broadcast(manifest, together, self._naming, self.device, self.begin, self._load)
             return
         self.begin()
-        self._load(self._naming.in_files(tensors(update_info.buckets)))
+        self._load(self._naming.in_files(shared_tensors(update_info.buckets)))
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors by their names in files."""
@@ -111,6 +111,21 @@ class Extension:
         """Return how this worker has read the last broadcast."""
         outcome: Outcome = self.weight_transfer_engine.outcome
         return outcome
+
+    def take_folder(self, folder: str) -> None:
+        """Load the tensors of a Hugging Face folder, between the beginning and the end of an update.
+
+        ValueError, and nothing is loaded, if some are missing or have another shape than the model's.
+        """
+        engine = self.weight_transfer_engine
+        files = sorted(Path(folder).glob("*.safetensors"))
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        for name, shape in Naming(engine.model_config.model).file_shapes().items():
+            there = list(found[name].shape) if name in found else "missing"
+            if there != shape:
+                raise ValueError(f"`{name}` is {there} in {folder} and {shape} in the model that is served")
+        engine.begin()
+        engine.model.load_weights(iter(found.items()))
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

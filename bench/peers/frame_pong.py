@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import ROOT
-from meshrl.engines.hosting import Ask
-from meshrl.engines.transport import Connection
-from meshrl.engines.transport.frames import Answer, Question, decode, encode
+from meshrl.engines.remote import Call, Connection
+from meshrl.engines.remote.connection import Answer, Question, decode, encode
 
-ASK: Final = Ask("nothing", "0123456789abcdef", "0123456789abcdef", 0)
+ASK: Final = Call("nothing", "0123456789abcdef", "0123456789abcdef", 0)
 
 Rows: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 """Tokens, offsets of the rows, and the rows' numbers."""

@@ -3,8 +3,8 @@
     # my_agent.py
     async def solve(client, row):        # an openai.AsyncOpenAI, and the task's row
         messages = [{"role": "user", "content": row["prompt"]}]
-        told = await client.chat.completions.create(model="policy", messages=messages)
-        return float(told.choices[0].message.content == row["answer"])
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        return float(completion.choices[0].message.content == row["answer"])
 
     agent = Agent(AgentConfig(source="my_agent.py:solve"))
     episode = await agent.play(gateway, row, sampling)
@@ -14,11 +14,9 @@ raises it.
 """
 
 import asyncio
-import contextvars
 import copy
 import inspect
 import os
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,14 +33,13 @@ import openai
 from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
-from meshrl.agents.command import Output, result_of, run
+from meshrl.agents.command import Container, Output, result_of, run
 from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
-from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampling
-from meshrl.tasks import Row, finite
+from meshrl.tasks import Row, finite, in_thread
 from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
@@ -124,18 +121,18 @@ class Agent:
             error = self._errors.told(raised)
         finally:
             rows = gateway.close(session)
-        told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
+        rows = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
         answers = len(session.conversation)
-        return Episode(told, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
+        return Episode(rows, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
 
     def _output(self) -> Output:
         """Choose the file for the next command's output, and delete the oldest one."""
-        most = self._config.output_mib << 20
-        if self._outputs is None or self._function is not None:
-            return Output(most)
+        config, folder = self._config, self._outputs
+        if folder is None or self._function is not None:
+            return Output(config.output_mib << 20)
         number = next(self._numbers)
-        _file(self._outputs, number - self._config.outputs_kept).unlink(missing_ok=True)
-        return Output(most, _file(self._outputs, number))
+        (folder / f"{number - config.outputs_kept:08d}.txt").unlink(missing_ok=True)
+        return Output(config.output_mib << 20, folder / f"{number:08d}.txt")
 
     async def _result(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         """Return the program's result. Raises its exception or TimeoutError. The program's task always ends here."""
@@ -160,10 +157,10 @@ class Agent:
         result = await self._call(gateway, session, copy.deepcopy(dict(row)), output, work)
         if self._reward is None:
             return result
-        given = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
+        arguments = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
         if is_async(self._reward):
-            return await work.of(_awaited(self._reward, *given))
-        return await _in_thread(partial(self._reward, *given))
+            return await work.of(_awaited(self._reward, *arguments))
+        return await in_thread(partial(self._reward, *arguments), "agent")
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
         if self._function is not None and is_async(self._function):
@@ -174,18 +171,17 @@ class Agent:
             ) as client:
                 return await work.of(_awaited(self._function, client, own))
         if self._function is not None:
-            return await _in_thread(partial(_plain, self._function, session, own))
+            return await in_thread(partial(_plain, self._function, session, own), "agent")
         environment = {
             "OPENAI_BASE_URL": session.url,
             "OPENAI_API_KEY": session.token,
             "OPENAI_MODEL": MODEL,
             **_no_proxy(httpx2.URL(session.url).host),
         }
-        given = msgspec.json.encode(own, enc_hook=str)
         config = self._config
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
-        await run(config.command, given, environment, output, container)
-        return result_of(output.said) if self._reward is None else output.said
+        await run(config.command, msgspec.json.encode(own, enc_hook=str), environment, output, container)
+        return result_of(output.stdout) if self._reward is None else output.stdout
 
 
 class _Work:
@@ -226,8 +222,8 @@ class _Work:
         await asyncio.wait([task])
 
 
-async def _awaited(function: Callable[..., object], *given: object) -> object:
-    result = function(*given)
+async def _awaited(function: Callable[..., object], *arguments: object) -> object:
+    result = function(*arguments)
     return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
 
 
@@ -237,10 +233,6 @@ async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, Bas
         return await call, None
     except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is awaited
         return None, raised
-
-
-def _file(outputs: Path, number: int) -> Path:
-    return outputs / f"{number:08d}.txt"
 
 
 def _newest(outputs: Path | None) -> int:
@@ -263,29 +255,29 @@ def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
 
     Raises ValueError if the number of rewards is not `answers`.
     """
-    given = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
-    if given is None:
+    turns = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
+    if turns is None:
         return None
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != answers:
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or len(turns) != answers:
         raise ValueError(
-            f"`turns` of the result is {given!r:.80}, and the model answered {answers} times: give a list of rewards, "
+            f"`turns` of the result is {turns!r:.80}, and the model answered {answers} times: give a list of rewards, "
             "one for each answer, in their order"
         )
-    return [finite(reward) for reward in cast("Sequence[object]", given)]
+    return [finite(reward) for reward in cast("Sequence[object]", turns)]
 
 
 def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:
     """One reward per answer. Without `turns`, the last answer gets the episode's reward."""
-    given = [*[0.0] * (answers - 1), reward] if turns is None else turns
+    values = [*[0.0] * (answers - 1), reward] if turns is None else turns
     rewards = np.zeros(answers, np.float32)
-    rewards[: len(given)] = given[:answers]  # answers after the result get 0
+    rewards[: len(values)] = values[:answers]  # answers after the result get 0
     return rewards
 
 
 def _no_proxy(host: str) -> Mapping[str, str]:
     """Environment variables that make programs reach the host without a proxy. Earlier exceptions stay."""
-    said = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{said},{host}" if said else host)
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{hosts},{host}" if hosts else host)
 
 
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
@@ -294,29 +286,3 @@ def _plain(function: Callable[..., object], session: Session, row: Row) -> objec
         base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=straight
     ) as client:
         return function(client, row)
-
-
-async def _in_thread(call: Callable[[], object]) -> object:
-    """Return or raise what the call does, in its own thread. If it hangs, it blocks neither the loop nor the exit."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
-
-    def tell(result: object, error: BaseException | None) -> None:
-        if not ended.done():
-            ended.set_result((result, error))
-
-    def run_it() -> None:
-        result: object = None
-        error: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001 -- raised again below
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(tell, result, error)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(run_it,), name="agent", daemon=True).start()
-    result, error = await ended
-    if error is not None:
-        raise error
-    return result

@@ -1,13 +1,10 @@
-"""How a model reads and writes a conversation: its tokenizer, its chat template, and the rendered messages.
-
-A backend reads both from the model's folder: `read_chat(config.sampler)`. Messages have the form of OpenAI's protocol,
-without fields that templates do not show.
-"""
+"""How a model reads and writes a conversation: its tokenizer, its chat template, the messages, and its tool calls."""
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -47,13 +44,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def shown(self) -> Mapping[str, object]:
         """The message as chat templates read it. Arguments of calls become values if they are valid JSON."""
-        told: dict[str, object] = {"role": _ROLES.get(self.role, self.role), "content": self.content}
+        shown: dict[str, object] = {"role": _ROLES.get(self.role, self.role), "content": self.content}
         if self.name is not None:
-            told["name"] = self.name
+            shown["name"] = self.name
         if self.tool_call_id is not None:
-            told["tool_call_id"] = self.tool_call_id
+            shown["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            told["tool_calls"] = [
+            shown["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -61,7 +58,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
                 }
                 for call in self.tool_calls
             ]
-        return told
+        return shown
 
 
 class Chat(Protocol):
@@ -125,3 +122,35 @@ def _value(arguments: str) -> object:
         return cast("object", json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments
+
+
+_TAGGED: Final = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class _Written(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"")
+    parameters: msgspec.Raw = msgspec.Raw(b"")
+
+
+def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str]) -> Message:
+    """The model's text as a client's message, with calls separated. If a call cannot be read, all stays text."""
+    if not tools:
+        return Message("assistant", text)
+    tagged = _TAGGED.findall(text)
+    texts = tagged or [text]
+    calls = tuple(call for each in texts if (call := _call_in(each, new_id)) is not None)
+    functions = [tool.get("function") for tool in tools]
+    names: list[Any] = [each.get("name") for each in functions if isinstance(each, dict)]
+    if len(calls) < len(texts) or not (tagged or calls[0].function.name in names):
+        return Message("assistant", text)
+    return Message("assistant", _TAGGED.sub("", text).strip() if tagged else "", tool_calls=calls)
+
+
+def _call_in(text: str, new_id: Callable[[], str]) -> ToolCall | None:
+    try:
+        written = msgspec.json.decode(text.strip(), type=_Written)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None
+    name, arguments = new_id(), bytes(written.arguments or written.parameters).decode() or "{}"
+    return ToolCall(id=name, function=Function(written.name, arguments)) if arguments.startswith("{") else None

@@ -1,20 +1,74 @@
-"""A command line as a program that runs for one row: input and output in files, all its processes end together."""
+"""A program that runs for one row, in a container or not: input and output in files, all its processes end together."""
 
 import asyncio
 import json
 import os
 import signal
+import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import IO, Final, Literal, TypeAlias, cast
 
-from meshrl.agents.container import Container
-from meshrl.errors import MeshrlError
+from meshrl import log
+from meshrl.errors import ConfigError, MeshrlError
 
-_TOLD: Final = 1 << 16
+Runtime: TypeAlias = Literal["docker", "podman"]
+_ANSWERS: Final = 30.0
+"""Seconds that a runtime has to report its version, or to stop a container."""
+
+
+def check_runtime(runtime: Runtime) -> None:
+    """Raise ConfigError if the runtime is not installed or does not respond."""
+    try:
+        subprocess.run(  # noqa: S603
+            [runtime, "info"], capture_output=True, text=True, timeout=_ANSWERS, check=True
+        )
+        return
+    except FileNotFoundError:
+        wrong = f"there is no program {runtime!r}"
+    except subprocess.TimeoutExpired:
+        wrong = f"no answer in {_ANSWERS:g} seconds"
+    except subprocess.CalledProcessError as error:
+        wrong = cast("str", error.stderr).strip()[-400:] or f"it ended with status {error.returncode}"
+    raise ConfigError(
+        f"an agent's image needs {runtime}, which does not work here: {wrong}. Install and start it, take another "
+        "`runtime`, or leave `image` out, and the command runs as a process of this machine"
+    )
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container, which is removed when its program has ended."""
+
+    runtime: Runtime
+    image: str
+    name: str
+
+    def running(self, command: Sequence[str], variables: Iterable[str]) -> Sequence[str]:
+        """The command line that runs the command inside, with these variables and on this machine's network."""
+        options = [part for name in variables for part in ("--env", name)]
+        return [
+            *(self.runtime, "run", "--rm", "--init", "--interactive", "--network", "host", "--name", self.name),
+            *(*options, self.image, *command),
+        ]
+
+    async def end(self) -> None:
+        """Stop the container. Killing only the client would leave it running."""
+        quiet = asyncio.subprocess.DEVNULL
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWERS):
+                ending = await asyncio.create_subprocess_exec(
+                    *(self.runtime, "rm", "--force", "--volumes", self.name), stdout=quiet, stderr=quiet
+                )
+                await ending.wait()
+                return
+        log.warning(f"{self.runtime} did not end the container {self.name} in {_ANSWERS:g} s: look for it yourself")
+
+
+_REPORTED: Final = 1 << 16
 """Bytes that are reported of each output stream at most, from its end."""
 _LOOK: Final = 1.0
 """Seconds between two checks of how much the command has written."""
@@ -32,44 +86,44 @@ class Output:
     """Limit of its output, in bytes."""
     file: Path | None = None
     """File that keeps the output."""
-    said: str = ""
+    stdout: str = ""
     """The end of standard output."""
-    complained: str = ""
+    stderr: str = ""
     """The end of standard error."""
 
     @property
     def text(self) -> str:
         """The end of both streams."""
-        return self.said + self.complained
+        return self.stdout + self.stderr
 
-    def take(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def read(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Read both streams from these files."""
-        self.said, self.complained = (_last(each, _TOLD).decode(errors="replace") for each in (stdout, stderr))
+        self.stdout, self.stderr = (_last(each, _REPORTED).decode(errors="replace") for each in (stdout, stderr))
         if self.file is not None:
-            wrong = _last(stderr, self.most_bytes)
+            errors = _last(stderr, self.most_bytes)
             self.file.parent.mkdir(parents=True, exist_ok=True)
             part = self.file.with_name(f".{self.file.name}.part")
-            part.write_bytes(_last(stdout, self.most_bytes - len(wrong)) + wrong)
+            part.write_bytes(_last(stdout, self.most_bytes - len(errors)) + errors)
             part.replace(self.file)
 
 
 async def run(
     command: Sequence[str],
-    given: bytes,
+    standard_input: bytes,
     environment: Mapping[str, str],
     output: Output,
     container: Container | None = None,
 ) -> None:
     """Run a command to its end.
 
-    `given` is its input. `environment` is added to this process's environment. The command's processes form a group.
-    None of the group is left when this returns, raises or is cancelled, except a process that started its own session.
-    The command is killed if it writes more than `output.most_bytes`. In a container it gets no other variables, and
-    nothing that it started survives. Raises CommandFailed if it fails, and OSError if it cannot be started.
+    `environment` is added to this process's environment. The command's processes form a group. None of the group is
+    left when this returns, raises or is cancelled, except a process that started its own session. The command is killed
+    if it writes more than `output.most_bytes`. In a container it gets no other variables, and nothing that it started
+    survives. Raises CommandFailed if it fails, and OSError if it cannot be started.
     """
     whole = container.running(command, environment) if container else command
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        stdin.write(given)
+        stdin.write(standard_input)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
             *whole,
@@ -85,11 +139,11 @@ async def run(
             ended = process.returncode is not None
             _end_group(process)
             await process.wait()
-            output.take(stdout, stderr)
+            output.read(stdout, stderr)
             if container and not ended:
                 await container.end()
     if process.returncode:
-        last = (output.complained or output.said)[-400:].strip()
+        last = (output.stderr or output.stdout)[-400:].strip()
         raise CommandFailed(f"{command[0] if command else whole[0]} ended with status {process.returncode}: {last}")
 
 
@@ -126,14 +180,13 @@ def _last(output: IO[bytes], most: int) -> bytes:
     return output.read(most)
 
 
-def result_of(said: str) -> object:
+def result_of(stdout: str) -> object:
     """Read the last line of a command's output as JSON. Raises CommandFailed if it is not JSON."""
-    lines = said.strip().splitlines()
+    last = (stdout.strip().splitlines() or [""])[-1]
     try:
-        return cast("object", json.loads(lines[-1] if lines else ""))
+        return cast("object", json.loads(last))
     except (ValueError, RecursionError):
-        last = lines[-1][:200] if lines else ""
         raise CommandFailed(
-            f"the command succeeded, but its last line of output is not JSON: {last!r}. Let it print its reward there, "
-            'such as 1.0 or {"reward": 1.0}, or judge it by agent.reward'
+            f"the command succeeded, but its last line of output is not JSON: {last[:200]!r}. Let it print its reward "
+            'there, such as 1.0 or {"reward": 1.0}, or judge it by agent.reward'
         ) from None

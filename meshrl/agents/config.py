@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from meshrl.agents.container import Runtime, check_runtime
+from meshrl.agents.command import Runtime, check_runtime
 from meshrl.config import CODE, Config
 from meshrl.errors import ConfigError
 from meshrl.tasks import verifiers
@@ -79,16 +79,16 @@ def load_reward(config: AgentConfig) -> Callable[..., object] | None:
     return _function("agent.reward", config.reward, "the transcripts", "a row", "what the program returned")
 
 
-def _function(what: str, source: str, *given: str) -> Callable[..., object]:
-    found = load_name(what, source, (), inspect.isfunction)
-    if not callable(found):
-        raise ConfigError(f"{what} {source!r}: is {found!r}, not a function")
+def _function(what: str, source: str, *arguments: str) -> Callable[..., object]:
+    function = load_name(what, source, (), inspect.isfunction)
+    if not callable(function):
+        raise ConfigError(f"{what} {source!r}: is {function!r}, not a function")
     try:
-        inspect.signature(found).bind(*given)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        called = f"{', '.join(given[:-1])} and {given[-1]}"
+        called = f"{', '.join(arguments[:-1])} and {arguments[-1]}"
         raise ConfigError(f"{what} {source!r}: is called with {called}, and does not fit: {error}") from error
-    return found
+    return function
 
 
 def is_async(function: Callable[..., object]) -> bool:

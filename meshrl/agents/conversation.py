@@ -20,14 +20,22 @@ from typing import Final
 from weakref import WeakSet
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshrl.agents.chat import Chat, Message, Tool, key_after, key_of_tools
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
+from meshrl.mesh import Array
 
 Ints = NDArray[np.int32]
 
+PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "sampler_logprobs": np.float32,
+    "versions": np.int32,
+}
+"""The standard token columns of a row."""
 _MARK: Final = "what the assistant wrote stands here"
 
 
@@ -66,12 +74,10 @@ class Turn:
 
     def path(self) -> list["Turn"]:
         """The turns that lead to this one in order, including this one."""
-        found: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            found.append(turn)
-            turn = turn.before
-        return found[::-1]
+        turns: list[Turn] = [self]
+        while (before := turns[-1].before) is not None:
+            turns.append(before)
+        return turns[::-1]
 
     def tokens(self) -> Ints:
         """All ids of the prompt and the answer, int32[tokens]."""
@@ -133,7 +139,7 @@ class Conversation:
         """Transcripts of turns that no other turn continues."""
         self._learned: WeakSet[Turn] = WeakSet()
         """Turns of rows that were taken."""
-        self._told: dict[bytes, Turn] = {}
+        self._by_key: dict[bytes, Turn] = {}
         """Turns by the key of the messages including the answer, or of a text with its completion."""
         self._lengths: Counter[int] = Counter()
         """Number of turns after prompts without messages, by the length of their text in characters."""
@@ -150,12 +156,12 @@ class Conversation:
         for message in messages:
             keys.append(key_after(keys[-1], message))
         for end in range(len(messages), 0, -1):
-            turn = self._told.get(keys[end])
+            turn = self._by_key.get(keys[end])
             behind = None if turn is None else self._behind(messages, end, tools)
             if turn is not None and behind is not None:
-                return replace(self._going_on(turn, behind, keys[-1]), messages=messages, tools=tools)
-        begun = self._begun(self._encoded(self._chat.render(messages, tools)), keys[-1])
-        return replace(begun, messages=messages, tools=tools)
+                return replace(self._continued(turn, behind, keys[-1]), messages=messages, tools=tools)
+        tokens = self._encoded(self._chat.render(messages, tools))
+        return Prompt(tokens, None, tokens, keys[-1], messages, tools)
 
     def ask_text(self, text: str) -> Prompt:
         """Return the prompt of a completion without messages. It continues the longest turn with which the text begins.
@@ -165,14 +171,15 @@ class Conversation:
         """
         begins: tuple[int, Turn] | None = None
         for length, key in _keys_of(text, [length for length in sorted(self._lengths) if length <= len(text)]):
-            turn = self._told.get(key)
+            turn = self._by_key.get(key)
             if turn is not None and (length < len(text) or self._places[turn].is_cut):
                 begins = length, turn
         if begins is None:
-            return self._begun(self._encoded(text), text)
+            tokens = self._encoded(text)
+            return Prompt(tokens, None, tokens, text)
         length, turn = begins
         behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may add the stop text itself
-        return self._going_on(turn, self._encoded(behind), text)
+        return self._continued(turn, self._encoded(behind), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
         """Record a turn and what the client received: a message, or the text after a prompt without messages.
@@ -193,15 +200,16 @@ class Conversation:
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
             key = key_after(prompt.asked, said)
         elif isinstance(said, str) and isinstance(prompt.asked, str):
-            length, unseen = len(prompt.asked) + len(said), self._unseen(drawn, said)
-            is_cut = drawn.truncated and bool(said)
+            length, is_cut = len(prompt.asked) + len(said), drawn.truncated and bool(said)
+            text = self._chat.decode(drawn.tokens.tolist())
+            unseen = text[len(said) :] if text.startswith(said) else ""
             ((_, key),) = _keys_of(prompt.asked + said, [length])
         else:
             raise DataError("messages are answered by a Message, and a text by a text")
         turn = Turn(prompt.before, prompt.added, drawn, len(self), unseen)
         before = None if prompt.before is None else self._places.get(prompt.before)
         first = turn if before is None else before.first
-        self._places[turn], self._told[key] = _Place(first, key, length, is_cut), turn
+        self._places[turn], self._by_key[key] = _Place(first, key, length, is_cut), turn
         self._turns.setdefault(first, []).append(turn)
         if length:
             self._lengths[length] += 1
@@ -227,16 +235,16 @@ class Conversation:
         """
         own = self._turns.pop(first)
         rows = self._rows(own)
-        told = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
+        transcripts = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
         self._learned.update(own)  # an answer to one of them may be on its way
         for turn in own:
             place = self._places.pop(turn)
-            if self._told.get(place.key) is turn:  # another conversation may contain the same messages
-                del self._told[place.key]
+            if self._by_key.get(place.key) is turn:  # another conversation may contain the same messages
+                del self._by_key[place.key]
             if place.length:
                 self._lengths[place.length] -= 1
         self._lengths = +self._lengths
-        return rows, told
+        return rows, transcripts
 
     def transcripts(self) -> Sequence[Transcript]:
         """What the client has of each row of `rows`, in the same order."""
@@ -256,7 +264,23 @@ class Conversation:
 
     def _rows(self, turns: Sequence[Turn]) -> Batch:
         learned = set(self._learned)
-        return self._batch([_row(turn.path(), learned) for turn in turns if turn in self._transcripts])
+        paths = [turn.path() for turn in turns if turn in self._transcripts]
+        rows = [_token_columns(path, learned) for path in paths]
+        texts = [(row["tokens"].tolist(), len(path[0].added)) for row, path in zip(rows, paths, strict=True)]
+        experts = [[turn.drawn.experts for turn in path if turn.drawn.experts is not None] for path in paths]
+        recorded = [np.concatenate(each) for each in experts if each]
+        return Batch.of(
+            **({"experts": Ragged.of(recorded, np.int16, source=Source("sampler"))} if recorded else {}),
+            prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],
+            completion=[self._chat.decode(tokens[begin:]) for tokens, begin in texts],
+            **ragged_columns(rows),
+            turn=Ragged.of([row["turn"] for row in rows], np.int32),
+            oldest_version=np.array(
+                [row["versions"][row["loss_mask"].astype(np.bool_)].min() for row in rows], np.int32
+            ),
+            temperature=np.array([path[-1].drawn.temperature for path in paths], np.float32),
+            truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
+        )
 
     def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool]) -> Ints | None:
         """Ids that the template puts after the answer that ends `messages[:end]`. None if they cannot be determined.
@@ -274,85 +298,41 @@ class Conversation:
         # If the template repeats or changes the mark, the text after it is unknown.
         return self._encoded(text.partition(mark)[2]) if text.count(mark) == 1 else None
 
-    def _going_on(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
+    def _continued(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
         last = turn.drawn.tokens[-1]
         if last in self._chat.ends and len(behind) and behind[0] == last:
             behind = behind[1:]  # the sampler has already ended the turn
         return Prompt(np.concatenate([turn.tokens(), behind]), turn, behind, asked)
 
-    def _unseen(self, drawn: Drawn, said: str) -> str:
-        """The end of the drawn text that was withheld from the client."""
-        wrote = self._chat.decode(drawn.tokens.tolist())
-        return wrote[len(said) :] if wrote.startswith(said) else ""
-
-    def _begun(self, tokens: Ints, asked: bytes | str) -> Prompt:
-        return Prompt(tokens, None, tokens, asked)
-
     def _encoded(self, text: str) -> Ints:
         return np.array(self._chat.encode(text), np.int32)
 
-    def _batch(self, rows: Sequence["_Row"]) -> Batch:
-        begins = [(row.tokens[: row.begins].tolist(), row.tokens[row.begins :].tolist()) for row in rows]
-        experts = [row.experts for row in rows if row.experts is not None]
-        routed = {"experts": Ragged.of(experts, np.int16, source=Source("sampler"))} if experts else {}
-        return Batch.of(
-            **routed,
-            prompt=[self._chat.decode(prompt) for prompt, _ in begins],
-            completion=[self._chat.decode(rest) for _, rest in begins],
-            tokens=Ragged.of([row.tokens for row in rows], np.int32),
-            loss_mask=Ragged.of([row.learnt for row in rows], np.bool_),
-            sampler_logprobs=Ragged.of([row.logprobs for row in rows], np.float32, source=Source("sampler")),
-            versions=Ragged.of([row.versions for row in rows], np.int32),
-            turn=Ragged.of([row.turn for row in rows], np.int32),
-            oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
-            temperature=np.array([row.temperature for row in rows], np.float32),
-            truncated=np.array([row.truncated for row in rows], np.bool_),
-        )
+
+def ragged_columns(rows: Sequence[Mapping[str, ArrayLike]]) -> Mapping[str, Ragged]:
+    """Make the standard token columns of rows, each a table of them."""
+    sources = {"sampler_logprobs": Source("sampler")}
+    return {
+        name: Ragged.of([row[name] for row in rows], dtype, source=sources.get(name))
+        for name, dtype in PER_TOKEN.items()
+    }
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """Columns of one row: arrays of equal length."""
-
-    tokens: Ints
-    learnt: NDArray[np.bool_]
-    logprobs: NDArray[np.float32]
-    versions: Ints
-    turn: Ints
-    experts: NDArray[np.int16] | None
-    begins: int
-    """Length of the first prompt."""
-    temperature: float
-    truncated: bool
-    """True if any of its turns was cut short."""
-
-
-def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
-    """Build the row of a path, and mark its turns as learnt."""
-    tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-    learnt, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
-    numbers = [np.empty(0, np.int32)]
+def _token_columns(path: Sequence[Turn], learned: set[Turn]) -> Mapping[str, Array]:
+    """Return the token columns of a path's row, and add its turns to those that are learnt."""
+    parts: dict[str, list[Array]] = {name: [] for name in (*PER_TOKEN, "turn")}
     for turn in path:
         new, drawn = turn not in learned, turn.drawn
-        given, wrote = len(turn.added), len(drawn.tokens)
-        tokens += [turn.added, drawn.tokens]
-        learnt += [np.zeros(given, np.bool_), np.full(wrote, new)]
-        logprobs += [np.zeros(given, np.float32), drawn.logprobs if new else np.zeros(wrote, np.float32)]
-        versions += [np.full(given, -1, np.int32), drawn.versions if new else np.full(wrote, -1, np.int32)]
-        numbers += [np.full(given, -1, np.int32), np.full(wrote, turn.number if new else -1, np.int32)]
-    experts = [turn.drawn.experts for turn in path if turn.drawn.experts is not None]
+        before, size = len(turn.added), len(drawn.tokens)
+        parts["tokens"] += [turn.added, drawn.tokens]
+        parts["loss_mask"] += [np.zeros(before, np.bool_), np.full(size, new)]
+        parts["sampler_logprobs"] += [
+            np.zeros(before, np.float32),
+            drawn.logprobs if new else np.zeros(size, np.float32),
+        ]
+        parts["versions"] += [np.full(before, -1, np.int32), drawn.versions if new else np.full(size, -1, np.int32)]
+        parts["turn"] += [np.full(before, -1, np.int32), np.full(size, turn.number if new else -1, np.int32)]
     learned.update(path)
-    return _Row(
-        np.concatenate(tokens),
-        np.concatenate(learnt),
-        np.concatenate(logprobs),
-        np.concatenate(versions),
-        np.concatenate(numbers),
-        np.concatenate(experts) if experts else None,
-        begins=len(path[0].added),
-        temperature=path[-1].drawn.temperature,
-        truncated=any(turn.drawn.truncated for turn in path),
-    )
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ import hmac
 import itertools
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,14 +29,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from meshrl.agents.answers import MODEL, Choice, Kind, Told, refused, told
-from meshrl.agents.chat import Chat
+from meshrl.agents.answers import MODEL, Choice, Completion, ResponseObject, error_response, json_response
+from meshrl.agents.batcher import Answer, RequestBatcher
+from meshrl.agents.chat import Chat, Message, message_of
 from meshrl.agents.conversation import Conversation, Prompt
-from meshrl.agents.drawing import Answer, Drawing
-from meshrl.agents.requests import ChatRequest, CompletionRequest, decoded
-from meshrl.agents.requests import Request as Asked
-from meshrl.agents.responses import ResponsesRequest, ToldResponse
-from meshrl.agents.tool_calls import message_of
+from meshrl.agents.requests import ChatRequest, CompletionRequest, ResponsesRequest, decoded
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, MeshrlError, described
@@ -45,6 +42,7 @@ from meshrl.user_code import unless_cancelled
 
 _LEFT: Final = 499
 """Status of an answer whose client has disconnected."""
+_Body: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
 
 
 class GatewayConfig(Config):
@@ -92,7 +90,7 @@ class Gateway:
     def __init__(self, sampler: Sampler, chat: Chat, config: GatewayConfig | None = None) -> None:
         self.config: GatewayConfig = config or GatewayConfig()
         self._chat = chat
-        self._drawing = Drawing(sampler)
+        self._batcher = RequestBatcher(sampler)
         self._sessions: dict[str, Session] = {}
         self._in_flight = 0
         self._base = "http://meshrl"
@@ -123,15 +121,15 @@ class Gateway:
 
     def pause(self) -> None:
         """Start no answers, and do not continue any that the sampler stops, until `resume`. Requests wait."""
-        self._drawing.pause()
+        self._batcher.pause()
 
     def resume(self) -> None:
         """Draw the waiting requests."""
-        self._drawing.resume()
+        self._batcher.resume()
 
     async def aclose(self) -> None:
         """Cancel what is being drawn, and draw nothing more."""
-        await self._drawing.close()
+        await self._batcher.close()
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
@@ -185,32 +183,22 @@ class Gateway:
 
     async def chat(self, session: Session, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        asked = decoded(await self._body(request), ChatRequest)
-        prompt, choices = await self._said(session, request, asked)
-        return await self._answered(session, request, prompt, asked, "chat.completion", choices)
+        return await self._converse(session, request, decoded(await self._body(request), ChatRequest))
 
     async def respond(self, session: Session, request: Request) -> Response:
         """`/v1/responses`."""
-        asked = decoded(await self._body(request), ResponsesRequest)
-        prompt, choices = await self._said(session, request, asked)
-        name = await self._recorded(session, request, prompt, choices)
-        if name is None:
-            return Response(status_code=_LEFT)
-        told_of = ToldResponse(name, choices[0], len(prompt.tokens))
-        return told_of.stream(self.config.timeout) if asked.stream else told_of.whole()
+        return await self._converse(session, request, decoded(await self._body(request), ResponsesRequest))
 
     async def complete(self, session: Session, request: Request) -> Response:
         """`/v1/completions`."""
         asked = decoded(await self._body(request), CompletionRequest)
         prompt = session.conversation.ask_text(asked.read())
-        answers = await self._drawn(session, request, prompt, asked, asked.max_tokens)
-        choices = [Choice(answer.text, answer) for answer in answers]
-        return await self._answered(session, request, prompt, asked, "text_completion", choices)
+        return await self._answered(session, request, asked, prompt, lambda text: text)
 
     async def models(self, session: Session, request: Request) -> Response:
         """`/v1/models`."""
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "meshrl"}
-        return told(200, {"object": "list", "data": [one]})
+        return json_response(200, {"object": "list", "data": [one]})
 
     async def _body(self, request: Request) -> bytes:
         most, body = self.config.body_mib << 20, bytearray()
@@ -218,28 +206,47 @@ class Gateway:
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
-                    raise _TooLarge(f"the body has more than {self.config.body_mib} MiB (body_mib)")
+                    raise _Refused(413, f"the body has more than {self.config.body_mib} MiB (body_mib)")
         return bytes(body)
 
-    async def _said(
-        self, session: Session, request: Request, asked: ChatRequest | ResponsesRequest
-    ) -> tuple[Prompt, list[Choice]]:
-        """Draw the assistant's next messages."""
+    async def _converse(self, session: Session, request: Request, asked: ChatRequest | ResponsesRequest) -> Response:
         messages, tools = asked.read()
         prompt = session.conversation.ask(messages, tools)
-        answers = await self._drawn(session, request, prompt, asked, asked.limit)
-        return prompt, [Choice(message_of(answer.text, tools, session.new_call), answer) for answer in answers]
+        return await self._answered(
+            session, request, asked, prompt, lambda text: message_of(text, tools, session.new_call)
+        )
 
-    async def _drawn(
-        self, session: Session, request: Request, prompt: Prompt, asked: Asked, limit: int | None
-    ) -> list[Answer]:
+    async def _answered(
+        self,
+        session: Session,
+        request: Request,
+        asked: _Body,
+        prompt: Prompt,
+        read: Callable[[str], Message | str],
+    ) -> Response:
+        """Draw answers, record them and send them, unless the client has gone. `read`: makes what it gets of a text."""
+        answers = await self._drawn(session, request, asked, prompt)
+        choices = [Choice(read(answer.text), answer) for answer in answers]
+        if session.id not in self._sessions or await request.is_disconnected():
+            return Response(status_code=_LEFT)
+        for choice in choices:
+            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
+        name, size, seconds = f"{session.id}-{len(session.conversation)}", len(prompt.tokens), self.config.timeout
+        if isinstance(asked, ResponsesRequest):
+            response = ResponseObject(name, choices[0], size)
+            return response.stream(seconds) if asked.stream else response.whole()
+        logprobs = self._chat if asked.wants_logprobs else None
+        completion = Completion(isinstance(asked, ChatRequest), name, choices, size, logprobs)
+        return completion.stream(asked.wants_usage, seconds) if asked.stream else completion.whole()
+
+    async def _drawn(self, session: Session, request: Request, asked: _Body, prompt: Prompt) -> list[Answer]:
         """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if not 0 < size < longest:
-            raise _NoRoom(
+            raise _no_room(
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
-        draw = partial(self._drawing.draw, prompt.tokens, session.sampling, limit, asked.stops)
+        draw = partial(self._batcher.draw, prompt.tokens, session.sampling, asked.limit, asked.stops)
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())
@@ -258,34 +265,8 @@ class Gateway:
             left.cancel()
         session.failure = None
         if not all(len(answer.drawn.tokens) for answer in answers):
-            raise _NoRoom(f"the prompt has {size} tokens, and the model has no room for another")
+            raise _no_room(f"the prompt has {size} tokens, and the model has no room for another")
         return answers
-
-    async def _answered(
-        self,
-        session: Session,
-        request: Request,
-        prompt: Prompt,
-        asked: ChatRequest | CompletionRequest,
-        kind: Kind,
-        choices: list[Choice],
-    ) -> Response:
-        """Record the answers and send them, unless the client has gone."""
-        name = await self._recorded(session, request, prompt, choices)
-        if name is None:
-            return Response(status_code=_LEFT)
-        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if asked.tells_logprobs else None)
-        return told_of.stream(asked.tells_usage, self.config.timeout) if asked.stream else told_of.whole()
-
-    async def _recorded(
-        self, session: Session, request: Request, prompt: Prompt, choices: Sequence[Choice]
-    ) -> str | None:
-        """Record the answers and return the response's id. None if the client has gone."""
-        if session.id not in self._sessions or await request.is_disconnected():
-            return None
-        for choice in choices:
-            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
-        return f"{session.id}-{len(session.conversation)}"
 
 
 async def _left(request: Request) -> None:
@@ -294,12 +275,16 @@ async def _left(request: Request) -> None:
         pass
 
 
-class _TooLarge(Exception):
-    """The body exceeds the size limit."""
+class _Refused(Exception):
+    """A request that cannot be answered."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.response: Final = error_response(status, message, code)
 
 
-class _NoRoom(Exception):
-    """The prompt leaves the model no room for an answer."""
+def _no_room(message: str) -> _Refused:
+    return _Refused(400, message, "context_length_exceeded")
 
 
 class _SamplerFailed(MeshrlError):
@@ -340,58 +325,51 @@ def _protocol(seconds: float) -> type[H11Protocol]:
     return Protocol
 
 
-_Call: TypeAlias = Callable[[Session, Request], Awaitable[Response]]
+def _endpoint(
+    gateway: Gateway, call: Callable[[Session, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Answer a request of an open session by a call. What it raises becomes an error response."""
+
+    async def endpoint(request: Request) -> Response:
+        session = gateway.session_of(request)
+        if session is None:
+            return error_response(401, "no open session of this URL has this key: use the url and the token of one")
+        try:
+            return await call(session, request)
+        except ClientDisconnect:
+            return Response(status_code=_LEFT)
+        except TimeoutError:
+            return error_response(408, "the body did not come in time (timeout)")
+        except _Refused as error:
+            return error.response
+        except (DataError, _SamplerFailed) as error:
+            return error_response(400 if isinstance(error, DataError) else 500, str(error))
+
+    return endpoint
 
 
 def _app(gateway: Gateway) -> ASGIApp:
     """The application: its routes, and the limit of concurrent requests."""
 
-    def answering(call: _Call) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            session = gateway.session_of(request)
-            if session is None:
-                return refused(401, "no open session of this URL has this key: use the url and the token of one")
-            return await _told(call, session, request)
-
-        return endpoint
-
     async def unknown(request: Request, _: Exception) -> Response:
-        return refused(
+        return error_response(
             404,
             f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, /s/ID/v1/responses "
             "and /s/ID/v1/completions, and GET /s/ID/v1/models are",
         )
 
     routes = [
-        Route("/s/{session}/v1/chat/completions", answering(gateway.chat), methods=["POST"]),
-        Route("/s/{session}/v1/responses", answering(gateway.respond), methods=["POST"]),
-        Route("/s/{session}/v1/completions", answering(gateway.complete), methods=["POST"]),
-        Route("/s/{session}/v1/models", answering(gateway.models), methods=["GET"]),
+        Route("/s/{session}/v1/chat/completions", _endpoint(gateway, gateway.chat), methods=["POST"]),
+        Route("/s/{session}/v1/responses", _endpoint(gateway, gateway.respond), methods=["POST"]),
+        Route("/s/{session}/v1/completions", _endpoint(gateway, gateway.complete), methods=["POST"]),
+        Route("/s/{session}/v1/models", _endpoint(gateway, gateway.models), methods=["GET"]),
     ]
     served = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         with gateway.one_more() as has_room:
             most = gateway.config.requests
-            full = refused(429, f"{most} requests are in flight, which is the most: try again (requests)")
+            full = error_response(429, f"{most} requests are in flight, which is the most: try again (requests)")
             await (served if has_room else full)(scope, receive, send)
 
     return bounded
-
-
-async def _told(call: _Call, session: Session, request: Request) -> Response:
-    """The response of a call, or an error response."""
-    try:
-        return await call(session, request)
-    except ClientDisconnect:
-        return Response(status_code=_LEFT)
-    except TimeoutError:
-        return refused(408, "the body did not come in time (timeout)")
-    except _TooLarge as error:
-        return refused(413, str(error))
-    except _NoRoom as error:
-        return refused(400, str(error), "context_length_exceeded")
-    except DataError as error:
-        return refused(400, str(error))
-    except _SamplerFailed as error:
-        return refused(500, str(error))

@@ -16,16 +16,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TypeAlias, cast
+from typing import Any, Final, Self, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
 from meshrl import log
 from meshrl.agents.chat import Chat
-from meshrl.agents.conversation import Transcript, Turn
+from meshrl.agents.conversation import PER_TOKEN, Transcript, Turn, ragged_columns
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
 
@@ -35,12 +35,6 @@ _LOOK: Final = 1.0
 """Longest time between two checks for finished conversations, in seconds."""
 _BLOCK: Final = 1 << 20
 """Bytes per read in the search for the end of the last whole line."""
-_PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
-    "tokens": np.int32,
-    "loss_mask": np.bool_,
-    "sampler_logprobs": np.float32,
-    "versions": np.int32,
-}
 _PER_ROW: Final[Mapping[str, type[np.generic]]] = {
     "oldest_version": np.int32,
     "temperature": np.float32,
@@ -115,7 +109,7 @@ class Recording:
             "tools": transcript.tools,
             "prompt": self._prompt(transcript, batch.tokens[row].tolist()),
             "completion": self.chat.decode(transcript.drawn.tokens.tolist()),
-            **{name: batch.ragged(name)[row].tolist() for name in _PER_TOKEN},
+            **{name: batch.ragged(name)[row].tolist() for name in PER_TOKEN},
             **{name: batch.row(name)[row].item() for name in _PER_ROW},
         }
 
@@ -170,9 +164,9 @@ async def record(
         while True:
             await asyncio.sleep(min(_LOOK, idle / 4))
             now = asyncio.get_running_loop().time()
-            asked = {session.conversation.first_of(prompt) for session in opened for prompt in session.draws.values()}
+            pending = {session.conversation.first_of(prompt) for session in opened for prompt in session.draws.values()}
             seen = {
-                first: seen[first] if first in seen and seen[first][0] == size and first not in asked else (size, now)
+                first: seen[first] if first in seen and seen[first][0] == size and first not in pending else (size, now)
                 for session in opened
                 for first, size in session.conversation.sizes().items()
             }
@@ -206,15 +200,9 @@ def recorded(batch: Batch) -> Batch:
     Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature` and `truncated` from the
     table in each row's `row`. Raises DataError if they are missing.
     """
-    rows = cast("tuple[Mapping[str, Sequence[object]], ...]", batch.objects("row") if len(batch) else ())
+    rows = cast("tuple[Mapping[str, Any], ...]", batch.objects("row") if len(batch) else ())
     for number, row in enumerate(rows):
-        if lacks := [name for name in (*_PER_TOKEN, *_PER_ROW) if name not in row]:
+        if lacks := [name for name in (*PER_TOKEN, *_PER_ROW) if name not in row]:
             raise DataError(f"row {number} has no {lacks[0]!r}: `meshrl record` did not write these rows")
-    sources = {"sampler_logprobs": Source("sampler")}
-    columns = {
-        name: Ragged.of([np.array(row[name], kind) for row in rows], kind, source=sources.get(name))
-        for name, kind in _PER_TOKEN.items()
-    }
-    return batch.assign(
-        **columns, **{name: np.array([row[name] for row in rows], kind) for name, kind in _PER_ROW.items()}
-    )
+    per_row = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _PER_ROW.items()}
+    return batch.assign(**ragged_columns(rows), **per_row)

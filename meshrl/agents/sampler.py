@@ -50,12 +50,13 @@ class _Wire(msgspec.Struct, array_like=True):
 def _packed(played: _Played) -> bytes:
     episode = played.episode
     header, buffers = episode.rows.to_wire()
-    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output, episode.turn_rewards.tolist())
-    return msgspec.msgpack.encode(_Wire(played.oldest_version, *told, header, list(map(bytes, buffers))))
+    outcome = (episode.reward, episode.error, episode.turns, episode.tries, episode.output)
+    values = (*outcome, episode.turn_rewards.tolist())
+    return msgspec.msgpack.encode(_Wire(played.oldest_version, *values, header, list(map(bytes, buffers))))
 
 
-def _unpacked(kept: bytes) -> _Played:
-    wire = msgspec.msgpack.decode(kept, type=_Wire)
+def _unpacked(recorded: bytes) -> _Played:
+    wire = msgspec.msgpack.decode(recorded, type=_Wire)
     rows = Batch.from_wire(wire.header, wire.buffers)
     turn_rewards = np.array(wire.turn_rewards, np.float32)
     episode = Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output, turn_rewards)
@@ -96,17 +97,18 @@ class Agents(ResumingSampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield episodes as they end."""
-        asked = (await prompts.load()).repeat(sampling.n)
-        kept = None if sampling.beside or "groups" not in asked else schedule.get()
-        playing = {asyncio.create_task(self._episode(asked, row, sampling, kept)): row for row in range(len(asked))}
+        rows = (await prompts.load()).repeat(sampling.n)
+        record = None if sampling.beside or "groups" not in rows else schedule.get()
+        playing = {asyncio.create_task(self._episode(rows, row, sampling, record)): row for row in range(len(rows))}
         if not playing:
-            yield self._told(asked, ())
+            yield _with_episodes(rows, ())
         try:
             left = set(playing)
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 ended = sorted(done, key=playing.__getitem__)
-                yield self._told(asked.select([playing[task] for task in ended]), [task.result() for task in ended])
+                own = rows.select([playing[task] for task in ended])
+                yield _with_episodes(own, [task.result() for task in ended])
         finally:
             for task in playing:
                 task.cancel()
@@ -123,8 +125,8 @@ class Agents(ResumingSampler):
 
     async def replay(self, record: Batch) -> None:
         """Replay the sampler's record if the run kept no episodes. With episodes, the sampler is not asked again."""
-        kept = schedule.get()
-        if kept is None or not kept.rows.replays:
+        current = schedule.get()
+        if current is None or current.kept_rows is None:
             await self._sampler.replay(record)
 
     async def abort(self) -> None:
@@ -140,40 +142,41 @@ class Agents(ResumingSampler):
         """Continue answers with the present weights."""
         self._gateway.resume()
 
-    async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
+    async def _episode(self, rows: Batch, row: int, sampling: Sampling, record: Schedule | None) -> _Played:
         """Play an episode, or take it from the record of the run that is repeated."""
-        if kept is None:
-            return await self._play(asked, row, sampling)
-        group = int(asked.groups[row])
-        number = int((asked.groups[:row] == group).sum())
-        before = kept.rows.next(group, number)
-        played = await self._play(asked, row, sampling) if before is None else _unpacked(before)
-        kept.rows.keep(group, number, before or _packed(played))
+        if record is None:
+            return await self._play(rows, row, sampling)
+        group = int(rows.groups[row])
+        number = int((rows.groups[:row] == group).sum())
+        before = record.kept_rows.next(group, number) if record.kept_rows else None
+        played = await self._play(rows, row, sampling) if before is None else _unpacked(before)
+        record.keep_row(group, number, before or _packed(played))
         return played
 
-    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> _Played:
-        row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
-        told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
-        episode = await self._agent.play(self._gateway, row | told, sampling)
+    async def _play(self, rows: Batch, number: int, sampling: Sampling) -> _Played:
+        row = dict(cast("dict[str, object]", rows.objects("row")[number])) if "row" in rows else {}
+        texts = {name: rows.objects(name)[number] for name in ("prompt", "answer") if name in rows}
+        episode = await self._agent.play(self._gateway, row | texts, sampling)
         versions = episode.rows.row("oldest_version")
         return _Played(episode, int(versions.min()) if len(versions) else self._version)
 
-    def _told(self, rows: Batch, played: Sequence[_Played]) -> Batch:
-        episodes = [each.episode for each in played]
-        return rows.assign(
-            rewards=np.array([each.reward for each in episodes], np.float32),
-            reward_error=[each.error for each in episodes],
-            oldest_version=np.array([each.oldest_version for each in played], np.int32),
-            turns=np.array([each.turns for each in episodes], np.int32),
-            tries=np.array([each.tries for each in episodes], np.int32),
-            conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
-            turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
-            versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
-            completion=[_text(each.rows) for each in episodes],
-            truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
-            aborted=np.zeros(len(episodes), np.bool_),
-            episode=[each.rows for each in episodes],
-        )
+
+def _with_episodes(rows: Batch, played: Sequence[_Played]) -> Batch:
+    episodes = [each.episode for each in played]
+    return rows.assign(
+        rewards=np.array([each.reward for each in episodes], np.float32),
+        reward_error=[each.error for each in episodes],
+        oldest_version=np.array([each.oldest_version for each in played], np.int32),
+        turns=np.array([each.turns for each in episodes], np.int32),
+        tries=np.array([each.tries for each in episodes], np.int32),
+        conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
+        turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
+        versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
+        completion=[_text(each.rows) for each in episodes],
+        truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
+        aborted=np.zeros(len(episodes), np.bool_),
+        episode=[each.rows for each in episodes],
+    )
 
 
 def _text(rows: Batch) -> str:
@@ -200,8 +203,8 @@ def conversations(batch: Batch) -> Batch:
 
 def _warn(batch: Batch, episodes: Sequence[Batch]) -> None:
     """Warn if there is nothing to learn, because all episodes failed or none asked the model."""
-    told = batch.objects("reward_error") if len(batch) and "reward_error" in batch else ()
-    failed, asked = [error for error in told if error is not None], sum(len(each) > 0 for each in episodes)
+    errors = batch.objects("reward_error") if len(batch) and "reward_error" in batch else ()
+    failed, asked = [error for error in errors if error is not None], sum(len(each) > 0 for each in episodes)
     if len(batch) and (not asked or len(failed) == len(batch)):
         log.warning(
             f"there is nothing to learn from {len(batch)} episodes: {len(failed)} failed, and {asked} asked the model",

@@ -20,8 +20,8 @@ async def solve(client: AsyncOpenAI, row: Mapping[str, object]) -> float:
     """Return 1 if the model's last answer is right."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     for _ in range(3):
-        told = await client.chat.completions.create(model="policy", messages=messages, tools=[REVERSE])
-        message: Any = told.choices[0].message
+        completion = await client.chat.completions.create(model="policy", messages=messages, tools=[REVERSE])
+        message: Any = completion.choices[0].message
         messages.append(message)
         if not message.tool_calls:
             return float(message.content == row["answer"])

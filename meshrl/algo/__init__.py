@@ -21,31 +21,46 @@ from meshrl.algo.advantages import (
     whiten,
     with_advantages,
 )
-from meshrl.algo.base import Loss, Normalised, Predicts, TokenLoss, WithKl, check_predicts
-from meshrl.algo.clipped import ClippedLoss, ConstantLoss, clipped_surrogate
-from meshrl.algo.columns import spread
-from meshrl.algo.correction import Correction, effective_sample_size, importance_weights
-from meshrl.algo.distillation import ReverseKl, reverse_kl
-from meshrl.algo.kl import KlEstimator, kl_k1, kl_k2, kl_k3
-from meshrl.algo.likelihood import CrossEntropy, cross_entropy
-from meshrl.algo.minibatch import minibatches
-from meshrl.algo.normalise import Normalise, token_weights
-from meshrl.algo.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
-from meshrl.algo.preferences import (
+from meshrl.algo.base import (
+    Loss,
+    Normalise,
+    Normalised,
+    Predicts,
+    TokenLoss,
+    WithKl,
+    check_predicts,
+    check_sources,
+    token_weights,
+)
+from meshrl.algo.columns import minibatches, spread
+from meshrl.algo.kl import kl_columns, kl_k1, kl_k2, kl_k3, kl_metrics, penalised_rewards
+from meshrl.algo.policy_loss import (
+    CispoLoss,
+    ClippedLoss,
+    ConstantLoss,
+    Correction,
+    CrossEntropy,
+    ReinforceLoss,
+    ReverseKl,
+    SequenceLoss,
+    effective_sample_size,
+)
+from meshrl.algo.preference import (
+    KtoLoss,
+    PreferenceLoss,
     best_and_worst,
-    log_ratios,
-    pair_margins,
-    pair_means,
     pair_metrics,
     preference_columns,
     reference_point,
 )
-from meshrl.algo.provenance_check import check_sources
-from meshrl.algo.reference_kl import kl_columns, kl_metrics, penalised_rewards
-from meshrl.algo.reinforce import CispoLoss, ReinforceLoss
-from meshrl.algo.reward import BradleyTerryLoss, ProcessLoss, bradley_terry, step_cross_entropy
-from meshrl.algo.reward_scores import score_columns, score_metrics, step_score_metrics, with_labels
-from meshrl.algo.sequence import SequenceLoss, sequence_ratios
+from meshrl.algo.reward import (
+    BradleyTerryLoss,
+    ProcessLoss,
+    score_columns,
+    score_metrics,
+    step_score_metrics,
+    with_labels,
+)
 from meshrl.algo.value import ValueLoss, explained_variance
 
 __all__ = [
@@ -56,12 +71,10 @@ __all__ = [
     "Correction",
     "CrossEntropy",
     "Gae",
-    "KlEstimator",
     "KtoLoss",
     "Loss",
     "Normalise",
     "Normalised",
-    "PairForm",
     "Predicts",
     "PreferenceLoss",
     "ProcessLoss",
@@ -73,43 +86,29 @@ __all__ = [
     "WithKl",
     "batch_advantages",
     "best_and_worst",
-    "bradley_terry",
     "check_predicts",
     "check_sources",
-    "clipped_surrogate",
-    "cross_entropy",
-    "dpo_loss",
     "effective_sample_size",
     "explained_variance",
     "gae",
     "group_advantages",
-    "hinge_loss",
-    "importance_weights",
-    "ipo_loss",
     "kl_columns",
     "kl_k1",
     "kl_k2",
     "kl_k3",
     "kl_metrics",
-    "kto_utility",
     "leave_one_out",
-    "log_ratios",
     "minibatches",
     "optimal_advantages",
-    "pair_margins",
-    "pair_means",
     "pair_metrics",
     "penalised_rewards",
     "preference_columns",
     "reference_point",
     "rescaled_advantages",
-    "reverse_kl",
     "rewards_to_go",
     "score_columns",
     "score_metrics",
-    "sequence_ratios",
     "spread",
-    "step_cross_entropy",
     "step_score_metrics",
     "token_weights",
     "turn_advantages",

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
+from meshrl.algo.columns import learned_column, learned_counts, learned_values
 from meshrl.config import Config
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
@@ -205,17 +206,7 @@ def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
         values = values - values[0]  # so that equal ones give exactly 0
         values -= values.mean()
         values /= np.sqrt(values.var() + _EPSILON)
-    return _spread(values, loss_mask)
-
-
-def learned_values(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
-    """Return a token column's entries where `loss_mask` is True, float64[tokens]. DataError if it does not fit."""
-    if not np.array_equal(column.offsets, loss_mask.offsets):
-        raise DataError(
-            f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
-            f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
-        )
-    return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
+    return learned_column(values, loss_mask)
 
 
 def _gae(
@@ -234,19 +225,23 @@ def _gae(
         raise DataError(
             f"{name}: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one for each row"
         )
-    mask = np.asarray(loss_mask.values, np.bool_)
     value = learned_values("values", values, loss_mask)
-    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
-    counts = np.bincount(row[mask], minlength=len(loss_mask))
+    counts = learned_counts(loss_mask)
     last[counts == 0] = 0
     _check_finite(name, last)
     ends = np.cumsum(counts)
     reward = np.zeros(len(value))
     if config.kl:
-        reward -= _penalties(name, setting, config, loss_mask, logprobs, reference)
+        if logprobs is None or reference is None:
+            raise DataError(
+                f"{name}: kl = {config.kl:g} needs the columns `logprobs` and `reference_logprobs`, and one of them is "
+                f"missing: call policy.logprobs and reference.logprobs first, or set {setting} = 0"
+            )
+        own = learned_values("logprobs", logprobs, loss_mask)
+        reward -= config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
     reward[ends[counts > 0] - 1] += last[counts > 0]
     advantages = _discounted(reward, value, counts, config)
-    return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
+    return learned_column(advantages, loss_mask), learned_column(advantages + value, loss_mask)
 
 
 def _discounted(
@@ -256,34 +251,15 @@ def _discounted(
     longest = np.argsort(-counts, kind="stable")
     tails = (np.cumsum(counts) - 1)[longest]  # the last learned token of each row, longest row first
     alive = np.searchsorted(-counts[longest], -np.arange(int(counts.max(initial=0))))
-    found = np.empty_like(values)
+    advantages = np.empty_like(values)
     after, later = np.zeros(len(counts)), np.zeros(len(counts))  # V and the advantage one token later
     for back, rows in enumerate(alive.tolist()):
         at = tails[:rows] - back
         delta = rewards[at] + config.discount * after[:rows] - values[at]
         later = delta + config.discount * config.decay * later[:rows]
         after = values[at]
-        found[at] = later
-    return found
-
-
-def _penalties(
-    name: str, setting: str, config: Gae, loss_mask: Ragged, logprobs: Ragged | None, reference: Ragged | None
-) -> NDArray[np.float64]:
-    """Return what the KL subtracts from each learned token's reward. DataError if a column is missing or misfits."""
-    if logprobs is None or reference is None:
-        raise DataError(
-            f"{name}: kl = {config.kl:g} needs the columns `logprobs` and `reference_logprobs`, and one of them is "
-            f"missing: call policy.logprobs and reference.logprobs first, or set {setting} = 0"
-        )
-    own = learned_values("logprobs", logprobs, loss_mask)
-    return config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
-
-
-def _spread(values: NDArray[np.float64], loss_mask: Ragged) -> Ragged:
-    spread = np.zeros(len(loss_mask.values), np.float32)
-    spread[np.asarray(loss_mask.values, np.bool_)] = values
-    return Ragged.make(spread, loss_mask.offsets)
+        advantages[at] = later
+    return advantages
 
 
 def _grouped(

@@ -1,23 +1,25 @@
 """The command line. `meshrl --help` lists its commands.
 
-`main` is the program. Each module adds its commands to `app`.
+`main` is the program. Each module adds its commands to `app`, in the order of the imports below.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 
-from meshrl.cli import configurations, launching, memory, planning, recording, results, watching
-from meshrl.cli.application import app
-from meshrl.cli.terminal import log_to_stderr, show_error
-from meshrl.errors import MeshrlError
+import structlog
 
-__all__ = ["app", "configurations", "launching", "main", "memory", "planning", "recording", "results", "watching"]
+from meshrl.cli import configurations, estimates, launching, model_servers, results
+from meshrl.cli.application import app, show_error
+from meshrl.errors import MeshrlError
+from meshrl.log import SCREEN, processors
+
+__all__ = ["app", "configurations", "estimates", "launching", "main", "model_servers", "results"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the `meshrl` command. A `MeshrlError` is shown without a traceback, with exit status 1."""
-    log_to_stderr()
+    structlog.configure(processors=processors(), logger_factory=lambda *_: structlog.PrintLogger(SCREEN))
     # GNU OpenMP's threads spin for milliseconds while they wait for each other. If another program uses the same
     # cores, steps of milliseconds then take seconds. A short spin avoids this and costs nothing otherwise. torch
     # reads the variable when it is loaded.

@@ -1,10 +1,10 @@
 """The commands that take configurations: run, fork, check, simulate, new, configs."""
 
-import asyncio
 import shlex
 import signal
+import traceback
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 import typer
@@ -15,25 +15,29 @@ from meshrl import log
 from meshrl.cli.application import (
     WITH_SETTINGS,
     ConfigArgument,
+    DurationSeed,
+    JsonOut,
     Overrides,
     RolloutSeconds,
     RunArgument,
+    Terminated,
     TrainSeconds,
     app,
+    cancelled_by_sigterm,
+    run_async,
     settings,
-    write,
+    show_findings,
+    show_lines,
+    write_json,
 )
-from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_findings, show_lines, show_raised
-from meshrl.engines.local import RankLoop
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, MeshrlError, described
 from meshrl.observe import diagnose, find_run, read_numbers
+from meshrl.planning import simulate_job
 from meshrl.run import (
     Job,
     Run,
-    RunConfig,
-    about,
     copy_script,
+    description_of,
     examine,
     find_config,
     find_mistakes,
@@ -45,15 +49,16 @@ from meshrl.run import (
     plan_fork,
     run_job,
     shipped_configs,
-    unseen,
+    unchecked_rows,
 )
 from meshrl.tasks import TaskConfig
+from meshrl.user_code import frames_of, is_of_meshrl
 
 
 @app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. The run's files go to runs/NAME."""
-    _show_summary(_to_its_end(pin(_checked(config, overrides, memory=False))))
+    _show_summary(_run_to_end(pin(_checked(config, overrides, memory=False))))
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -70,38 +75,37 @@ def fork(
     alike, onward = (pin(_checked(source, [*given], memory=False)) for given in (planned.alike, planned.onward))
     planned.begin()
     if not planned.has_all:
-        _to_its_end(alike, continues=False)
+        _run_to_end(alike, continues=False)
     planned.reseed()
     planned.note(overrides or [])
-    _show_summary(_to_its_end(onward))
+    _show_summary(_run_to_end(onward))
 
 
-def _to_its_end(job: Job[RunConfig], *, continues: bool = True) -> Path:
+def _run_to_end(job: Job, *, continues: bool = True) -> Path:
     """Run a job to its end and return the run's folder. Exits if it is interrupted.
 
     `continues`: its configuration is that of the whole run, so that it can be continued with `run.resume`.
     """
     begun: list[Run] = []
     try:
-        with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run(_run(job, begun))
+        run_async(_run(job, begun))
     except (KeyboardInterrupt, Terminated) as ending:
-        left = _what_is_left(begun[-1].recorder.folder, continues) if begun else ""
-        typer.echo(f"Interrupted.{left}", err=True)
+        advice = _after_interruption(begun[-1].recorder.folder, continues) if begun else ""
+        typer.echo(f"Interrupted.{advice}", err=True)
         number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     return begun[-1].folder
 
 
-def _what_is_left(folder: Path, continues: bool) -> str:
+def _after_interruption(folder: Path, continues: bool) -> str:
     """Say where an interrupted run has its files, and how to continue it if it can be continued."""
-    left = f" What was recorded so far is in {folder}"
+    where = f" What was recorded so far is in {folder}"
     if not continues:
-        return f"{left}\nTo fork again, remove it first"
+        return f"{where}\nTo fork again, remove it first"
     if newest_checkpoint(folder) is None:
-        return left
+        return where
     command = f"meshrl run {shlex.quote(str(folder / 'config.toml'))} run.resume=true"
-    return f"{left}\nTo continue from its newest checkpoint: {command}"
+    return f"{where}\nTo continue from its newest checkpoint: {command}"
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -109,8 +113,8 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find mistakes in a configuration before any model loads."""
     job = _checked(config, overrides)
     task: object = getattr(job.config, "task", None)
-    told = unseen(task) if isinstance(task, TaskConfig) else None
-    typer.echo(f"{job.source}: no mistakes found{f'; {told}' if told else ''}")
+    note = unchecked_rows(task) if isinstance(task, TaskConfig) else None
+    typer.echo(f"{job.source}: no mistakes found{f'; {note}' if note else ''}")
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -123,20 +127,17 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     ] = None,
     rollout: RolloutSeconds = None,
     train: TrainSeconds = None,
-    seed: Annotated[int, typer.Option(help="Seed for the choice of recorded durations.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+    seed: DurationSeed = 0,
+    json: JsonOut = None,
     folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
 ) -> None:
     """Estimate how long a configuration's steps take. The script runs in virtual time, without models."""
-    from meshrl.planning import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
-
     given = [*settings(config, overrides), *([f"steps={steps}"] if steps is not None else [])]
-    job = load_job(find_config(config), given, RunConfig)
+    job = load_job(find_config(config), given)
     record = find_run(recorded) if recorded else None
     forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
     show_lines(forecast.lines())
-    if json:
-        write(json, msgspec.json.encode(forecast))
+    write_json(json, forecast)
 
 
 @app.command()
@@ -149,7 +150,7 @@ def new(
     for path in written:
         typer.echo(f"wrote {path}")
     (config,) = (path for path in written if path.suffix == ".toml")
-    job = load_job(config, [], RunConfig)
+    job = load_job(config, [])
     first = [mistake for mistake in find_mistakes(job.config) if "writes it" in mistake]
     for mistake in first:
         typer.echo(f"first: {mistake}")
@@ -162,42 +163,55 @@ def configs() -> None:
     table = Table("name", "description", box=None, header_style="bold")
     table.columns[0].no_wrap = True
     for name, path in shipped_configs().items():
-        table.add_row(name, about(path))
+        table.add_row(name, description_of(path))
     Console().print(table)
 
 
-def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -> Job[RunConfig]:
+def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -> Job:
     """Load and check a configuration, and log warnings about it. ConfigError lists every mistake.
 
     `memory`: warn if memory may run out even if no `gib` states the GPUs' memory. Takes seconds.
     """
     given = settings(config, overrides)
-    job = load_job(find_config(config), given, RunConfig)
+    job = load_job(find_config(config), given)
     memory = memory or any(mesh.gib for mesh in job.run.meshes.values())
-    found = examine(job.config, job.run, memory=memory)
-    if found.mistakes:
-        raise ConfigError(list_of_mistakes(job.source, found.mistakes, given))
-    for doubt in found.doubts:
+    examination = examine(job.config, job.run, memory=memory)
+    if examination.mistakes:
+        raise ConfigError(list_of_mistakes(job.source, examination.mistakes, given))
+    for doubt in examination.doubts:
         log.warning(f"{job.source}: {doubt}")
     return job
 
 
-async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
+async def _run(job: Job, begun: list[Run]) -> None:
     """Run a job. Its runs are appended to `begun`. Errors of a user's script are shown with the script's own lines."""
     try:
         with cancelled_by_sigterm():
             await run_job(job, begun.append)
     except Exception as error:
         if not is_shipped(job.script):
-            show_raised(error, job.script.path)
+            _show_raised(error, job.script.path)
         raise
 
 
+def _show_raised(error: Exception, script: Path) -> None:
+    """Show an error of a user's script by the script's own lines, unless meshrl's lines are needed to understand it.
+
+    A `MeshrlError` gets a note with the script's line, for `show_error`. Any other error ends the program here.
+    """
+    frames = frames_of(error, script)
+    if not frames:
+        return
+    if isinstance(error, MeshrlError):
+        error.add_note(f"({frames[-1].filename}, line {frames[-1].lineno})")
+    elif not is_of_meshrl(error):
+        lines = "".join(traceback.format_list(frames))
+        typer.echo(f"Traceback (lines of the script only):\n{lines}{described(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _show_summary(folder: Path) -> None:
-    summary: object = msgspec.json.decode((folder / "summary.json").read_bytes())
-    table = Table(box=None, show_header=False)
-    for name, value in cast("dict[str, object]", summary).items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    table.add_row("folder", str(folder))
-    Console().print(table)
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, object])
+    lines = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in summary.items()]
+    show_lines([*lines, ("folder", str(folder))])
     show_findings(diagnose(read_numbers(folder)))

@@ -8,10 +8,9 @@ import typer
 
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
-from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
+from meshrl.run import Job, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
 from meshrl.run.launch import (
     SSH,
-    Need,
     Pods,
     SlurmOptions,
     SshCluster,
@@ -88,10 +87,10 @@ def kuberay(  # noqa: PLR0913 -- the options of a command
         if not (claim and colon and place.startswith("/")):
             raise ConfigError(f"--volume {each}: write CLAIM:PATH, such as --volume shared:/shared")
         volumes[claim] = place
-    kept = Path(job.run.folder)
-    if not any(kept.is_relative_to(place) for place in volumes.values()):
+    folder = Path(job.run.folder)
+    if not any(folder.is_relative_to(place) for place in volumes.values()):
         raise ConfigError(
-            f"run.folder = {str(kept)!r} is on no volume and is lost when its pod ends: mount a volume with --volume "
+            f"run.folder = {str(folder)!r} is on no volume and is lost when its pod ends: mount a volume with --volume "
             "CLAIM:PATH, and set run.folder=PATH/runs"
         )
     pods = Pods(image, gpus_per_worker, cpus_per_worker, memory, workers, volumes, namespace)
@@ -124,36 +123,28 @@ def ssh(
     needs = needs_of(job)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        status = _run_by_ssh(
-            [each.strip() for each in hosts.split(",") if each.strip()], command, port, python, given, needs
-        )
+        names = [each.strip() for each in hosts.split(",") if each.strip()]
+        with SshCluster(names, command, port, *([python] if python else [])) as cluster:
+            cluster.check(needs)
+            cluster.start()
+            status = cluster.run(given)
     except KeyboardInterrupt:
         typer.echo("Interrupted: Ray has ended on the hosts.", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
     raise typer.Exit(status)
 
 
-def _run_by_ssh(
-    hosts: list[str], command: str, port: int, python: str | None, given: list[str], needs: list[Need]
-) -> int:
-    cluster = SshCluster(hosts, command, port, *([python] if python else []))
-    with cluster:
-        cluster.check(needs)
-        cluster.start()
-        return cluster.run(given)
-
-
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _job(config: str, overrides: list[str] | None) -> tuple[list[str], Job[RunConfig]]:
+def _job(config: str, overrides: list[str] | None) -> tuple[list[str], Job]:
     """Return the arguments of `meshrl run` on the machines, and the job. ConfigError lists its mistakes."""
     given = settings(config, overrides)
-    if said := [each for each in given if each.startswith("run.engine=")]:
-        raise ConfigError(f"{said[0]}: `meshrl launch` chooses the engine: leave this key out")
+    if engine := [each for each in given if each.startswith("run.engine=")]:
+        raise ConfigError(f"{engine[0]}: `meshrl launch` chooses the engine: leave this key out")
     source = find_config(config)
-    job = load_job(source, [*given, "run.engine=auto"], RunConfig)
+    job = load_job(source, [*given, "run.engine=auto"])
     if mistakes := find_mistakes(job.config, job.run):
         raise ConfigError(list_of_mistakes(job.source, mistakes, given))
     own = str(source.resolve()) if Path(config).is_file() else config

@@ -1,6 +1,7 @@
-"""The commands that read a run's folder: serve, eval, merge, push, report, compare, trace, audit, diagnose."""
+"""The commands that read a run's folder: eval, merge, push, report, compare, trace, audit, diagnose, watch."""
 
 import asyncio
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -8,16 +9,27 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
-from meshrl.cli.application import Out, RunArgument, app, write
-from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_comparison, show_error, show_findings, show_lines
+from meshrl.cli.application import (
+    Out,
+    RunArgument,
+    Terminated,
+    app,
+    cancelled_by_sigterm,
+    run_async,
+    show_error,
+    show_findings,
+    show_lines,
+    write,
+    write_json,
+)
 from meshrl.config import validate
-from meshrl.engines.local import RankLoop
 from meshrl.errors import DataError, MeshrlError
 from meshrl.observe import (
     STEPS,
+    Comparison,
     compare,
     diagnose,
     find_run,
@@ -27,44 +39,13 @@ from meshrl.observe import (
     render,
     render_comparison,
     run_lines,
+    run_to_watch,
 )
-from meshrl.roles import Address
-from meshrl.run import audit_run, merge_adapters
+from meshrl.run import EvalOptions, audit_run, evaluate_run, merge_adapters
 from meshrl.run import push as push_run
-from meshrl.run import serve as serve_run
-from meshrl.run.evaluation import Question, evaluate_run
 
 _BREACHES = 10
 """Violations to show for each guarantee."""
-
-
-@app.command()
-def serve(
-    run: RunArgument,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Switch to each newer model while the run continues.")
-    ] = False,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for every network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    python: Annotated[
-        str | None,
-        typer.Option(help="Path of the Python that has the server. Default: this Python, not the run's."),
-    ] = None,
-) -> None:
-    """Serve a run's newest model or checkpoint through an OpenAI-compatible API, until Ctrl-C."""
-    folder, address = find_run(run).resolve(), Address(host=host, port=port, python=python, follow=follow)
-    try:
-        with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run(_serve(folder, address))
-    except (KeyboardInterrupt, Terminated):
-        typer.echo("The server has ended.", err=True)
-
-
-async def _serve(folder: Path, address: Address) -> None:
-    with cancelled_by_sigterm():
-        await serve_run(folder, address, typer.echo)
 
 
 @app.command(name="eval")
@@ -93,27 +74,19 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
 ) -> None:
     """Evaluate a run's newest model or checkpoint: pass@k on the prompts that it held out, or on TASK."""
     folder = find_run(run).resolve()
-    given: dict[str, object] = {
-        "task": task,
-        "n": n,
-        "reward": reward,
-        "threshold": threshold,
-        "rows": rows,
-        "temperature": temperature,
-    }
-    given |= {"max_tokens": max_tokens, "backend": backend, "seed": seed}
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        found = runner.run(evaluate_run(folder, validate(Question, given, "command line")))
-    title = f"{found.model}: {found.prompts} prompts ({found.task}), {found.n} completions each"
+    given: dict[str, object] = {"task": task, "n": n, "reward": reward, "threshold": threshold, "rows": rows}
+    given |= {"temperature": temperature, "max_tokens": max_tokens, "backend": backend, "seed": seed}
+    evaluation = run_async(evaluate_run(folder, validate(EvalOptions, given, "command line")))
+    title = f"{evaluation.model}: {evaluation.prompts} prompts ({evaluation.task}), {evaluation.n} completions each"
     table = Table(
         "measure", "value", "95 % from", "to", box=None, header_style="bold", title=title, title_justify="left"
     )
-    for name, estimate in found.lines():
+    for name, estimate in evaluation.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
-    content = msgspec.json.encode(found)
-    if out is None and (kept := _set_aside(folder / "eval.json", content)):
-        typer.echo(f"kept the earlier file as {kept}")
+    content = msgspec.json.encode(evaluation)
+    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
+        typer.echo(f"kept the earlier file as {earlier}")
     write(out or folder / "eval.json", content)
 
 
@@ -135,8 +108,7 @@ def merge(
     """Merge a run's newest adapters into their model, and write a Hugging Face model folder."""
     folder = find_run(run).resolve()
     target = out or folder / "merged"
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        source = runner.run(merge_adapters(folder, target))
+    source = run_async(merge_adapters(folder, target))
     typer.echo(f"wrote {target}, from {source}")
 
 
@@ -147,9 +119,7 @@ def push(
     public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
 ) -> None:
     """Upload a run's newest model to the Hugging Face hub, with a model card that says how it was made."""
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        address = runner.run(push_run(find_run(run).resolve(), name, public=public))
-    typer.echo(f"wrote {address}")
+    typer.echo(f"wrote {run_async(push_run(find_run(run).resolve(), name, public=public))}")
 
 
 @app.command()
@@ -176,11 +146,23 @@ def compare_runs(
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap for the intervals.")] = 0,
 ) -> None:
     """Compare runs in one page: settings, curves, samples, step times, and whether chance explains a difference."""
-    found = compare([read_run(find_run(run)) for run in runs], seed)
-    show_comparison(found)
-    write(out, render_comparison(found).encode())
-    if json:
-        write(json, msgspec.json.encode(found))
+    comparison = compare([read_run(find_run(run)) for run in runs], seed)
+    _show_comparison(comparison)
+    write(out, render_comparison(comparison).encode())
+    write_json(json, comparison)
+
+
+def _show_comparison(comparison: Comparison) -> None:
+    """Show how the settings and results of groups of runs differ."""
+    groups = (Column(escape(name), overflow="fold") for name in comparison.groups)
+    table = Table(Column(no_wrap=True), *groups, box=None, header_style="bold")
+    for key, values in comparison.settings.items():
+        table.add_row(key, *(escape(value) if value is not None else "-" for value in values))
+    for measure in comparison.measures:
+        table.add_row(measure.name, *(f"{value:.4g}" if value is not None else "-" for value in measure.values))
+    Console().print(table)
+    for sentence in (*comparison.sentences, *comparison.notes):
+        typer.echo(sentence)
 
 
 @app.command()
@@ -200,19 +182,19 @@ def audit(run: RunArgument) -> None:
     Exit status: 0 if all hold, 1 if one is broken, 2 if the files cannot tell.
     """
     try:
-        found = audit_run(find_run(run))
+        result = audit_run(find_run(run))
     except MeshrlError as error:
         show_error(error)
         raise typer.Exit(2) from None
-    again = f", resumed from a checkpoint {found.resumed} times" if found.resumed else ""
-    typer.echo(f"{found.folder}: {found.steps:,} steps{again}; {found.status}")
-    for verdict in found.verdicts:
-        typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.told}")
+    again = f", resumed from a checkpoint {result.resumed} times" if result.resumed else ""
+    typer.echo(f"{result.folder}: {result.steps:,} steps{again}; {result.status}")
+    for verdict in result.verdicts:
+        typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.numbers}")
         for breach in verdict.breaches[:_BREACHES]:
             typer.echo(f"          {breach}")
         if (more := len(verdict.breaches) - _BREACHES) > 0:
             typer.echo(f"          and {more:,} more")
-    if not found.holds:
+    if not result.holds:
         raise typer.Exit(1)
 
 
@@ -230,8 +212,42 @@ def find_signs(run: RunArgument) -> None:
     if (steps := len(record.metrics)) < STEPS:
         typer.echo(f"{record.folder}: {steps} steps are too few for a diagnosis, which needs {STEPS}", err=True)
         raise typer.Exit(2)
-    found = diagnose(record)
-    show_findings(found)
-    if found:
+    findings = diagnose(record)
+    show_findings(findings)
+    if findings:
         raise typer.Exit(1)
     typer.echo(f"{record.folder}: no warning sign in {steps:,} steps")
+
+
+@app.command()
+def watch(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's folder, or its name under runs/. It need not exist yet. Default: the newest run.",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on. Default: 6007, or a free one.")
+    ] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Print a token that lets the page pause, checkpoint and stop the run.")
+    ] = False,
+) -> None:
+    """Show a run's live report in a browser, on this machine only, until Ctrl-C."""
+    folder, message = run_to_watch(run)
+    if message:
+        typer.echo(message, err=True)
+    with suppress(KeyboardInterrupt, Terminated):
+        asyncio.run(_watch(folder, port, control))
+
+
+async def _watch(folder: Path, port: int | None, control: bool) -> None:
+    from meshrl.observe import Watcher  # noqa: PLC0415 -- it needs packages of an extra
+
+    with cancelled_by_sigterm():
+        watcher = Watcher(folder, control=control)
+        async with watcher.serving(port):
+            typer.echo(f"{folder}: {watcher.address}")
+            await asyncio.Event().wait()

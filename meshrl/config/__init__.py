@@ -5,9 +5,8 @@ raises one error with all mistakes, in the terms of the file. `PathIn` marks key
 `CODE` keys that may name a function in a file.
 """
 
-from meshrl.config.base import Config, Keys, Table, dotted
-from meshrl.config.paths import CODE, PathIn
-from meshrl.config.toml_file import DEEPEST, load_toml, put_over, too_deep
+from meshrl.config.base import CODE, Config, Keys, PathIn, Table, dotted
+from meshrl.config.toml_file import DEEPEST, apply_overrides, load_toml, too_deep
 from meshrl.config.validation import as_list, mistakes_in, validate
 
 __all__ = [
@@ -17,11 +16,11 @@ __all__ = [
     "Keys",
     "PathIn",
     "Table",
+    "apply_overrides",
     "as_list",
     "dotted",
     "load_toml",
     "mistakes_in",
-    "put_over",
     "too_deep",
     "validate",
 ]

@@ -23,10 +23,10 @@ class Counterpart(msgspec.Struct, frozen=True):
     say: str = ""
     """Additional advice."""
 
-    def told(self, name: str, known: Collection[str] | None) -> str:
+    def hint(self, name: str, known: Collection[str] | None) -> str:
         """The hint for a user who wrote `name`. `known`: the keys of the surrounding configuration, if known."""
-        there = ([key for key in known or () if fnmatchcase(key, each)] for each in self.keys)
-        found = sorted(next(filter(None, there), ()))
+        matches = ([key for key in known or () if fnmatchcase(key, each)] for each in self.keys)
+        found = sorted(next(filter(None, matches), ()))
         ours = "` or `".join(found or self.keys[:1])
         beside = name.rpartition(".")[0] + "." + ours.rpartition(".")[2]
         ours = beside if known is not None and beside in known else ours  # of the table that contains the key
@@ -43,19 +43,19 @@ def neighbours() -> Mapping[str, Mapping[str, Counterpart]]:
     return {project: {name: _counterpart(entry) for name, entry in words.items()} for project, words in tables.items()}
 
 
-def answers(path: Keys, value: object, known: Collection[str] | None = None) -> list[str]:
+def counterparts(path: Keys, value: object, known: Collection[str] | None = None) -> list[str]:
     """Return our name of a key, or of each key of a table below it. Empty if no other project has the key.
 
     `known`: the keys of the surrounding configuration.
     """
-    found: list[str] = []
+    hints: list[str] = []
     for leaf in _leaves(path, value):
         parts = dotted(leaf).split(".")
         names = (".".join(parts[start:]) for start in range(len(parts)))
         word = next((words[name] for name in names for words in neighbours().values() if name in words), None)
         if word:
-            found.append(word.told(dotted(leaf), known))
-    return found
+            hints.append(word.hint(dotted(leaf), known))
+    return hints
 
 
 def _leaves(path: Keys, value: object) -> Iterator[Keys]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.config.base import Table, dotted, shown
-from meshrl.config.neighbours import answers
+from meshrl.config.neighbours import counterparts
 from meshrl.errors import ConfigError, nearest, shortened
 
 DEEPEST: Final = 100
 """Maximal nesting of lists and tables, in a configuration and in a task's row."""
+_TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make it flatter"
 
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
@@ -41,19 +42,16 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
     if too_deep(table):
         raise ConfigError(f"{path}: {_TOO_DEEP}")
-    put_over(table, overrides)
+    apply_overrides(table, overrides)
     return table
 
 
-def put_over(table: Table, overrides: Sequence[str]) -> None:
+def apply_overrides(table: Table, overrides: Sequence[str]) -> None:
     """Apply `key.sub=value` overrides to a table, as `load_toml` does. Raises ConfigError if one does not fit."""
     for override in overrides:
         _put(table, override)
         if too_deep(table):
             raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
-
-
-_TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make it flatter"
 
 
 def too_deep(value: object) -> bool:
@@ -75,19 +73,19 @@ def _put(table: Table, override: str) -> None:
         raise ConfigError(
             f"command line: {override!r} is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
         )
-    here = table
+    target = table
     for depth, part in enumerate(parts[:-1], start=1):
-        below = here.setdefault(part, {})
+        below = target.setdefault(part, {})
         if not isinstance(below, dict):
-            if answers(tuple(parts), None):
+            if counterparts(tuple(parts), None):
                 table[dotted(parts)] = _value(text.strip())  # an unknown key, reported with the other mistakes
                 return
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
                 f"which has no key {parts[depth]!r}; give the whole value, as in {dotted(parts[:depth])}=..."
             )
-        here = below
-    here[parts[-1]] = _value(text.strip())
+        target = below
+    target[parts[-1]] = _value(text.strip())
 
 
 def _value(text: str) -> object:

@@ -7,17 +7,15 @@ Weights travel from a policy to samplers by name, in buckets of shared memory. E
 sampler can prove what it has. `delta` sends only what changed.
 """
 
-from meshrl.data.arrival import ArrivalLog
 from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
-from meshrl.data.column_ops import lengths
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
 from meshrl.data.metrics import Metrics
-from meshrl.data.provenance import Origin, Source
-from meshrl.data.ragged import Ragged, check_dtype, from_raw, frozen, pickled, raw
+from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pickled, raw
 from meshrl.data.remote_column import RemoteColumn, is_ragged
-from meshrl.data.weights import Probe, Weights
+from meshrl.data.table import lengths
+from meshrl.data.weights import ArrivalLog, Probe, Weights
 
 __all__ = [
     "ArrivalLog",
@@ -35,7 +33,6 @@ __all__ = [
     "Weights",
     "check_dtype",
     "check_lengths",
-    "from_raw",
     "frozen",
     "is_ragged",
     "lengths",

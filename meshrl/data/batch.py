@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
-from meshrl.data import column_ops as table
 from meshrl.data import columns as kinds
-from meshrl.data.columns import Column, ColumnLike
-from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, portable, raw, sealed
+from meshrl.data import table
+from meshrl.data.columns import Column, ColumnLike, pack, unpack, unpack_own
+from meshrl.data.ragged import Ragged, Source, portable, raw, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
-from meshrl.data.wire import pack, unpack, unpack_own
 from meshrl.errors import DataError, did_you_mean
 from meshrl.mesh import Array, HasRefs, Put, Rows, even_plan
 
@@ -175,9 +173,9 @@ class Batch(HasRefs):
     @property
     def lengths(self) -> Rows:
         """Number of tokens of each row, `int64[rows]`: of `tokens`, else of the longest token column, else 1."""
-        found = table.lengths(self._columns.get("tokens"))
-        if found is not None:
-            return found
+        tokens = table.lengths(self._columns.get("tokens"))
+        if tokens is not None:
+            return tokens
         ragged = [each for each in map(table.lengths, self._columns.values()) if each is not None]
         return max(ragged, key=np.sum, default=np.ones(self._rows, np.int64))
 
@@ -205,9 +203,9 @@ class Batch(HasRefs):
 
     def drop(self, *names: str) -> Self:
         """Remove these columns."""
-        gone = self.only(*names)
-        kept = {name: column for name, column in self._columns.items() if name not in gone}
-        return self._make(self._rows, kept, self._origins)
+        dropped = self.only(*names)
+        rest = {name: column for name, column in self._columns.items() if name not in dropped}
+        return self._make(self._rows, rest, self._origins)
 
     def select(self, rows: ArrayLike) -> Self:
         """Select rows, in the given order. `rows`: int[any] (negative: from the end), or bool[rows]."""
@@ -324,11 +322,10 @@ class Batch(HasRefs):
             return cls._make(len(whole), dict(whole.stored), outer).select(origin.argsort(kind="stable"))
         if plan is None:
             return whole
-        wanted = [len(rows) for rows in plan]
-        found = [len(part) for part in parts]
-        if wanted != found:
+        wanted, given = [len(rows) for rows in plan], [len(part) for part in parts]
+        if wanted != given:
             raise DataError(
-                f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not know "
+                f"the parts of a join have {given} rows for {wanted} rows of the argument, and do not know "
                 "their row numbers: make the result from the argument, with assign, select or repeat"
             )
         return whole.select(np.concatenate(plan).argsort(kind="stable"))
@@ -370,7 +367,7 @@ class Batch(HasRefs):
 
     def __deepcopy__(self, memo: object) -> Self:
         columns: table.Table = {
-            name: column.private() if isinstance(column, RemoteColumn) else kinds.private(column)
+            name: column.copied() if isinstance(column, RemoteColumn) else kinds.private(column)
             for name, column in self._columns.items()
         }
         if all(columns[name] is column for name, column in self._columns.items()):

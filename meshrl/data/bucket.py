@@ -1,4 +1,4 @@
-"""Buckets: tensors in one buffer, in which weights are sent."""
+"""Buckets: weights travel as tensors in one buffer, which a machine's processes share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,10 +63,11 @@ class Bucket(ForAll):
         writing = pool.write(end) if end >= _SHARED_FROM else None
         memory = writing.memory if writing else np.empty(end, np.uint8)
         places = [memory[starts[name] : starts[name] + array.nbytes] for name, array in arrays.items()]
-        made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)), end)
+        pairs = list(zip(arrays.values(), places, strict=True))
+        fingerprints = _in_threads(lambda pair: _copy(*pair), pairs, end)
         index = {
             name: Entry(array.dtype.name, array.shape, starts[name], each)
-            for (name, array), each in zip(arrays.items(), made, strict=True)
+            for (name, array), each in zip(arrays.items(), fingerprints, strict=True)
         }
         memory.flags.writeable = False
         return cls(index, sum(array.nbytes for array in arrays.values()), writing.done() if writing else memory)
@@ -86,7 +87,7 @@ class Bucket(ForAll):
         """The transport that brought it here."""
         if self._origin:
             return self._origin.way
-        return SharedHeld.way if self.segment else "memory"
+        return SegmentRef.way if self.segment else "memory"
 
     @property
     def memory(self) -> Bytes:
@@ -105,21 +106,21 @@ class Bucket(ForAll):
         """Return the same tensors. If they exceed `limit` bytes, they are kept in place, or by `put`."""
         if self.nbytes <= limit or self.held:
             return self
-        held = SharedHeld.of(self, self.segment) if shares and self.segment else self._origin or put(self)
-        return Bucket(self.index, self.nbytes, held)
+        ref = SegmentRef.of(self, self.segment) if shares and self.segment else self._origin or put(self)
+        return Bucket(self.index, self.nbytes, ref)
 
-    def fetched_by(self, held: Ref) -> "Bucket":
-        """Return the same tensors as a reference that later receivers fetch too."""
-        return Bucket(self.index, self.nbytes, self._source, held)
+    def fetched_by(self, ref: Ref) -> "Bucket":
+        """Return the same tensors, which later receivers fetch by this reference too."""
+        return Bucket(self.index, self.nbytes, self._source, ref)
 
     def shared(self) -> "Bucket":
         """Return the same tensors in shared memory, copied if needed. DataError if there is no room."""
         if self.segment or not self.nbytes:
             return self
         memory = self.memory
-        place = pool.find(memory.data)
-        if place and not place[1]:  # as received from another machine
-            return Bucket(self.index, self.nbytes, Segment(place[0].path, len(memory)))
+        found = pool.find(memory.data)
+        if found and not found[1]:  # as received from another machine
+            return Bucket(self.index, self.nbytes, Segment(found[0].path, len(memory)))
         writing = pool.write(len(memory))
         if writing is None:
             raise DataError(
@@ -130,8 +131,8 @@ class Bucket(ForAll):
 
     def damaged(self) -> list[str]:
         """Return the names of tensors whose bytes differ from the packed ones."""
-        made = _in_threads(fingerprint, list(self.arrays.values()), self.nbytes)
-        return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
+        now = _in_threads(fingerprint, list(self.arrays.values()), self.nbytes)
+        return [name for (name, entry), each in zip(self.index.items(), now, strict=True) if each != entry.fingerprint]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
         if isinstance(self._source, Ref):
@@ -139,35 +140,35 @@ class Bucket(ForAll):
         return _unpickled, (dict(self.index), self.nbytes, *pickled(self.memory, protocol.__index__()))
 
 
-class SharedHeld(Ref):
+class SegmentRef(Ref):
     """A bucket that stays in this machine's shared memory, for all its processes."""
 
     way = "shared memory"
 
     def __init__(self, path: str, size: int, index: Mapping[str, Entry], nbytes: int, bucket: Bucket | None) -> None:
         """`size`: bytes of the segment. `bucket`: None if it is gone."""
-        self._key = path, size, index, nbytes
+        self._arguments = path, size, index, nbytes
         self._bucket = bucket
 
     @classmethod
-    def of(cls, bucket: Bucket, segment: Segment) -> "SharedHeld":
+    def of(cls, bucket: Bucket, segment: Segment) -> "SegmentRef":
         """Hold a bucket in a segment."""
         return cls(segment.path, segment.nbytes, dict(bucket.index), bucket.nbytes, bucket)
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """Return the buckets. DataError if one is gone."""
-        return [each.bucket() for each in cast("Sequence[SharedHeld]", held)]
+        return [each.bucket() for each in cast("Sequence[SegmentRef]", held)]
 
     def bucket(self) -> Bucket:
         """Return the bucket. DataError if it is gone."""
-        path, size, index, nbytes = self._key
+        path, size, index, nbytes = self._arguments
         return self._bucket or Bucket(index, nbytes, Segment(path, size))
 
-    def __reduce__(self) -> tuple[Callable[..., "SharedHeld"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "SegmentRef"], tuple[object, ...]]:
         if self._bucket and self._bucket.segment:
             note_transit(self._bucket.segment)
-        return _leased, self._key
+        return _segment_ref, self._arguments
 
 
 def fingerprint(array: Array) -> int:
@@ -175,14 +176,14 @@ def fingerprint(array: Array) -> int:
     return int(xxh3_64(raw(np.ascontiguousarray(array))).intdigest())
 
 
-def _in_threads(what: Callable[[T], int], values: Sequence[T], nbytes: int) -> list[int]:
+def _in_threads(function: Callable[[T], int], values: Sequence[T], nbytes: int) -> list[int]:
     """Apply a function to each value. A thread takes neighbours, which is faster than taking turns."""
     if nbytes < _SHARED_FROM:
-        return list(map(what, values))
+        return list(map(function, values))
     each = -(-len(values) // _THREADS)
     runs = [values[start : start + each] for start in range(0, len(values), each)]
     with ThreadPoolExecutor(_THREADS, "meshrl-bucket") as threads:
-        return [made for run in threads.map(lambda run: list(map(what, run)), runs) for made in run]
+        return [result for run in threads.map(lambda run: list(map(function, run)), runs) for result in run]
 
 
 def _native(array: Array, name: str) -> Array:
@@ -196,7 +197,7 @@ def _view(memory: Bytes, entry: Entry) -> Array:
     return memory[entry.start : entry.start + prod(entry.shape) * dtype.itemsize].view(dtype).reshape(entry.shape)
 
 
-def _copied(array: Array, place: Bytes) -> int:
+def _copy(array: Array, place: Bytes) -> int:
     """Copy an array's bytes to their place, and return their fingerprint."""
     source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     digest = xxh3_64()
@@ -211,9 +212,9 @@ def _unpickled(index: Mapping[str, Entry], nbytes: int, buffer: Buffer, dtype: s
     return Bucket(index, nbytes, cast("Bytes", from_raw(buffer, dtype, shape)))
 
 
-def _leased(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SharedHeld:
+def _segment_ref(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SegmentRef:
     try:
         bucket = Bucket(index, nbytes, Segment(path, size))
     except DataError:  # reported by `fetch`: an error raised here would be lost
         bucket = None
-    return SharedHeld(path, size, index, nbytes, bucket)
+    return SegmentRef(path, size, index, nbytes, bucket)

@@ -1,15 +1,28 @@
-"""The three kinds of columns: what they hold, and how they are checked and joined."""
+"""The three kinds of columns: what they hold, how they are checked and joined, and their wire format."""
 
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import TypeAlias, cast
+from typing import Literal, Self, TypeAlias, cast
 
+import msgspec
 import numpy as np
+from typing_extensions import Buffer
 
-from meshrl.data.provenance import Source, joined
-from meshrl.data.ragged import Ragged, equal, frozen, gather, sealed
+from meshrl.data.ragged import (
+    Ragged,
+    Source,
+    check_offsets,
+    dtype_name,
+    equal,
+    from_raw,
+    frozen,
+    gather,
+    join_sources,
+    sealed,
+)
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
 
@@ -68,25 +81,6 @@ def _standard(name: str, column: Column) -> Column:
     return sealed(column.astype(dtype))
 
 
-def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Share one array of offsets between columns with equal ones. Standard columns must be aligned."""
-    bounds: list[Rows] = []
-    result = dict(columns)
-    for name, column in columns.items():
-        if isinstance(column, Ragged):
-            offsets = next((known for known in bounds if equal(known, column.offsets)), None)
-            if offsets is None:
-                bounds.append(column.offsets)
-            elif offsets is not column.offsets:
-                result[name] = Ragged.make(column.values, offsets, column.source)
-    tokens = result.get("tokens")
-    for name in TOKEN_COLUMNS:
-        other = result.get(name)
-        if isinstance(tokens, Ragged) and isinstance(other, Ragged) and other.offsets is not tokens.offsets:
-            check_lengths(name, other.lengths, tokens.lengths)
-    return result
-
-
 def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
     """Raise DataError if a token column's rows differ in length from `tokens`."""
     wrong = np.flatnonzero(lengths != tokens)
@@ -98,16 +92,41 @@ def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ColumnType:
+    """The type of a column: Python values, rows of one shape, or tokens."""
+
+    kind: Literal["objects", "row", "ragged"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """The shape without the first dim."""
+
+    @classmethod
+    def of(cls, column: Column) -> Self:
+        """Return the type of a column."""
+        if isinstance(column, tuple):
+            return cls("objects")
+        values = column.values if isinstance(column, Ragged) else column
+        return cls("ragged" if isinstance(column, Ragged) else "row", dtype_name(values.dtype), values.shape[1:])
+
+    def empty(self) -> Column:
+        """Return a column of this type without rows."""
+        if self.kind == "objects":
+            return ()
+        values: Array = sealed(np.empty((0, *self.shape), self.dtype))
+        return values if self.kind == "row" else Ragged.make(values, np.zeros(1, np.int64))
+
+    def __str__(self) -> str:
+        if self.kind == "objects":
+            return "Python values"
+        return "ragged " * (self.kind == "ragged") + self.dtype + "".join(f"[{size}]" for size in self.shape)
+
+
 def describe(column: Column) -> str:
     """Describe a column in a few words: kind, dtype and source."""
-    if isinstance(column, tuple):
-        kinds = sorted({type(value).__name__ for value in column})
-        return "/".join(kinds) or "Python values"
-    values = column.values if isinstance(column, Ragged) else column
-    shape = "".join(f"[{size}]" for size in values.shape[1:])
-    if not isinstance(column, Ragged):
-        return f"{values.dtype}{shape}"
-    return f"ragged {values.dtype}{shape}{by(column.source)}"
+    if isinstance(column, tuple) and column:
+        return "/".join(sorted({type(value).__name__ for value in column}))
+    return str(ColumnType.of(column)) + by(column.source if isinstance(column, Ragged) else None)
 
 
 def by(source: Source | None) -> str:
@@ -168,7 +187,7 @@ def concat(name: str, parts: Sequence[Column], offsets: Rows | None = None) -> C
         return sealed(np.concatenate(values))
     if offsets is None:
         return Ragged.concat(ragged, name)
-    return Ragged.make(np.concatenate(values), offsets, joined(name, [part.source for part in ragged]))
+    return Ragged.make(np.concatenate(values), offsets, join_sources(name, [part.source for part in ragged]))
 
 
 def private(column: Column) -> Column:
@@ -188,3 +207,95 @@ def _private(value: object) -> object:
     if type(value) is list:
         return [_private(item) for item in value]
     return value if type(value) in SCALARS else copy.deepcopy(value)
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    """One column in a header: the buffers that hold it, and how to read them."""
+
+    name: str
+    kind: Literal["row", "ragged", "objects"]
+    dtype: str
+    shape: tuple[int, ...]
+    values: int
+    offsets: int
+    source: Source | None = None
+
+
+class _Header(msgspec.Struct, array_like=True):
+    rows: int
+    origins: int
+    columns: list[_Wire]
+
+
+def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[Array | bytes]]:
+    """Return a msgpack header and the parts: arrays, not copied, and encoded values. Origins first, then columns."""
+    parts: list[Array | bytes] = [*origins]
+    known: dict[int, int] = {}
+    wires: list[_Wire] = []
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            values, bounds = column.values, column.offsets
+            if id(bounds) not in known:
+                known[id(bounds)] = len(parts)
+                parts.append(bounds)
+            place = len(parts), known[id(bounds)]
+            wires.append(_Wire(name, "ragged", dtype_name(values.dtype), values.shape, *place, column.source))
+            parts.append(values)
+        elif isinstance(column, np.ndarray):
+            wires.append(_Wire(name, "row", dtype_name(column.dtype), column.shape, len(parts), -1))
+            parts.append(column)
+        else:
+            wires.append(_Wire(name, "objects", "", (), len(parts), -1))
+            parts.append(_encoded(name, column))
+    return msgspec.msgpack.encode(_Header(rows, len(origins), wires)), parts
+
+
+def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
+    """Undo `pack`, and check the result. Arrays are read-only views of the buffers, not to be written any more."""
+    try:
+        rows, columns, origins = unpack_own(header, buffers)
+        for name, column in columns.items():
+            if isinstance(column, Ragged):
+                check_offsets(column.offsets, len(column.values))
+            if len(column) != rows:
+                raise ValueError(f"`{name}` has {len(column)} rows, not {rows}")
+    except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        raise DataError(
+            f"not a batch, or a damaged one: {error} (header of {memoryview(header).nbytes} bytes, "
+            f"buffers of {sizes}); give from_wire exactly what to_wire returned"
+        ) from error
+    return rows, columns, origins
+
+
+def unpack_own(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
+    """Undo `pack` without checks, for what a process of this run has packed."""
+    head = msgspec.msgpack.decode(header, type=_Header)
+    bounds: dict[int, Rows] = {}
+    columns: dict[str, Column] = {}
+    for wire in head.columns:
+        buffer = buffers[wire.values]
+        if wire.kind == "objects":
+            columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
+        elif wire.kind == "row":
+            columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
+        else:
+            if wire.offsets not in bounds:
+                bounds[wire.offsets] = _numbers(buffers[wire.offsets], head.rows + 1)
+            values = from_raw(buffer, wire.dtype, wire.shape)
+            columns[wire.name] = Ragged.make(values, bounds[wire.offsets], wire.source)
+    return head.rows, columns, tuple([_numbers(buffers[level], head.rows) for level in range(head.origins)])
+
+
+def _numbers(buffer: Buffer, count: int) -> Rows:
+    return cast("Rows", from_raw(buffer, "int64", (count,)))
+
+
+def _encoded(name: str, column: Objects) -> bytes:
+    try:
+        return msgspec.msgpack.encode(column)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise DataError(
+            f"column `{name}` cannot be sent: {error}; keep to None, bool, int, float, str, bytes, and lists "
+            "and dicts of them"
+        ) from error

@@ -22,8 +22,8 @@ _LONGEST: Final = 1.0
 class Change(NamedTuple):
     """The 16-bit words that differ between two versions of a bucket. Lossless for any numbers."""
 
-    where: NDArray[np.uint8]
-    """One bit for each word."""
+    mask: NDArray[np.uint8]
+    """One bit for each word of the bucket."""
     words: NDArray[np.uint16]
     """The new words, in order."""
 
@@ -37,12 +37,12 @@ class Change(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size in bytes when sent."""
-        return self.where.nbytes + self.words.nbytes
+        return self.mask.nbytes + self.words.nbytes
 
     def apply(self, memory: Bytes) -> None:
         """Turn the old bytes into the new ones, in place."""
         words = _words(memory)
-        words[np.unpackbits(self.where, count=len(words)).view(np.bool_)] = self.words
+        words[np.unpackbits(self.mask, count=len(words)).view(np.bool_)] = self.words
 
 
 class DeltaChain:
@@ -55,10 +55,10 @@ class DeltaChain:
         self._first = first
         self._last = first
         self._changes: list[Change] = []
-        self._held: list[Ref] = []
+        self._refs: list[Ref] = []
         """References to the first version and the changes, kept for others."""
 
-    def grown(self, new: Bucket) -> "DeltaChain":
+    def extended(self, new: Bucket) -> "DeltaChain":
         """Return the history with a new version, or a new history if the changes are too large."""
         if new.index.keys() != self._last.index.keys() or new.memory.shape != self._last.memory.shape:
             return DeltaChain(self.place, new)
@@ -71,39 +71,33 @@ class DeltaChain:
 
     def newest(self) -> "DeltaVersion":
         """Return the newest version."""
-        return DeltaVersion(self, len(self._changes), self._last)
+        sent = self._changes[-1].nbytes if self._changes else self._first.nbytes
+        return DeltaVersion(self, len(self._changes), self._last, sent)
 
     def hold(self, put: Put, number: int) -> Sequence[Ref]:
         """Keep the history up to a version for others."""
-        for each in range(len(self._held), number + 1):
-            self._held.append(put(self._changes[each - 1] if each else self._first))
-        return tuple(self._held[: number + 1])
-
-    def sent(self, number: int) -> int:
-        """Return the bytes that a holder of the previous version needs."""
-        return self._changes[number - 1].nbytes if number else self._first.nbytes
+        for each in range(len(self._refs), number + 1):
+            self._refs.append(put(self._changes[each - 1] if each else self._first))
+        return tuple(self._refs[: number + 1])
 
 
 class DeltaVersion(Bucket):
     """One version of a bucket, on the rank that made it."""
 
-    def __init__(self, chain: DeltaChain, number: int, bucket: Bucket) -> None:
+    def __init__(self, chain: DeltaChain, number: int, bucket: Bucket, sent: int) -> None:
         super().__init__(bucket.index, bucket.nbytes, bucket.segment or bucket.memory)
         self._chain = chain
         self._number = number
-
-    @property
-    def sent(self) -> int:
-        """Return the bytes that a holder of the previous version needs."""
-        return self._chain.sent(self._number)
+        self.sent: Final = sent
+        """Bytes that a holder of the previous version needs."""
 
     def hold(self, put: Put, limit: int, shares: bool) -> Bucket:
         """Hold the changes, or the bucket itself if it need not be sent."""
         if self.nbytes <= limit or (shares and self.segment):
             return super().hold(put, limit, shares)
         history = self._chain.hold(put, self._number)
-        held = DeltaRef(self._chain.token, self._chain.place, history, dict(self.index), self.nbytes)
-        return Bucket(self.index, self.nbytes, held)
+        ref = DeltaRef(self._chain.token, self._chain.place, history, dict(self.index), self.nbytes)
+        return Bucket(self.index, self.nbytes, ref)
 
 
 class WeightSource:
@@ -115,16 +109,16 @@ class WeightSource:
         self._rank = current_rank().index
         self._chains: list[DeltaChain] = []
         self._latest: Weights | None = None
-        """The last weights. Their memory is not written again while they are on their way to a first reader."""
+        """The last weights. Keeps their memory from being reused before a first reader has them."""
 
     def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
         """Copy the tensors, of any shape, into weights."""
         whole = self._latest = Weights.streamed(version, tensors, probe)
         if not self._changes:
             return whole
-        grown = [chain.grown(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
-        new = whole.buckets[len(grown) :]
-        self._chains = grown + [DeltaChain((self._rank, at), bucket) for at, bucket in enumerate(new, len(grown))]
+        chains = [chain.extended(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
+        new = enumerate(whole.buckets[len(chains) :], len(chains))
+        self._chains = chains + [DeltaChain((self._rank, number), bucket) for number, bucket in new]
         return Weights.of(version, [chain.newest() for chain in self._chains], probe)
 
 
@@ -132,14 +126,10 @@ class DeltaRef(Ref):
     """A version of a bucket, held as the first version and the changes since."""
 
     def __init__(
-        self, token: str, place: tuple[int, int], held: Sequence[Ref], index: Mapping[str, Entry], nbytes: int
+        self, token: str, place: tuple[int, int], history: Sequence[Ref], index: Mapping[str, Entry], nbytes: int
     ) -> None:
-        self._token = token
-        self._place = place
-        self._held = held
-        self._index = index
-        self._nbytes = nbytes
-        self.way: str = f"changes through {held[0].way}"
+        self._token, self._place, self._history, self._index, self._nbytes = token, place, history, index, nbytes
+        self.way: str = f"changes through {history[0].way}"
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
@@ -149,13 +139,13 @@ class DeltaRef(Ref):
     async def bucket(self) -> Bucket:
         """Return this version."""
         key = self._place, self._nbytes
-        had = _fetched.get(key)
-        first = had.number + 1 if had and had.token == self._token and had.number < len(self._held) else 0
-        values = await fetch(self._held[first:])
-        found = [values[each] for each in self._held[first:]]
-        old = had.bucket if had and first else cast("Bucket", found.pop(0))
-        bucket = self._changed(old, cast("list[Change]", found)) if found else old
-        _fetched[key] = _Fetched(self._token, len(self._held) - 1, bucket)
+        last = _fetched.get(key)
+        first = last.number + 1 if last and last.token == self._token and last.number < len(self._history) else 0
+        values = await fetch(self._history[first:])
+        missing = [values[each] for each in self._history[first:]]
+        old = last.bucket if last and first else cast("Bucket", missing.pop(0))
+        bucket = self._changed(old, cast("list[Change]", missing)) if missing else old
+        _fetched[key] = _Fetched(self._token, len(self._history) - 1, bucket)
         return bucket
 
     def _changed(self, old: Bucket, changes: Sequence[Change]) -> Bucket:
@@ -168,7 +158,7 @@ class DeltaRef(Ref):
         return Bucket(self._index, self._nbytes, writing.done() if writing else memory)
 
     def __reduce__(self) -> tuple[Callable[..., "DeltaRef"], tuple[object, ...]]:
-        return DeltaRef, (self._token, self._place, self._held, self._index, self._nbytes)
+        return DeltaRef, (self._token, self._place, self._history, self._index, self._nbytes)
 
 
 class _Fetched(NamedTuple):

@@ -1,19 +1,66 @@
-"""Frozen arrays, and columns with one array for each row."""
+"""Frozen arrays, columns with one array for each row, and what computed their values."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pickle import PickleBuffer
-from typing import ClassVar, SupportsIndex, TypeAlias, TypeVar
+from typing import ClassVar, Literal, Self, SupportsIndex, TypeAlias, TypeVar
 
 import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import Buffer
 
-from meshrl.data.provenance import Source, joined
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows, is_in_place
+
+Origin: TypeAlias = Literal["sampler", "trainer", "reference"]
+"""The roles that compute columns of log-probs."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """The source of a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
+
+    `oldest` and `newest` are the known policy versions of the trainer among the rows. The other sources have none. The
+    version that sampled a token is in the column `versions`.
+    """
+
+    role: Origin
+    oldest: int | None = None
+    newest: int | None = None
+
+    @classmethod
+    def trainer(cls, version: int) -> Self:
+        """The trainer at this version of its policy."""
+        return cls("trainer", version, version)
+
+    def __str__(self) -> str:
+        if self.oldest is None:
+            return self.role
+        return f"{self.role}@{self.oldest}" + (f"-{self.newest}" if self.newest != self.oldest else "")
+
+
+def join_sources(name: str, sources: Iterable[Source | None]) -> Source | None:
+    """Join the sources of several parts of the column `name`. Trainers give the range of their versions.
+
+    A source that is known for some rows holds for all. So a loss still refuses rows after they were joined with rows of
+    an unknown source. Returns None if no source is known. Raises DataError if the roles differ.
+    """
+    distinct = set(sources)
+    if len(distinct) <= 1:  # nearly always, and cheap
+        return distinct.pop() if distinct else None
+    known = [source for source in distinct if source is not None]
+    roles = sorted({source.role for source in known})
+    if len(roles) > 1:
+        raise DataError(
+            f"column `{name}` was computed by the {' in one part and by the '.join(roles)} in another: log-probs of "
+            "different models are different quantities: keep them in columns with different names"
+        )
+    oldest = [source.oldest for source in known if source.oldest is not None]
+    newest = [source.newest for source in known if source.newest is not None]
+    return Source(known[0].role, min(oldest, default=None), max(newest, default=None))
+
 
 Dtype: TypeAlias = np.dtype[np.generic]
 A = TypeVar("A", bound=Array)
@@ -165,7 +212,7 @@ class Ragged:
     @classmethod
     def concat(cls, parts: Sequence["Ragged"], name: str = "values") -> "Ragged":
         """Concatenate the rows of one or more parts with the same dtype. DataError names `name` if sources differ."""
-        source = joined(name, [part.source for part in parts])
+        source = join_sources(name, [part.source for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return cls.make(np.concatenate([part.values for part in parts]), bounds_of(lengths), source)
 

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Self, cast
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data import columns as kinds
-from meshrl.data.columns import Column
-from meshrl.data.provenance import Source, joined
-from meshrl.data.ragged import Dtype, Ragged, dtype_name, raw, sealed
+from meshrl.data.columns import Column, ColumnType
+from meshrl.data.ragged import Dtype, Ragged, Source, join_sources, raw, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Ref, Rows, empty, is_in_place, pool
 
@@ -30,11 +29,6 @@ class RowIndex:
     piece: NDArray[np.int32]
     row: NDArray[np.int32]
 
-    @classmethod
-    def whole(cls, rows: int) -> Self:
-        """Number the rows of one piece in their order."""
-        return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
-
     def take(self, rows: Rows | slice) -> tuple["RowIndex", Rows]:
         """Return the places of these rows, and the numbers of the pieces that are still needed, ascending."""
         piece, row = self.piece[rows], sealed(self.row[rows])
@@ -46,7 +40,7 @@ class RowIndex:
     def __reduce__(self) -> tuple[Callable[..., "RowIndex"], tuple[object, ...]]:
         count = len(self.row)
         if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # the usual reply: a number suffices
-            return _whole, (count,)
+            return one_piece, (count,)
         return RowIndex, (self.pieces, self.piece, self.row)
 
     @staticmethod
@@ -58,8 +52,13 @@ class RowIndex:
         return RowIndex(1 + max((max(new) for new in numbers if new), default=-1), sealed(piece), sealed(row))
 
 
+def one_piece(rows: int) -> RowIndex:
+    """Number the rows of one piece in their order."""
+    return RowIndex(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
+
+
 @dataclass(frozen=True)
-class Chunk:
+class Piece:
     """A column in a group of columns that are held together."""
 
     held: Ref
@@ -68,7 +67,8 @@ class Chunk:
 
     def of(self, values: Mapping[Ref, object]) -> Column:
         """Return its values from everything that was fetched."""
-        return _frozen(cast("Mapping[str, object]", values[self.held])[self.name])
+        column = cast("Mapping[str, Column]", values[self.held])[self.name]
+        return sealed(column) if isinstance(column, np.ndarray) else column
 
 
 class InlineRef(Ref):
@@ -85,34 +85,6 @@ class InlineRef(Ref):
         return [{"": each.column} for each in cast("Sequence[InlineRef]", held)]
 
 
-@dataclass(frozen=True)
-class ColumnType:
-    """The type of a column: Python values, rows of one shape, or tokens."""
-
-    kind: Literal["objects", "row", "ragged"]
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    """The shape without the first dim."""
-
-    @classmethod
-    def of(cls, column: Column) -> Self:
-        """Return the type of a column."""
-        if isinstance(column, tuple):
-            return cls("objects")
-        values = column.values if isinstance(column, Ragged) else column
-        return cls("ragged" if isinstance(column, Ragged) else "row", dtype_name(values.dtype), values.shape[1:])
-
-    def empty(self) -> Column:
-        """Return a column of this type without rows."""
-        if self.kind == "objects":
-            return ()
-        values: Array = sealed(np.empty((0, *self.shape), self.dtype))
-        return values if self.kind == "row" else Ragged.make(values, np.zeros(1, np.int64))
-
-    def __str__(self) -> str:
-        return "Python values" if self.kind == "objects" else kinds.describe(self.empty())
-
-
 class RemoteColumn:
     """A column whose values stay where they were made, as one or more pieces. Immutable.
 
@@ -120,26 +92,21 @@ class RemoteColumn:
     only then can it be read.
     """
 
-    __slots__ = ("_column", "form", "offsets", "pieces", "places", "source", "values")
+    __slots__ = ("_column", "form", "offsets", "pieces", "places", "source")
 
     def __init__(
         self,
         form: ColumnType,
-        pieces: Sequence[Chunk],
+        pieces: Mapping[Piece, Column | None],
         places: RowIndex,
         offsets: Rows | None,
-        values: Sequence[Column | None] | None = None,
         source: Source | None = None,
     ) -> None:
-        """`offsets`: the offsets of a ragged column. `values`: the fetched pieces, None for the others.
-
-        `source`: the source of a ragged column, if it is known.
-        """
+        """`pieces`: the values of each, None if not fetched. `offsets` and `source`: of a ragged column, if known."""
         self.form: ColumnType = form
-        self.pieces: tuple[Chunk, ...] = tuple(pieces)
+        self.pieces: Mapping[Piece, Column | None] = pieces
         self.places: RowIndex = places
         self.offsets: Rows | None = offsets
-        self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
         self.source: Source | None = source
         self._column: Column | None = None
 
@@ -147,7 +114,7 @@ class RemoteColumn:
         return len(self.places.row)
 
     def __reduce__(self) -> tuple[type["RemoteColumn"], tuple[object, ...]]:
-        return RemoteColumn, (self.form, self.pieces, self.places, self.offsets, None, self.source)
+        return RemoteColumn, (self.form, dict.fromkeys(self.pieces), self.places, self.offsets, self.source)
 
     @property
     def lengths(self) -> Rows | None:
@@ -160,30 +127,32 @@ class RemoteColumn:
         return not self.missing
 
     @property
-    def missing(self) -> list[Chunk]:
+    def missing(self) -> list[Piece]:
         """The pieces that must be fetched before it can be read."""
-        return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
+        return [piece for piece, values in self.pieces.items() if values is None]
 
     def take(self, places: RowIndex, kept: Rows, offsets: Rows | None) -> "RemoteColumn":
         """Select rows, by the `places` and `kept` pieces that `RowIndex.take` returned."""
-        values = [self.values[index] for index in kept]
-        return RemoteColumn(self.form, [self.pieces[index] for index in kept], places, offsets, values, self.source)
+        pieces = self.pieces
+        if len(kept) < len(pieces):
+            items = list(pieces.items())
+            pieces = dict(items[index] for index in kept)
+        return RemoteColumn(self.form, pieces, places, offsets, self.source)
 
     def arrived(self, fetched: Mapping[Ref, object]) -> "RemoteColumn":
         """Return the same column, readable, with fetched pieces."""
-        pairs = zip(self.pieces, self.values, strict=True)
-        values = [piece.of(fetched) if value is None else value for piece, value in pairs]
-        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, values, self.source)
+        return self._with({each: each.of(fetched) if old is None else old for each, old in self.pieces.items()})
 
     def left(self) -> "RemoteColumn":
         """Return the same column without values, as it travels."""
-        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, None, self.source)
+        return self._with(dict.fromkeys(self.pieces))
 
-    def private(self) -> "RemoteColumn":
-        """Return the same column for another reader, who gets his own Python values."""
-        if self.form.kind != "objects":
-            return self
-        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, self.values, self.source)
+    def copied(self) -> "RemoteColumn":
+        """Copy the column for another reader. Python values are copied when it is read."""
+        return self._with(self.pieces) if self.form.kind == "objects" else self
+
+    def _with(self, pieces: Mapping[Piece, Column | None]) -> "RemoteColumn":
+        return RemoteColumn(self.form, pieces, self.places, self.offsets, self.source)
 
     def column(self, name: str) -> Column:
         """Return the values, put together on first use. Raises DataError if they were not fetched."""
@@ -193,7 +162,7 @@ class RemoteColumn:
                     f"column `{name}` ({self.form}, {len(self)} rows) lies on the ranks that made it: "
                     f"write `batch = await batch.load({name!r})` before reading it here"
                 )
-            self._column = self._with_source(self._assembled(cast("tuple[Column, ...]", self.values)))
+            self._column = self._with_source(self._assembled(cast("list[Column]", list(self.pieces.values()))))
         return self._column
 
     @property
@@ -231,13 +200,13 @@ class RemoteColumn:
                 f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
                 "trailing dims"
             )
-        found: dict[Chunk, Column | None] = {}
+        pieces: dict[Piece, Column | None] = {}
         for part in parts:
-            for piece, value in zip(part.pieces, part.values, strict=True):
-                if found.get(piece) is None:
-                    found[piece] = value
-        source = joined(name, [part.source for part in parts])
-        return cls(parts[0].form, list(found), places, offsets, list(found.values()), source)
+            for piece, values in part.pieces.items():
+                if pieces.get(piece) is None:
+                    pieces[piece] = values
+        source = join_sources(name, [part.source for part in parts])
+        return cls(parts[0].form, pieces, places, offsets, source)
 
 
 def source_of(column: "Column | RemoteColumn") -> Source | None:
@@ -250,13 +219,9 @@ def is_ragged(column: "Column | RemoteColumn") -> bool:
     return isinstance(column, Ragged) or (isinstance(column, RemoteColumn) and column.form.kind == "ragged")
 
 
-def _whole(rows: int) -> RowIndex:
-    return RowIndex.whole(rows)
-
-
 def renumbered(parts: Sequence[RemoteColumn]) -> tuple[tuple[int, ...], ...]:
     """For each part, number its pieces among the distinct pieces of all parts."""
-    known: dict[Chunk, int] = {}
+    known: dict[Piece, int] = {}
     return tuple(tuple(known.setdefault(piece, len(known)) for piece in part.pieces) for part in parts)
 
 
@@ -265,16 +230,8 @@ def as_remote(column: "Column | RemoteColumn") -> RemoteColumn:
     if isinstance(column, RemoteColumn):
         return column
     offsets = column.offsets if isinstance(column, Ragged) else None
-    piece = Chunk(InlineRef(column), "")
-    return RemoteColumn(
-        ColumnType.of(column), [piece], RowIndex.whole(len(column)), offsets, [column], source_of(column)
-    )
-
-
-def _frozen(value: object) -> Column:
-    if isinstance(value, np.ndarray):
-        return sealed(value)
-    return cast("Column", value)
+    pieces: dict[Piece, Column | None] = {Piece(InlineRef(column), ""): column}
+    return RemoteColumn(ColumnType.of(column), pieces, one_piece(len(column)), offsets, source_of(column))
 
 
 def _run(rows: NDArray[np.int32]) -> slice | None:

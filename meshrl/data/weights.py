@@ -8,7 +8,8 @@ from typing import ClassVar, Final, NamedTuple, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data.bucket import Bucket
+from meshrl import log
+from meshrl.data.bucket import Bucket, Entry
 from meshrl.errors import DataError
 from meshrl.mesh import Array, HasRefs, Put, Rows, fetch
 
@@ -33,7 +34,7 @@ class Weights(HasRefs):
     """
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
-        self._set(version, _packed(tensors.items()), None)
+        self._set(version, _buckets_of(tensors.items()), None)
 
     @classmethod
     def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
@@ -41,7 +42,7 @@ class Weights(HasRefs):
 
         At most the tensors of one bucket are in memory in addition.
         """
-        return cls.of(version, _packed(tensors), probe)
+        return cls.of(version, _buckets_of(tensors), probe)
 
     def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
         self._version, self._buckets, self._probe = version, tuple(buckets), probe
@@ -57,22 +58,20 @@ class Weights(HasRefs):
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:  # noqa: ARG003 -- of no rows
         """Join the tensors of all ranks. DataError if versions differ, or if ranks disagree about a tensor."""
-        first = parts[0]
         versions = [part.version for part in parts]
         if len(set(versions)) > 1:
             raise DataError(f"the ranks have weights of the versions {versions}: they have not made the same updates")
-        told: dict[str, tuple[int, tuple[object, ...]]] = {}
+        owners: dict[str, tuple[int, Entry]] = {}
         buckets: list[Bucket] = []
         for rank, part in enumerate(parts):
             for bucket in part.buckets:
                 for name, entry in bucket.index.items():
-                    what = (entry.dtype, entry.shape, entry.fingerprint)
-                    other, same = told.setdefault(name, (rank, what))
-                    if same != what:
-                        raise DataError(f"the ranks {other} and {rank} have different tensors `{name}`")
-                if any(told[name][0] == rank for name in bucket.index):
+                    owner, known = owners.setdefault(name, (rank, entry))
+                    if known._replace(start=entry.start) != entry:
+                        raise DataError(f"the ranks {owner} and {rank} have different tensors `{name}`")
+                if any(owners[name][0] == rank for name in bucket.index):
                     buckets.append(bucket)
-        return cls.of(first.version, buckets, next((part.probe for part in parts if part.probe), None))
+        return cls.of(versions[0], buckets, next((part.probe for part in parts if part.probe), None))
 
     @property
     def version(self) -> int:
@@ -110,12 +109,12 @@ class Weights(HasRefs):
 
     async def load(self) -> Self:
         """Fetch the weights, so that they can be read here. Weights that are passed on to a mesh need not be loaded."""
-        held = [bucket.held for bucket in self._buckets if bucket.held]
-        if not held:
+        refs = [bucket.held for bucket in self._buckets if bucket.held]
+        if not refs:
             return self
-        values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetch(held)).items()}
-        here = [values[bucket.held] if bucket.held else bucket for bucket in self._buckets]
-        return self.of(self._version, here, self._probe)
+        fetched = {ref: cast("Bucket", value).fetched_by(ref) for ref, value in (await fetch(refs)).items()}
+        buckets = [fetched[bucket.held] if bucket.held else bucket for bucket in self._buckets]
+        return self.of(self._version, buckets, self._probe)
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """Move each bucket with more than `limit` bytes elsewhere by `put`, unless it is there already."""
@@ -169,7 +168,7 @@ class Weights(HasRefs):
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
-        return _received, (self._version, self._buckets, self._probe)
+        return _unpickled, (self._version, self._buckets, self._probe)
 
     def __repr__(self) -> str:
         size = f"{self.nbytes:,} bytes"
@@ -178,22 +177,46 @@ class Weights(HasRefs):
         return f"Weights(version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
 
 
-def _received(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
+def _unpickled(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
     return Weights.of(version, buckets, probe)
 
 
-def _packed(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:
-    return list(map(Bucket.pack, _lots(tensors)))
-
-
-def _lots(pairs: Iterable[tuple[str, Array]]) -> Iterable[Mapping[str, Array]]:
-    lot: dict[str, Array] = {}
+def _buckets_of(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:
+    buckets: list[Bucket] = []
+    arrays: dict[str, Array] = {}
     size = 0
-    for name, array in pairs:
-        if lot and size + array.nbytes > BUCKET:
-            yield lot
-            lot, size = {}, 0
-        lot[name] = array
+    for name, array in tensors:
+        if arrays and size + array.nbytes > BUCKET:
+            buckets.append(Bucket.pack(arrays))
+            arrays, size = {}, 0
+        arrays[name] = array
         size += array.nbytes
-    if lot:
-        yield lot
+    return [*buckets, Bucket.pack(arrays)] if arrays else buckets
+
+
+_REASONS: Final = {
+    "memory": "the policy is in this process, or the weights are small",
+    "shared memory": "the policy is on this machine",
+    "collectives": "the policy is on another machine",
+    "the object store": "the policy is on another machine, and collectives do not carry these weights",
+    "changes through": 'policy.weight_sync = "delta"',
+    "broadcast": 'policy.weight_sync = "broadcast"',
+}
+"""Why weights take a route, by how its name begins."""
+
+
+class ArrivalLog:
+    """Logs by which route a sampler's weights arrive: for the first weights, and when the route changes."""
+
+    def __init__(self) -> None:
+        self.routes: frozenset[str] = frozenset()
+        """Of the last weights."""
+
+    def note(self, weights: Weights) -> None:
+        """Log how weights have arrived, if that is new."""
+        if weights.ways == self.routes:
+            return
+        self.routes = weights.ways
+        routes = sorted(self.routes)
+        reasons = [reason for route in routes for prefix, reason in _REASONS.items() if route.startswith(prefix)]
+        log.info("weights arrive", by=", ".join(routes), because="; ".join(reasons), version=weights.version)

@@ -7,9 +7,9 @@ rank, behind references. The room does not depend on batches, models or a partic
 """
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
+from meshrl.mesh.calls import Waiting, own_place, running_calls, slow_calls
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
 from meshrl.mesh.handle import at, each, limited, respawn, stop
-from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import even_plan, lightest, plan_of
 from meshrl.mesh.parts import is_away, leave_out, min_ranks, parts, planned, ranks, replicas, routed, streams, take_in
@@ -17,8 +17,7 @@ from meshrl.mesh.refs import ForAll, HasRefs, NotHere, Put, Ref, fetch, put_larg
 from meshrl.mesh.scatter import Plan, Planner, make_plan
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
-from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
-from meshrl.mesh.watch import Waiting, own_place, running_calls, slow_calls
+from meshrl.mesh.shared_memory import Share, empty, in_transit, is_in_place, is_in_transit, note_transit, pool, sweep
 
 __all__ = [
     "CP",

@@ -29,7 +29,7 @@ def is_endpoint(method: object) -> bool:
 
 
 class CollectiveActor(ABC):
-    """An additional base for actors whose ranks wait for each other, as in collectives.
+    """Mixin for actors whose endpoints run collectives.
 
     A call runs to its end on all ranks. If its caller is cancelled, the caller is free at once, but the ranks continue:
     if one stopped, the others would wait for it.

@@ -1,4 +1,4 @@
-"""The protocol of engines: reserve places for ranks, start actors there, call them, and stop them.
+"""The protocol of engines: reserve slots for ranks, start actors on them, call them, and stop them.
 
 Everything above (handles, meshes, algorithms) reaches ranks only through this protocol.
 """
@@ -46,7 +46,7 @@ class Resources:
 
 
 class Slot(Protocol):
-    """A reserved place for one rank: a thread or a process. Actors of one mesh share its slots."""
+    """A thread or a process that is reserved for one rank. Actors of one mesh share its slots."""
 
     @property
     def threads(self) -> int:
@@ -68,8 +68,8 @@ class Member(Protocol):
         ...
 
     @property
-    def is_made(self) -> bool:
-        """True if the rank was ever there. A mesh that started with fewer ranks has members that were not."""
+    def has_started(self) -> bool:
+        """False for a rank that has not started yet (meshes may start with `min_ranks`)."""
         ...
 
 
@@ -107,15 +107,15 @@ class Engine(Protocol):
         ...
 
     def put(self, value: object) -> Ref:
-        """Keep a value once, for all ranks that fetch it."""
+        """Store a value once, for all ranks that fetch it."""
         ...
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[Slot]:
-        """Reserve places for `count` ranks. Their processes write to LOG-RANK.log. ConfigError if they cannot exist."""
+        """Reserve slots for `count` ranks. Their processes write to LOG-RANK.log. ConfigError if they cannot exist."""
         ...
 
     async def release(self, slots: Sequence[Slot]) -> None:
-        """Free the places, and stop what still runs there."""
+        """Release the slots and stop actors still running on them."""
         ...
 
     async def start(
@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Construct the actors again in the same places, with the arguments of their start."""
+        """Construct the actors again on the same slots, with the arguments of their start."""
         ...
 
     async def stop(self, members: Sequence[Member]) -> None:

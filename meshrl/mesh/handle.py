@@ -7,23 +7,23 @@ from typing import Any, Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
-from meshrl.mesh import scatter as rows
-from meshrl.mesh.call_events import Observation
+from meshrl.mesh import scatter
+from meshrl.mesh.calls import Observation, Waiting
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
-from meshrl.mesh.dealing import Along, deal
 from meshrl.mesh.engine import Engine, Member, Request
-from meshrl.mesh.marks import Axes
 from meshrl.mesh.refs import put_large, resolve
-from meshrl.mesh.sharding import Rows
-from meshrl.mesh.watch import Waiting
+from meshrl.mesh.scatter import UNDIVIDED, Along, Plan, Planner, make_plan, scatter_args
+from meshrl.mesh.sharding import Axes, Rows
 
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
 
 _ENDED: Final = object()
-Plans: TypeAlias = dict[Axes, rows.Plan]
+Plans: TypeAlias = dict[Axes, Plan]
 """The division of rows over each group of axes."""
+Scattered: TypeAlias = tuple[list[Request], Plans]
+"""What is sent to each rank, and how rows were divided."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call, or the next value of a stream, may take."""
-    planner: rows.Planner = rows.make_plan
+    planner: Planner = make_plan
     """Divides the rows of a call."""
     min_ranks: int = 0
     """Lowest number of ranks that the actor can work with. 0: all of them."""
@@ -170,26 +170,29 @@ class BoundEndpoint:
         if kind == "same":
             if len(parts) > 1:
                 ranks = [self.deployment.members[number].rank.index for number in chosen]
-                rows.check_same(await resolve(parts), ranks, self.where)
+                scatter.check_same(await resolve(parts), ranks, self.where)
             return parts[0]
         if kind == "gather":
-            return self._gather(parts, plans.get(axes, rows.UNDIVIDED))
-        return rows.mean(parts) if kind == "mean" else rows.total(parts)
+            return self._gather(parts, plans.get(axes, UNDIVIDED))
+        return scatter.mean(parts) if kind == "mean" else scatter.total(parts)
 
-    def _gather(self, parts: Sequence[object], plan: rows.Plan | None) -> object:
+    def _gather(self, parts: Sequence[object], plan: Plan | None) -> object:
         try:
-            return rows.gather(parts, plan)
+            return scatter.gather(parts, plan)
         except MeshrlError as error:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def stream(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], dealt: tuple[list[Request], Plans] | None = None
+        self,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        scattered: Scattered | None = None,
     ) -> AsyncGenerator[object]:
-        """Yield the values of a call. `dealt`: the result of `requests`, if it is known."""
+        """Yield the values of a call. `scattered`: the result of `requests`, if it is known."""
         with self._observed(args, kwargs) as seen:
-            requests, plans = dealt or self.requests(args, kwargs)
+            requests, plans = scattered or self.requests(args, kwargs)
             axes = self.endpoint.result.axes
-            plan = None if plans.get(axes) else rows.UNDIVIDED
+            plan = None if plans.get(axes) else UNDIVIDED
             consumed = self.deployment.along(axes).replica if axes else [0]
             stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
             try:
@@ -198,7 +201,7 @@ class BoundEndpoint:
             finally:
                 await stream.aclose()
 
-    def requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
+    def requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Scattered:
         """Return what is sent to each rank, and the division of rows over each group of axes."""
         members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
@@ -218,8 +221,8 @@ class BoundEndpoint:
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
         shares = {name: (plans[axes], along(axes).indices) for name, axes in shards.items() if plans[axes]}
-        dealt = zip(members, deal(bound, shares, len(members)), strict=True)
-        return [Request(member, given, named) for member, (given, named) in dealt], plans
+        scattered = zip(members, scatter_args(bound, shares, len(members)), strict=True)
+        return [Request(member, positional, named) for member, (positional, named) in scattered], plans
 
 
 def each(

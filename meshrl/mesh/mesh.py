@@ -9,8 +9,7 @@ from typing import ParamSpec, TypeVar, cast
 from meshrl.errors import ContractError
 from meshrl.events import tell_cores
 from meshrl.mesh.actor import Rank
-from meshrl.mesh.contract import read_contract
-from meshrl.mesh.contract_checks import check_may_shrink
+from meshrl.mesh.contract import check_may_shrink, read_contract
 from meshrl.mesh.engine import Engine, Resources, Slot
 from meshrl.mesh.handle import Deployment, Handle
 
@@ -44,10 +43,11 @@ class Mesh:
         cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh", logs: str = ""
     ) -> "Mesh":
         """Reserve `count` ranks of an engine. `logs`: a folder for the output of their processes, as NAME-RANK.log."""
-        asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
-        slots = await engine.reserve(count, asked, log)
-        tell_cores(name, 0 if asked.cpus == 0 else slots[0].threads)  # with cpus = 0, a rank shares cores with others
-        return cls(engine, slots, name=name, min_ranks=asked.min_ranks)
+        resources, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
+        slots = await engine.reserve(count, resources, log)
+        # With cpus = 0, a rank shares cores with others.
+        tell_cores(name, 0 if resources.cpus == 0 else slots[0].threads)
+        return cls(engine, slots, name=name, min_ranks=resources.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
         """Arrange the same ranks along these axes, the last one fastest. ContractError if their number differs."""
@@ -78,10 +78,10 @@ class Mesh:
             raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
         check_may_shrink(cls, self.axes, self._min_ranks)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
-        away = {member.rank.index for member in members if not member.is_made}
-        few = self._min_ranks
-        it = Deployment(cls, contract, self.axes, members, self._engine, self.name, min_ranks=few, away=away)
-        return cast("A", Handle(it))
+        away = {member.rank.index for member in members if not member.has_started}
+        engine, fewest = self._engine, self._min_ranks
+        deployment = Deployment(cls, contract, self.axes, members, engine, self.name, min_ranks=fewest, away=away)
+        return cast("A", Handle(deployment))
 
     async def stop(self) -> None:
         """Stop every actor on the mesh and free its ranks."""

@@ -24,10 +24,10 @@ def even_plan(costs: Rows, parts: int) -> list[Rows]:
     Parts are runs of adjacent rows if these are even. Otherwise each row goes to the lightest part, costliest row
     first. Two parts differ by at most the cost of one row.
     """
-    return even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
+    return _even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
 
 
-def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
+def _even_runs(costs: Rows, parts: int) -> list[Rows] | None:
     """Return the rows of each part as even runs, at most one row's cost apart. None if there are no such runs."""
     ends = np.concatenate([[0], costs.cumsum()])
     total = int(ends[-1])

@@ -71,9 +71,9 @@ def streams(endpoint: Callable[P, AsyncIterator[T]], owners: Rows) -> Callable[P
     def opened(*args: P.args, **kwargs: P.kwargs) -> dict[int, AsyncIterator[T]]:
         if not isinstance(called, BoundEndpoint) or not _apart(called.whole):
             return {0: routed(endpoint, owners)(*args, **kwargs)}
-        there = called.whole.present
-        numbers = [member.rank.axes["dp"] for member in there.members]
-        bound = BoundEndpoint(there, called.endpoint, np.searchsorted(numbers, owners))
+        present = called.whole.present
+        numbers = [member.rank.axes["dp"] for member in present.members]
+        bound = BoundEndpoint(present, called.endpoint, np.searchsorted(numbers, owners))
         requests, plans = bound.requests(args, kwargs)
         return {
             number: cast("AsyncIterator[T]", _alone(bound, request, plans))

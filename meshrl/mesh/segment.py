@@ -1,6 +1,6 @@
-"""Shared memory segments for reading. A mapping stays in this process, and only the lease on it ends.
+"""Read-only mappings of shared-memory segments.
 
-Mapping pages again costs more than reading them.
+A mapping stays in the process after its last lease, because mapping pages again costs more than reading them.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from meshrl.errors import DataError
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _IDLE, _MOST = 1 << 30, 256
-"""Most bytes and files that stay mapped without a reader in this process."""
+"""Maximum bytes and files that stay mapped without a reader in this process."""
 _POPULATE_READ: Final = 22
 """Linux's advice to map all existing pages at once."""
 _LARGE: Final = 1 << 20
@@ -30,8 +30,8 @@ _Place: TypeAlias = tuple[int, int]
 """Device and inode number of a file, which a rename keeps."""
 
 
-class Found(NamedTuple):
-    """The place of some bytes in a segment."""
+class _Location(NamedTuple):
+    """The location of some bytes in a segment."""
 
     path: str
     nbytes: int
@@ -47,18 +47,18 @@ def address_of(memory: "mmap.mmap | memoryview | Bytes") -> int:
 def open_own(path: Path, flags: int) -> int:
     """Open a segment and return its descriptor. OSError if the file is of another kind or of another user.
 
-    Anybody can write to these folders, and may put a file under a name that he has seen.
+    The folder is world-writable, so another user could create a file with a known name.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(file)
         raise FileNotFoundError(path)
     return file
 
 
 def remove(path: Path, file: int) -> None:
-    """Remove a segment whose only lock is ours. Its pages go at once, even if others have them mapped."""
+    """Remove a segment that only this process has locked. Its pages are freed at once, even if others map them."""
     with suppress(OSError):  # on systems that do not show open files
         os.truncate(f"/proc/self/fd/{file}", 0)
     path.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class _Mapped:
         return self._memory
 
     def is_gone(self) -> bool:
-        """True if its owner has given its memory back."""
+        """True if its owner has released the memory."""
         return os.fstat(self.file).st_nlink == 0
 
     def close(self) -> None:
@@ -119,11 +119,11 @@ class _Leases:
         self._idle: dict[_Place, _Mapped] = {}
         self._lock = threading.RLock()
         self._busy = False
-        """True while this thread is in here. Garbage collection may end a lease at any moment."""
+        """True while this thread holds the lock. Garbage collection may end a lease in this thread at any moment."""
         self._ended: list[tuple[_Mapped, str]] = []
 
     def take(self, path: str) -> _Mapped:
-        """Lease a segment by the name that it still has. OSError if it has none, or is being written again."""
+        """Lease the segment of this name. OSError if there is none, or it is being reused."""
         with self._lock:
             self._busy = True
             try:
@@ -132,13 +132,13 @@ class _Leases:
                 self._end_all()
 
     def _taken(self, path: str) -> _Mapped:
-        found = Path(path).lstat()
-        mapped = self._open.get((found.st_dev, found.st_ino)) or self._opened(path)
+        status = Path(path).lstat()
+        mapped = self._open.get((status.st_dev, status.st_ino)) or self._opened(path)
         if not mapped.leases:
             fcntl.flock(mapped.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             try:
                 if Path(path).lstat().st_ino != mapped.place[1]:
-                    raise FileNotFoundError(path)  # its memory was written again before the lease
+                    raise FileNotFoundError(path)  # it was reused before the lease
             except OSError:
                 fcntl.flock(mapped.file, fcntl.LOCK_UN)
                 raise
@@ -147,14 +147,14 @@ class _Leases:
         mapped.path = path
         return mapped
 
-    def find(self, address: int, nbytes: int) -> "Found | None":
+    def find(self, address: int, nbytes: int) -> _Location | None:
         """Return the leased segment that contains these bytes. The caller must have a view of it."""
         with self._lock:
             self._busy = True
             try:
                 for mapped in self._open.values():
                     if mapped.leases and mapped.address <= address <= mapped.address + mapped.nbytes - nbytes:
-                        return Found(mapped.path, mapped.nbytes, address - mapped.address)
+                        return _Location(mapped.path, mapped.nbytes, address - mapped.address)
                 return None
             finally:
                 self._end_all()
@@ -164,13 +164,13 @@ class _Leases:
             if idle.is_gone():
                 self._drop(idle)
         file = open_own(Path(path), os.O_RDONLY)
-        found = os.fstat(file)
-        mapped = self._open[found.st_dev, found.st_ino] = _Mapped(file, (found.st_dev, found.st_ino), found.st_size)
-        self._idle[mapped.place] = mapped
+        status = os.fstat(file)
+        place = status.st_dev, status.st_ino
+        mapped = self._open[place] = self._idle[place] = _Mapped(file, place, status.st_size)
         return mapped
 
-    def give_back(self, mapped: _Mapped, path: str) -> None:
-        """A reader has gone. The last reader of all removes what a dead maker left."""
+    def release(self, mapped: _Mapped, path: str) -> None:
+        """End a lease. The last reader of all processes removes the segment of a writer that has died."""
         self._ended.append((mapped, path))
         with self._lock:
             if not self._busy:
@@ -186,7 +186,7 @@ class _Leases:
         mapped.leases -= 1
         if mapped.leases or mapped.file < 0:
             return
-        with suppress(OSError):  # its maker lives, or another process reads it
+        with suppress(OSError):  # its writer is alive, or another process reads it
             fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(Path(path), mapped.file)
         fcntl.flock(mapped.file, fcntl.LOCK_UN)
@@ -213,45 +213,37 @@ class _Leases:
             mapped.own_lock()
 
 
-class _Lease:
-    """Ends with its last holder."""
-
-    def __init__(self, path: str) -> None:
-        self.path: Final = path
-        self.mapped: Final = leases.take(path)
-
-    def __del__(self) -> None:
-        if hasattr(self, "mapped"):
-            leases.give_back(self.mapped, self.path)
-
-
-class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
-    """The base of arrays that look into a segment. It keeps their lease.
-
-    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
-    """
-
-    lease: _Lease
-
-
 class Segment:
-    """The bytes of a writer, read-only, available as long as this object or a view of `memory` lives."""
+    """A read-only segment, which stays mapped and leased while this object or a view of `memory` exists."""
 
     def __init__(self, path: str, nbytes: int) -> None:
-        """Open a segment. Raises DataError if it had no lease left and its memory was written again."""
+        """Open a segment of `nbytes` bytes. Raises DataError if it had no lease and was reused."""
         self.path: Final = path
         self.nbytes: Final = nbytes
         try:
-            self._lease: Final = _Lease(path)
+            self._mapped: Final = leases.take(path)
         except OSError as error:
             raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
 
     @property
     def memory(self) -> Bytes:
         """The bytes, uint8[nbytes]."""
-        view = _View((self.nbytes,), np.uint8, self._lease.mapped.memory)
-        view.lease = self._lease
+        view = _View((self.nbytes,), np.uint8, self._mapped.memory)
+        view.segment = self
         return np.asarray(view)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mapped"):
+            leases.release(self._mapped, self.path)
+
+
+class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
+    """The base of arrays that view a segment. It holds the lease.
+
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
+    """
+
+    segment: Segment
 
 
 leases: Final = _Leases()

@@ -1,9 +1,8 @@
-"""Shared memory of the processes of a machine: files that one process writes and any other maps.
+"""Shared memory of the processes of a machine: segments are files that one process writes and any other maps.
 
-They lie in memory, or on a disk if memory has no room.
-
-A process that has a segment open holds a lease on it, a file lock that ends with the process. Segments without a lease
-are written again, because used pages are several times faster than fresh ones.
+They are in memory, or on a disk if memory is full. A process that has a segment open holds a lease on it, a file lock
+that ends with the process. Segments without a lease are reused, because used pages are several times faster than fresh
+ones.
 """
 
 import atexit
@@ -17,12 +16,15 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
+from operator import index
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, SupportsIndex
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from meshrl import log
 from meshrl.errors import DataError
@@ -33,7 +35,9 @@ FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobod
 _PREFIX: Final = "meshrl-pool-"
 _NAMES: Final = f"{_PREFIX}{'[0-9a-f]' * 8}-{'[0-9a-f]' * 16}"
 _WASTE: Final = 2
-"""A segment is used again if at least this part of its bytes is needed."""
+"""A segment is reused if at least 1 / `_WASTE` of its bytes is needed."""
+_SMALLEST: Final = 1 << 16
+"""Size in bytes of the smallest array for which shared memory pays."""
 
 
 def _folders() -> list[Path]:
@@ -63,8 +67,8 @@ class Share(NamedTuple):
         total = 0
         for path in FOLDER.glob(f"{_PREFIX}{self.run}-*"):
             with suppress(OSError):  # it was removed just now
-                found = path.lstat()
-                total += found.st_size if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else 0
+                status = path.lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() else 0
         return total
 
     def check(self, folder: Path) -> None:
@@ -73,7 +77,7 @@ class Share(NamedTuple):
             raise OSError(errno.ENOSPC, "the run has no share of the memory left")
 
 
-class _Own:
+class _OwnSegment:
     """A segment that this process made and may write."""
 
     def __init__(self, folder: Path, nbytes: int, share: Share) -> None:
@@ -104,8 +108,8 @@ class _Own:
         """The array in the segment. The segment is handed over once nobody can write to the array."""
         self._is_parents = False
 
-    def free(self) -> bool:
-        """Take it for writing, unless it is written or leased. Nobody can find its old content any more.
+    def try_reuse(self) -> bool:
+        """Claim it for writing, unless it is being written or leased. A new name hides its old content.
 
         Raises FileNotFoundError if it was swept.
         """
@@ -129,7 +133,7 @@ class _Own:
         return Segment(str(self.path), nbytes)
 
     def close(self) -> None:
-        """Give the memory back, now or when the last lease ends."""
+        """Release the memory, now or when the last lease ends."""
         self.path.unlink(missing_ok=True)
         self.leave()
 
@@ -140,14 +144,14 @@ class _Own:
             remove(self.path, self.file)
         os.close(self.file)
 
-    def end(self) -> None:
-        """Nobody in this process writes it any more or holds its content."""
+    def finish(self) -> None:
+        """Note that nobody in this process writes it or holds its content."""
         self.written = True
         if self._is_parents:
             os.close(self.file)
 
     def forget(self) -> None:
-        """After a fork, leave it to the parent, but keep it from being written again while an array lies in it."""
+        """After a fork, leave it to the parent, but prevent its reuse while an array is in it."""
         if self.written:
             os.close(self.file)
             return
@@ -162,7 +166,7 @@ class _Own:
 class Writing:
     """A segment that is being written."""
 
-    def __init__(self, own: _Own, nbytes: int) -> None:
+    def __init__(self, own: _OwnSegment, nbytes: int) -> None:
         self._own = own
         self._nbytes = nbytes
         self.memory: Final[Bytes] = own.memory[:nbytes]
@@ -179,14 +183,14 @@ class Writing:
         return self._own.segment(self._nbytes)
 
     def __del__(self) -> None:
-        self._own.end()  # or given up
+        self._own.finish()  # or given up
 
 
 class Pool:
     """The segments of this process."""
 
     def __init__(self) -> None:
-        self._segments: list[_Own] = []
+        self._segments: list[_OwnSegment] = []
         self._lock = threading.Lock()
         self._swept = False
         self._full = False
@@ -203,7 +207,7 @@ class Pool:
         return "pool"  # unpickled as the pool of the receiving process
 
     def join(self, share: Share, *, hands_on: bool) -> None:
-        """Join a run and take its share. Segments that were made for another run are given back."""
+        """Join a run and take its share. Segments that were made for another run are released."""
         self.leave()
         self.share = share
         self.hands_on = hands_on
@@ -218,7 +222,7 @@ class Pool:
                 sweep()
                 atexit.register(self.close)
             fit = [own for own in self._segments if nbytes <= own.nbytes <= max(nbytes * _WASTE, mmap.PAGESIZE)]
-            own = next((own for own in fit if self._free(own)), None) or self._new(nbytes, on_disk)
+            own = next((own for own in fit if self._try_reuse(own)), None) or self._new(nbytes, on_disk)
             return Writing(own, nbytes) if own else None
 
     def find(self, buffer: memoryview) -> tuple[Segment, int] | None:
@@ -233,30 +237,30 @@ class Pool:
                 if array is not None and array.flags.writeable:
                     return None
                 return own.segment(own.nbytes), address - own.address
-        found = leases.find(address, nbytes)
-        return (Segment(found.path, found.nbytes), found.start) if found else None
+        leased = leases.find(address, nbytes)
+        return (Segment(leased.path, leased.nbytes), leased.start) if leased else None
 
-    def _free(self, own: _Own) -> bool:
+    def _try_reuse(self, own: _OwnSegment) -> bool:
         try:
-            return own.free()
+            return own.try_reuse()
         except FileNotFoundError:  # another process took it for the segment of a killed one
             self._segments.remove(own)
             own.close()
             return False
 
-    def _new(self, nbytes: int, on_disk: bool) -> _Own | None:
+    def _new(self, nbytes: int, on_disk: bool) -> _OwnSegment | None:
         best, *others = _folders() if on_disk else _folders()[:1]
-        own = _made(best, nbytes, self.share)
+        own = _try_create(best, nbytes, self.share)
         if own is None:
-            for each in [each for each in tuple(self._segments) if self._free(each)]:
+            for each in [each for each in tuple(self._segments) if self._try_reuse(each)]:
                 self._segments.remove(each)
                 each.close()
-            own = _made(best, nbytes, self.share)
+            own = _try_create(best, nbytes, self.share)
         if own is None and others and not self._full:
             self._full = True
             log.warning(f"{self.state()}: what ranks hand to each other goes through {others[0]}")
         for folder in others:
-            own = own or _made(folder, nbytes, self.share)
+            own = own or _try_create(folder, nbytes, self.share)
         if own is not None:
             self._segments.append(own)
         return own
@@ -274,20 +278,20 @@ class Pool:
         return f"{', '.join(parts)}; {advice}"
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for own in self._segments:
             own.close()
         self._segments.clear()
 
     def leave(self) -> None:
-        """Give back what nobody reads. The last reader of the rest removes it."""
+        """Release segments without a reader. The last reader removes the rest."""
         with self._lock:
             for own in [own for own in self._segments if own.written]:  # skip what another thread is writing
                 own.leave()
                 self._segments.remove(own)
 
     def forget(self) -> None:
-        """Drop the segments after a fork: they are the parent's."""
+        """Drop the segments after a fork, because they belong to the parent."""
         for own in self._segments:
             own.forget()
         self._segments = []
@@ -295,9 +299,9 @@ class Pool:
         self._swept = False
 
 
-def _made(folder: Path, nbytes: int, share: Share) -> _Own | None:
+def _try_create(folder: Path, nbytes: int, share: Share) -> _OwnSegment | None:
     try:
-        return _Own(folder, nbytes, share)
+        return _OwnSegment(folder, nbytes, share)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise DataError(
@@ -307,7 +311,7 @@ def _made(folder: Path, nbytes: int, share: Share) -> _Own | None:
 
 
 def sweep() -> None:
-    """Remove the segments of killed processes, which nobody has locked."""
+    """Remove the segments of killed processes, which are unlocked."""
     for path in (path for folder in _folders() for path in folder.glob(_NAMES)):
         with suppress(OSError):
             file = open_own(path, os.O_RDWR)
@@ -347,4 +351,48 @@ def note_transit(segment: Segment) -> None:
 
 pool: Final = Pool()
 """The pool of this process."""
+
+
+class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
+    """The base of such an array. It keeps the memory from being written again.
+
+    It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
+    """
+
+    writing: Writing
+
+
+def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Array:
+    """Make an array of any shape to fill, like `np.empty`.
+
+    It is in shared memory if ranks are processes and there is room.
+
+        tokens = mesh.empty(count, np.int32)
+        ...                                                # fill it
+        return Batch.of(tokens=Ragged(tokens, offsets))    # nothing is copied
+
+    A `Batch` takes the whole array without a copy. The array is read-only from then on, as after `ragged.frozen`. Views
+    that were made before stay writable, because numpy does not know them: do not write through them, others read that
+    memory. A part of the array, or a view in another shape, is copied. A process forked in between shares the memory.
+    """
+    dims = tuple(map(index, (shape,) if isinstance(shape, SupportsIndex) else shape))
+    kind = np.dtype(dtype)
+    nbytes = prod(dims) * kind.itemsize
+    shared = pool.hands_on and nbytes >= _SMALLEST and not kind.hasobject
+    writing = pool.write(nbytes, on_disk=False) if shared else None
+    if writing is None:
+        return np.empty(dims, kind)
+    place = _Place(dims, kind, writing.mapping)
+    place.writing = writing
+    array: Array = np.asarray(place)
+    place.flags.writeable = False  # the owner of the memory finds writers through the array and the base of its views
+    writing.fills(array)
+    return array
+
+
+def is_in_place(array: Array) -> bool:
+    """True if the array, of any shape, is all of an array of `empty`."""
+    return isinstance(array.base, _Place)
+
+
 os.register_at_fork(after_in_child=pool.forget)

@@ -10,17 +10,33 @@ and `render_comparison` make pages, and `make_trace` makes the trace.
 
 from typing import TYPE_CHECKING
 
-from meshrl.observe.analysis import idleness, overlap
-from meshrl.observe.choosing import run_to_watch
-from meshrl.observe.comparison import Comparison, compare
-from meshrl.observe.content import Content, make_content
+from meshrl.observe.analysis import Intervals, alone, idleness, overlap, seconds_in, subtract, union
+from meshrl.observe.comparison import Comparison, compare, render_comparison
 from meshrl.observe.diagnosis import STEPS, Finding, diagnose
 from meshrl.observe.groups import settings_of
-from meshrl.observe.intervals import Intervals, alone, seconds_in, subtract, union
-from meshrl.observe.page import SCRIPTS, STYLES, joined, render, render_comparison
-from meshrl.observe.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
+from meshrl.observe.page import render
+from meshrl.observe.run_files import (
+    CONTROL,
+    LOOKS,
+    NOW,
+    PAUSED,
+    REQUESTS,
+    Command,
+    Now,
+    Record,
+    Runs,
+    Waits,
+    ask,
+    find_run,
+    read_events,
+    read_numbers,
+    read_run,
+    requested_at,
+    run_to_watch,
+    table_of,
+)
 from meshrl.observe.text import BOUND, deliveries_of, duration, run_lines, time_lines
-from meshrl.observe.trace import make_trace
+from meshrl.observe.timeline import make_trace
 
 if TYPE_CHECKING:
     from meshrl.observe.server import Watcher
@@ -40,39 +56,18 @@ else:
             ) from error
 
 
-from meshrl.observe.reading import table_of
-from meshrl.observe.signals import (
-    CONTROL,
-    LOOKS,
-    NOW,
-    PAUSED,
-    REQUESTS,
-    Command,
-    Now,
-    Runs,
-    Waits,
-    ask,
-    asked,
-    requested_at,
-)
-
 __all__ = [
     "BOUND",
     "CONTROL",
-    "FILES",
     "LOOKS",
     "NOW",
     "PAUSED",
     "REQUESTS",
-    "SCRIPTS",
     "STEPS",
-    "STYLES",
     "Command",
     "Comparison",
-    "Content",
     "Finding",
     "Intervals",
-    "Line",
     "Now",
     "Record",
     "Runs",
@@ -80,15 +75,12 @@ __all__ = [
     "Watcher",
     "alone",
     "ask",
-    "asked",
     "compare",
     "deliveries_of",
     "diagnose",
     "duration",
     "find_run",
     "idleness",
-    "joined",
-    "make_content",
     "make_trace",
     "overlap",
     "read_events",

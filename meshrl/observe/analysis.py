@@ -8,42 +8,122 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from meshrl.events import Call, Delivery, Event, Span, Step, Swap, Wait
-from meshrl.observe.intervals import Intervals, intersect, running, seconds, subtract, union, within
 
-Side: TypeAlias = Literal["rollout", "training", "scoring", "sync"]
+Intervals: TypeAlias = npt.NDArray[np.float64]
+"""A set of moments, as sorted, disjoint beginnings and ends in seconds: float64[intervals, 2]."""
 Values: TypeAlias = npt.NDArray[np.float64]
+Side: TypeAlias = Literal["rollout", "training", "scoring", "sync"]
+Bound: TypeAlias = Side | Literal["other"]
 
-ROLLOUT = frozenset({"generate"})
-SCORING = frozenset({"score"})
-SYNC = frozenset({"weights", "load", "abort"})
-SCRIPT = frozenset({"trainer", "script", "publish"})
+PARTS: Final = ("both", "rollout_alone", "training_alone", "scoring_alone", "sync", "other")
+"""The parts of a step's time, as fields of `StepTime`."""
+_SIDES: Final[tuple[Side, ...]] = ("rollout", "training", "scoring", "sync")
+_BOUNDS: Final[tuple[Bound, ...]] = (*_SIDES, "other")
+_ENDPOINTS: Final[Mapping[str, Side]] = {
+    "generate": "rollout",
+    "score": "scoring",
+    "weights": "sync",
+    "load": "sync",
+    "abort": "sync",
+}
+SCRIPT: Final = frozenset({"trainer", "script", "publish"})
 """Waiters in the script, which keep trainers idle. Other names are parts of the stream of rollouts."""
-DRAWS = frozenset({"rollout"})
-"""Waiters before prompts go to samplers, which keep samplers idle."""
-SCRIPTS_OWN = "between calls: the script's own work"
+_DRAWS: Final = "rollout"
+"""The waiter before prompts go to samplers, which keeps samplers idle."""
 
 
 def side(endpoint: str) -> Side:
     """The side of an endpoint."""
-    if endpoint in ROLLOUT:
-        return "rollout"
-    if endpoint in SCORING:
-        return "scoring"
-    return "sync" if endpoint in SYNC else "training"
+    return _ENDPOINTS.get(endpoint, "training")
+
+
+def union(pairs: Iterable[tuple[float, float]] | Intervals) -> Intervals:
+    """The moments in any of the pairs (began, ended), in seconds, which may overlap and be in any order."""
+    given = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.float64).reshape(-1, 2)
+    given = given[given[:, 1] > given[:, 0]]
+    if not len(given):
+        return given
+    given = given[np.argsort(given[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(given[:, 1])
+    first = np.concatenate([[True], given[1:, 0] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([given[first, 0], reached[last]], axis=1)
+
+
+def intersect(one: Intervals, other: Intervals) -> Intervals:
+    """The moments in both."""
+    pieces, middles = _pieces(one, other)
+    return union(pieces[within(one, middles) & within(other, middles)])
+
+
+def subtract(one: Intervals, other: Intervals) -> Intervals:
+    """The moments of `one` that are not in `other`."""
+    pieces, middles = _pieces(one, other)
+    return union(pieces[within(one, middles) & ~within(other, middles)])
+
+
+def _pieces(one: Intervals, other: Intervals) -> tuple[Intervals, Values]:
+    """The pieces between all ends of both sets, and their middles."""
+    edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
+    return np.stack([edges[:-1], edges[1:]], axis=1), (edges[:-1] + edges[1:]) / 2
+
+
+def within(one: Intervals, moments: Values) -> npt.NDArray[np.bool_]:
+    """Whether each moment is in the set: bool[n]."""
+    if not len(one):
+        return np.zeros(len(moments), np.bool_)
+    nearest = np.searchsorted(one[:, 0], moments, "right") - 1
+    inside: npt.NDArray[np.bool_] = (nearest >= 0) & (moments < one[nearest, 1])
+    return inside
+
+
+def seconds(one: Intervals) -> float:
+    """Total duration."""
+    return float((one[:, 1] - one[:, 0]).sum())
+
+
+def seconds_in(one: Intervals, windows: Intervals) -> Values:
+    """Duration in each of the windows, [n, 2], which may touch or overlap: float64[n]."""
+    inside = np.arange(max(0, one.size - 1)) % 2 == 0
+    return _integrals(inside.astype(np.float64), one.ravel(), windows)
+
+
+def alone(pairs: Intervals) -> Values:
+    """Seconds that each pair would last without sharing its rank, float64[n]. Each of k concurrent pairs has 1/k."""
+    edges = np.unique(pairs)
+    count = _running(pairs, edges)
+    share = np.divide(np.diff(edges), count, out=np.zeros(len(count)), where=count > 0)
+    served = np.append(0.0, np.cumsum(share))
+    began, ended = (served[np.searchsorted(edges, ends)] for ends in pairs.T)
+    lasted: Values = ended - began
+    return lasted
+
+
+def _running(pairs: Intervals, edges: Values) -> npt.NDArray[np.int64]:
+    """Number of pairs that run between each two edges: int64[len(edges) - 1]. All their ends must be edges."""
+    began, ended = (np.bincount(np.searchsorted(edges, ends), minlength=len(edges)) for ends in pairs.T)
+    count: npt.NDArray[np.int64] = np.cumsum(began - ended)[:-1]
+    return count
+
+
+def _integrals(values: Values, edges: Values, windows: Intervals) -> Values:
+    """The integral over each window of a function with these values between the edges, and 0 outside."""
+    if not len(values):
+        return np.zeros(len(windows))
+    passed = np.append(0.0, np.cumsum(values * np.diff(edges)))
+    before: Values = np.interp(windows, edges, passed)
+    return before[:, 1] - before[:, 0]
 
 
 @dataclass(frozen=True)
-class Share:
-    """Seconds of a step or of all steps, and what ran in them.
-
-    `both`, `rollout_alone`, `training_alone`, `scoring_alone`, `sync` and `other` add up to `seconds`.
-    """
+class StepTime:
+    """Seconds of a step or of all steps, and what ran in them. The `PARTS` add up to `seconds`."""
 
     seconds: float
     rollout: float
@@ -71,16 +151,9 @@ class Share:
         return max(self.rollout, self.training, self.scoring) / self.seconds if self.seconds > 0 else 1.0
 
     @property
-    def bound(self) -> Side | Literal["other"]:
+    def bound(self) -> Bound:
         """The bottleneck: the longest side, or `other` if that is longer."""
-        parts: dict[Side | Literal["other"], float] = {
-            "rollout": self.rollout,
-            "training": self.training,
-            "scoring": self.scoring,
-            "sync": self.sync,
-            "other": self.other,
-        }
-        return max(parts, key=lambda name: parts[name])
+        return max(_BOUNDS, key=lambda name: float(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -88,8 +161,8 @@ class Overlap:
     """The time in each step and in all of them. `steps[i]` belongs to the step with number `numbers[i]`."""
 
     numbers: Sequence[int]
-    steps: Sequence[Share]
-    total: Share
+    steps: Sequence[StepTime]
+    total: StepTime
     busy: Mapping[Side, float]
     """For each side, the mean share of time over the ranks that ran it, in all steps."""
 
@@ -100,7 +173,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Reason:
+class IdleReason:
     """Why and when a rank was idle."""
 
     why: str
@@ -122,67 +195,66 @@ class Idleness:
     rank: int
     busy: float
     idle: float
-    reasons: Sequence[Reason]
+    reasons: Sequence[IdleReason]
 
 
-class Timeline:
+class _Moments:
     """The events of a run as sets of moments."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         events = list(events)
         self.spans: list[Span] = [event for event in events if isinstance(event, Span)]
         self.waits: list[Wait] = [event for event in events if isinstance(event, Wait)]
-        steps = (event for event in events if isinstance(event, Step))
-        self.steps: list[Step] = sorted(steps, key=lambda step: step.began)
-        self.starving: Intervals = union([(wait.began, wait.ended) for wait in self.waits if _waits_for_a_batch(wait)])
-        # A stream reports when the trainer waits for it. A script without one awaits its rollouts itself.
-        self.streams: bool = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
+        self.steps: list[Step] = sorted((e for e in events if isinstance(e, Step)), key=lambda step: step.began)
         self._calls = [event for event in events if isinstance(event, Call)]
         self._swaps = [event for event in events if isinstance(event, Swap)]
+        self.starving: Intervals = _of(wait for wait in self.waits if wait.who in SCRIPT and "batch" in wait.what)
+        # A stream reports when the trainer waits for it. A script without one awaits its rollouts itself.
+        self.streams: bool = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
 
-    def ran(self, wanted: Side) -> Intervals:
-        """Moments in which a rank ran calls of this side. Without spans of ranks, the calls count."""
-        pairs = [(each.began, each.ended) for each in self.spans or self._calls if side(each.endpoint) == wanted]
-        if wanted == "sync":
-            pairs += [(swap.began, swap.ended) for swap in self._swaps]
-            pairs += [(wait.began, wait.ended) for wait in self.waits if wait.who == "publish"]
-        return union(pairs)
+    @cached_property
+    def sync(self) -> Intervals:
+        """Moments in which new weights were on their way. Without spans of ranks, the calls count."""
+        calls = (each for each in self.spans or self._calls if side(each.endpoint) == "sync")
+        return _of([*calls, *self._swaps, *(wait for wait in self.waits if wait.who == "publish")])
 
     @cached_property
     def _on_ranks(self) -> Mapping[tuple[str, int], Mapping[Side, Intervals]]:
         """What each rank ran by side: pairs that may overlap. Without spans, each call counts as one rank."""
-        found: dict[tuple[str, int], dict[Side, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+        ranks: dict[tuple[str, int], dict[Side, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         for span in self.spans:
-            found[span.mesh, span.rank][side(span.endpoint)].append((span.began, max(span.began, span.ended)))
+            ranks[span.mesh, span.rank][side(span.endpoint)].append((span.began, max(span.began, span.ended)))
         if not self.spans:
             for number, call in enumerate(self._calls):
-                found["", number][side(call.endpoint)].append((call.began, max(call.began, call.ended)))
-        return {rank: {of: np.array(own) for of, own in sides.items()} for rank, sides in found.items()}
+                ranks["", number][side(call.endpoint)].append((call.began, max(call.began, call.ended)))
+        return {rank: {of: np.array(own) for of, own in sides.items()} for rank, sides in ranks.items()}
 
-    @property
-    def moments(self) -> list[Intervals]:
-        """Moments in which anything begins or ends, except steps."""
-        return [self.starving, self.ran("sync"), *(each for own in self._on_ranks.values() for each in own.values())]
+    @cached_property
+    def edges(self) -> Values:
+        """All moments in which anything begins or ends."""
+        pairs = [self.window, self.starving, self.sync]
+        pairs += [own for sides in self._on_ranks.values() for own in sides.values()]
+        return np.unique(np.concatenate([each.ravel() for each in pairs]))
 
-    def shares(self, edges: Values) -> tuple[Mapping[Side, Values], Mapping[Side, Values]]:
+    def shares(self) -> tuple[Mapping[Side, Values], Mapping[Side, Values]]:
         """The share of a rank's time for each side between the edges: the largest of all ranks, and their mean.
 
-        Float64[len(edges) - 1], from 0 to 1. `edges` must contain all `moments`. Only sides that ranks ran have a mean.
+        Float64[len(edges) - 1], from 0 to 1. Only sides that ranks ran have a mean.
         """
-        every: tuple[Side, ...] = ("rollout", "training", "scoring", "sync")
-        largest: dict[Side, Values] = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
-        total: dict[Side, Values] = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
-        ranks: dict[Side, int] = dict.fromkeys(every, 0)
+        pieces = max(0, len(self.edges) - 1)
+        largest: dict[Side, Values] = {of: np.zeros(pieces) for of in _SIDES}
+        total: dict[Side, Values] = {of: np.zeros(pieces) for of in _SIDES}
+        ranks: dict[Side, int] = dict.fromkeys(_SIDES, 0)
         for sides in self._on_ranks.values():
             own = np.unique(np.concatenate(list(sides.values())))
-            counts: dict[Side, npt.NDArray[np.int64]] = {of: running(pairs, own) for of, pairs in sides.items()}
+            counts: dict[Side, npt.NDArray[np.int64]] = {of: _running(pairs, own) for of, pairs in sides.items()}
             everything = np.maximum(1, sum(counts.values()))
-            places = np.searchsorted(edges, own)
-            here = slice(places[0], places[-1])
+            places = np.searchsorted(self.edges, own)
+            span = slice(places[0], places[-1])
             for of, count in counts.items():
                 share = np.repeat(count / everything, np.diff(places))
-                largest[of][here] = np.maximum(largest[of][here], share)
-                total[of][here] += share
+                largest[of][span] = np.maximum(largest[of][span], share)
+                total[of][span] += share
                 ranks[of] += 1
         return largest, {of: total[of] / count for of, count in ranks.items() if count and self.spans}
 
@@ -190,10 +262,13 @@ class Timeline:
     def window(self) -> Intervals:
         """Moments of all steps. Without steps, from the first to the last event: [1 or more, 2], or [0, 2]."""
         if self.steps:
-            return union([(step.began, step.ended) for step in self.steps])
-        parts = [union([(each.began, each.ended) for each in kind]) for kind in (self.spans, self._calls, self.waits)]
-        ends = np.concatenate(parts)
+            return _of(self.steps)
+        ends = np.concatenate([_of(kind) for kind in (self.spans, self._calls, self.waits)])
         return union([(ends.min(), ends.max())]) if len(ends) else union([])
+
+
+def _of(events: Iterable[Span | Call | Wait | Step | Swap]) -> Intervals:
+    return union((each.began, each.ended) for each in events)
 
 
 def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
@@ -202,25 +277,48 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
     `first`: the number of the first step that counts, so that a benchmark can leave out the filling of a pipeline.
     Without steps, all events count as step 0.
     """
-    timeline = Timeline(events)
-    steps = [step for step in timeline.steps if step.step >= first]
-    if timeline.steps:
-        numbers = [step.step for step in steps]
+    moments = _Moments(events)
+    steps = [step for step in moments.steps if step.step >= first]
+    windows = moments.window
+    if moments.steps:
         windows = np.array([(step.began, step.ended) for step in steps], np.float64).reshape(-1, 2)
-    else:
-        windows = timeline.window
-        numbers = list(range(len(windows)))
-    edges = np.unique(np.concatenate([timeline.window.ravel(), *(each.ravel() for each in timeline.moments)]))
-    largest, mean = timeline.shares(edges)
-    parts = _parts(timeline, edges, largest)
-    length = windows[:, 1] - windows[:, 0]
+    largest, mean = moments.shares()
     sides = [largest["rollout"], largest["training"], largest["scoring"]]
-    columns = np.stack([length, *(_sums(each, edges, windows) for each in (*sides, *parts))])
-    total = _share(columns.sum(axis=1))
+    shares = (_integrals(each, moments.edges, windows) for each in (*sides, *_parts(moments, largest)))
+    columns = np.stack([windows[:, 1] - windows[:, 0], *shares])
+    total = _step_time(columns.sum(axis=1))
     busy: dict[Side, float] = {
-        of: float(_sums(each, edges, windows).sum()) / (total.seconds or 1.0) for of, each in mean.items()
+        of: float(_integrals(each, moments.edges, windows).sum()) / (total.seconds or 1.0) for of, each in mean.items()
     }
-    return Overlap(numbers, [_share(column) for column in columns.T], total, busy)
+    numbers = [step.step for step in steps] if moments.steps else list(range(len(windows)))
+    return Overlap(numbers, [_step_time(column) for column in columns.T], total, busy)
+
+
+def _parts(moments: _Moments, largest: Mapping[Side, Values]) -> tuple[Values, ...]:
+    """Shares of time between two edges: both, rollout alone, training alone, scoring alone, exposed weight sync."""
+    rollout, training, scoring = largest["rollout"], largest["training"], largest["scoring"]
+    middles = (moments.edges[:-1] + moments.edges[1:]) / 2
+    sync, starving = (within(each, middles) for each in (moments.sync, moments.starving))
+    both = np.maximum(0.0, rollout + training - 1.0)
+    free = 1.0 - training
+    # If training shares its ranks, other sides have the rest of the time.
+    beside = rollout - both, np.minimum(scoring, np.maximum(0.0, free - rollout))
+    # Weights that are sent while the trainer waits for a batch in progress delay nothing.
+    exposed = sync & ~(starving & (rollout + scoring > 0))
+    waited = starving if moments.streams else rollout > 0
+    for_rollouts = np.where(waited, np.maximum(rollout, 1.0 - scoring), 0.0)
+    for_rewards = np.where(scoring > 0, 1.0 - for_rollouts, 0.0)
+    trains = training > 0
+    rollout_alone = np.where(trains, beside[0], np.where(exposed, 0.0, for_rollouts))
+    scoring_alone = np.where(trains, beside[1], np.where(exposed, 0.0, for_rewards))
+    rest = free - rollout_alone - scoring_alone
+    return both, rollout_alone, training - both, scoring_alone, np.where(exposed, rest, 0.0)
+
+
+def _step_time(column: Values) -> StepTime:
+    length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync = map(float, column)
+    other = max(0.0, length - both - alone - training_alone - scoring_alone - sync)
+    return StepTime(length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync, other)
 
 
 def idleness(events: Iterable[Event]) -> list[Idleness]:
@@ -229,102 +327,53 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     An idle moment has the first reason that applies: a declared wait (for a sampler's rank, one before prompts are
     drawn; for others, one of the script), weight sync, an endpoint that runs on other ranks, or the script's own work.
     """
-    timeline = Timeline(events)
-    window = timeline.window
-    pairs: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        pairs[span.mesh, span.rank].append(span)
-    elsewhere = _by_endpoint(timeline.spans)
-    waits = _by_who(timeline.waits)
-    sync = timeline.ran("sync")
-    found: list[Idleness] = []
-    for (mesh, rank), spans in sorted(pairs.items()):
+    moments = _Moments(events)
+    ranks: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    elsewhere: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in moments.spans:
+        ranks[span.mesh, span.rank].append(span)
+        if side(span.endpoint) != "sync":
+            elsewhere[span.mesh, f"{span.actor}.{span.endpoint}"].append(span)
+    by_endpoint = [(key, _of(spans)) for key, spans in sorted(elsewhere.items(), key=lambda item: item[0])]
+    waits = _wait_reasons(moments.waits)
+    idle_ranks: list[Idleness] = []
+    for (mesh, rank), spans in sorted(ranks.items()):
         endpoints = {span.endpoint for span in spans}
         # If ranks do both, the script's waits apply.
-        own: Side = "rollout" if endpoints & ROLLOUT and "update" not in endpoints else "training"
-        candidates = [reason for kept, reason in waits if kept == own]
-        candidates.append(Reason("new weights are on their way to a sampler", "", sync))
+        own: Side = "rollout" if "generate" in endpoints and "update" not in endpoints else "training"
+        candidates = [reason for kept_idle, reason in waits if kept_idle == own]
+        candidates.append(IdleReason("new weights are on their way to a sampler", "", moments.sync))
         # The rank's own mesh comes first: there, the cause is uneven rows.
-        for (other, name), when in sorted(elsewhere.items(), key=lambda item: (item[0][0] != mesh, item[0])):
-            if own == "training" and timeline.streams and side(name.rpartition(".")[2]) == "rollout":
+        for (other, name), when in sorted(by_endpoint, key=lambda item: item[0][0] != mesh):
+            if own == "training" and moments.streams and side(name.rpartition(".")[2]) == "rollout":
                 continue  # the script did not wait for it, or there would be a wait
             where = f"other ranks of {mesh} still run {name}" if other == mesh else f"{name} runs on {other}"
-            candidates.append(Reason(where, "", when))
-        candidates.append(Reason(SCRIPTS_OWN, "", window))
-        busy = intersect(window, union([(span.began, span.ended) for span in spans]))
-        idle = subtract(window, busy)
-        reasons = _first_that_holds(idle, candidates)
-        found.append(Idleness(mesh, rank, seconds(busy), seconds(idle), reasons))
-    return found
+            candidates.append(IdleReason(where, "", when))
+        candidates.append(IdleReason("between calls: the script's own work", "", moments.window))
+        busy = intersect(moments.window, _of(spans))
+        idle = subtract(moments.window, busy)
+        idle_ranks.append(Idleness(mesh, rank, seconds(busy), seconds(idle), _first_that_holds(idle, candidates)))
+    return idle_ranks
 
 
-def _parts(timeline: Timeline, edges: Values, largest: Mapping[Side, Values]) -> tuple[Values, ...]:
-    """Shares of time between two edges: both, rollout alone, training alone, scoring alone, exposed weight sync."""
-    rollout, training, scoring = largest["rollout"], largest["training"], largest["scoring"]
-    middles = (edges[:-1] + edges[1:]) / 2
-    sync, starving = (within(each, middles) for each in (timeline.ran("sync"), timeline.starving))
-    both = np.maximum(0.0, rollout + training - 1.0)
-    free = 1.0 - training
-    # If training shares its ranks, other sides have the rest of the time.
-    beside = rollout - both, np.minimum(scoring, np.maximum(0.0, free - rollout))
-    # Weights that are sent while the trainer waits for a batch in progress delay nothing.
-    exposed = sync & ~(starving & (rollout + scoring > 0))
-    waited = starving if timeline.streams else rollout > 0
-    for_rollouts = np.where(waited, np.maximum(rollout, 1.0 - scoring), 0.0)
-    for_rewards = np.where(scoring > 0, 1.0 - for_rollouts, 0.0)
-    trains = training > 0
-    alone = np.where(trains, beside[0], np.where(exposed, 0.0, for_rollouts))
-    scoring_alone = np.where(trains, beside[1], np.where(exposed, 0.0, for_rewards))
-    rest = free - alone - scoring_alone
-    return both, alone, training - both, scoring_alone, np.where(exposed, rest, 0.0)
-
-
-def _sums(values: Values, edges: Values, windows: Intervals) -> Values:
-    """The integral of the values between the edges over each window."""
-    if not len(values):
-        return np.zeros(len(windows))
-    passed = np.append(0.0, np.cumsum(values * np.diff(edges)))
-    before: Values = np.interp(windows, edges, passed)
-    return before[:, 1] - before[:, 0]
-
-
-def _share(column: Sequence[float]) -> Share:
-    length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync = map(float, column)
-    other = max(0.0, length - both - alone - training_alone - scoring_alone - sync)
-    return Share(length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync, other)
-
-
-def _waits_for_a_batch(wait: Wait) -> bool:
-    return wait.who in SCRIPT and "batch" in wait.what
-
-
-def _by_endpoint(spans: Sequence[Span]) -> dict[tuple[str, str], Intervals]:
-    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for span in spans:
-        if side(span.endpoint) != "sync":
-            found[span.mesh, f"{span.actor}.{span.endpoint}"].append((span.began, span.ended))
-    return {key: union(pairs) for key, pairs in found.items()}
-
-
-def _by_who(waits: Sequence[Wait]) -> list[tuple[Side, Reason]]:
+def _wait_reasons(waits: Sequence[Wait]) -> list[tuple[Side, IdleReason]]:
     """Each kind of wait as a reason, with the side that it keeps idle, the longest first."""
     kinds: dict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in waits:
-        kinds[wait.who, wait.what].append(wait)
-    found: list[tuple[Side, Reason]] = []
+        if wait.who in SCRIPT or wait.who == _DRAWS:
+            kinds[wait.who, wait.what].append(wait)
+    reasons: list[tuple[Side, IdleReason]] = []
     for (who, what), same in kinds.items():
-        if who not in SCRIPT | DRAWS:
-            continue
         longest = max(same, key=lambda wait: wait.ended - wait.began)
-        when = union([(wait.began, wait.ended) for wait in same])
-        found.append(("training" if who in SCRIPT else "rollout", Reason(f"{who} waits for {what}", longest.on, when)))
-    return sorted(found, key=lambda each: -each[1].seconds)
+        idles: Side = "rollout" if who == _DRAWS else "training"
+        reasons.append((idles, IdleReason(f"{who} waits for {what}", longest.on, _of(same))))
+    return sorted(reasons, key=lambda each: -each[1].seconds)
 
 
-def _first_that_holds(idle: Intervals, candidates: Sequence[Reason]) -> list[Reason]:
-    found: list[Reason] = []
+def _first_that_holds(idle: Intervals, candidates: Sequence[IdleReason]) -> list[IdleReason]:
+    reasons: list[IdleReason] = []
     for reason in candidates:
         if len(when := intersect(idle, reason.when)):
-            found.append(Reason(reason.why, reason.blocked, when))
+            reasons.append(IdleReason(reason.why, reason.blocked, when))
             idle = subtract(idle, when)
-    return sorted(found, key=lambda reason: -reason.seconds)
+    return sorted(reasons, key=lambda reason: -reason.seconds)

@@ -1,4 +1,4 @@
-"""The content of a comparison page, as a plain value for its JSON."""
+"""The comparison of groups of runs: settings, results, and whether chance explains how results differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,24 +7,23 @@ from typing import Final
 import numpy as np
 
 from meshrl.events import Step
-from meshrl.observe.analysis import overlap
-from meshrl.observe.content import TEXT
-from meshrl.observe.curves import Curve, Curves, finite
-from meshrl.observe.difference import Difference, ValuesOfRuns, resampled
-from meshrl.observe.groups import Group, differing, make_groups, told_lineage
-from meshrl.observe.lanes import rounded
-from meshrl.observe.measures import LEAST, Measure, common, digits, last_rewards, measures, seeded
-from meshrl.observe.quantities import FRONT, quantity
-from meshrl.observe.reading import Line, Record
+from meshrl.observe.analysis import PARTS, overlap
+from meshrl.observe.groups import LEAST, Group, differing_settings, lineage_text, make_groups
+from meshrl.observe.metric_info import FRONT, metric_info
+from meshrl.observe.page import NO_CURVES, STYLES, shortened, static_page
+from meshrl.observe.run_files import Line, Record
+from meshrl.observe.run_statistics import Curve, Values, ValuesOfRuns, bootstrap, curve_of, digits, finite
+from meshrl.observe.text import duration
+from meshrl.observe.timeline import rounded
 
-POINTS: Final = 200
+_POINTS: Final = 200
 """Points of a line at most."""
 _SMOOTH: Final = 80
 """With more steps, each point is a mean over a twentieth of the line."""
 _PROMPTS: Final = 60
 """Prompts at most whose completions are shown side by side."""
 _HELD_OUT: Final = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sampled"}
-_NO_CURVES: Final = ("step", "seconds")
+_SCRIPTS: Final = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,62 @@ class ShownRun:
     lineage: str
     forked_at: int | None
     split: Mapping[str, float] | None
-    """Mean seconds per step by part, as in `Share`. None without events."""
+    """Mean seconds per step by part, as in `StepTime`. None without events."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A summary number of each group: the mean of its seeds, and each run's value."""
+
+    name: str
+    values: list[float | None]
+    runs: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A group's measure minus that of the first group, with the 95 percent interval."""
+
+    measure: str
+    base: str
+    """The name of the first group."""
+    other: str
+    values: tuple[float, float]
+    """Value of the first group, then of the other."""
+    value: float
+    low: float
+    high: float
+    over: str
+    """What was resampled, such as `512 prompts`."""
+    seeds: tuple[int, int]
+    """Number of different seeds that were compared in each group."""
+
+    @property
+    def is_seen(self) -> bool:
+        """True if the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def sentence(self) -> str:
+        """The result as text."""
+        first, second = self.values
+        if self.value == self.low == self.high == 0:
+            return f"{self.measure}: the same in {self.other} and in {self.base}, {first:.3g}"
+        seeds = "variation between seeds is not included"
+        if min(self.seeds) > 1:
+            seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds are in it"
+        direction = "higher" if self.value > 0 else "lower"
+        result = f"{self.measure}: {abs(self.value):.3g} {direction} in {self.other} than in {self.base}"
+        if self.low == self.high:
+            return (
+                f"{result} ({second:.3g} and {first:.3g}), the same for each of {self.over}: nothing varies, so there "
+                f"is no interval; {seeds}"
+            )
+        explains = "more than chance over {} explains" if self.is_seen else "chance over {} explains as much"
+        return (
+            f"{result} ({second:.3g} and {first:.3g}; 95% from {self.low:+.3g} to {self.high:+.3g}); "
+            f"{explains.format(self.over)}, {seeds}"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +156,11 @@ class Comparison:
     samples: list[Sample]
 
 
+def render_comparison(comparison: Comparison) -> str:
+    """Render the page of a comparison."""
+    return static_page(" · ".join(comparison.groups), comparison, (*STYLES, "compare.css"), _SCRIPTS)
+
+
 def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
     """Compare runs: how their settings and results differ. The group of the first run is the base.
 
@@ -111,28 +170,22 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
     notes = [f"{run.folder}: {note}" for run in runs for note in run.notes]
     notes += [note for group in groups for note in _uneven(group)]
     held_out = [_held_out(group, notes) for group in groups]
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for other, theirs in zip(groups[1:], held_out[1:], strict=True):
-        found += _of_held_out((groups[0], other), (held_out[0], theirs), seed, notes)
-        found += _of_the_end((groups[0], other), seed, notes)
+        differences += _held_out_differences((groups[0], other), (held_out[0], theirs), seed, notes)
+        differences += _last_differences((groups[0], other), seed, notes)
     if len(groups) == 1:
         notes.append("All runs differ only in their seed: there is no difference to test.")
     charts = _charts(groups)
     front = sorted((each for each in charts if each.name in FRONT), key=lambda each: FRONT.index(each.name))
     return Comparison(
         groups=[group.name for group in groups],
-        runs=[_shown(run, number, seed) for number, group in enumerate(groups) for run, seed in seeded(group)],
+        runs=[_shown(run, number, seed) for number, group in enumerate(groups) for run, seed in group.seeded],
         notes=notes,
-        settings={key: list(values) for key, values in differing(groups).items()},
-        measures=measures(
-            groups,
-            {
-                name: [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
-                for kind, name in _HELD_OUT.items()
-            },
-        ),
-        differences=found,
-        sentences=[each.sentence for each in found],
+        settings=differing_settings(groups),
+        measures=_measures(groups, held_out),
+        differences=differences,
+        sentences=[each.sentence for each in differences],
         charts=[*front, *(each for each in charts if each not in front)],
         front=len(front),
         samples=_samples(groups),
@@ -142,20 +195,21 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
 def _uneven(group: Group) -> list[str]:
     """Describe problems between the runs of a group."""
     notes: list[str] = []
-    for seed in sorted(set(group.seeds)):
-        same = [run.name for run, own in seeded(group) if own == seed]
+    for seed in sorted({own for _, own in group.seeded}):
+        same = [run.name for run, own in group.seeded if own == seed]
         if len(same) > 1:
             notes.append(f"{', '.join(same)} have the same settings and the same seed: they count as one seed.")
-    ends = {run.name: int(rewards.steps[-1]) for run in group.runs if (rewards := Curves(run.metrics).get("reward"))}
+    ends = {run.name: int(rewards.steps[-1]) for run in group.runs if (rewards := curve_of(run.metrics, "reward"))}
     if len(set(ends.values())) > 1:
-        told = ", ".join(f"{name} at {end}" for name, end in ends.items())
-        notes.append(f"Runs of a group end at different steps ({told}): only steps that all of them have count.")
+        steps = ", ".join(f"{name} at {end}" for name, end in ends.items())
+        notes.append(f"Runs of a group end at different steps ({steps}): only steps that all of them have count.")
     return notes
 
 
 def _shown(run: Record, group: int, seed: str) -> ShownRun:
-    times = Curves(run.metrics).get("step_s")
-    step = run.lineage.get("step")
+    times, step = curve_of(run.metrics, "step_s"), run.lineage.get("step")
+    steps = sum(isinstance(event, Step) for event in run.events)
+    total = overlap(run.events).total if steps else None
     return ShownRun(
         name=run.name,
         group=group,
@@ -163,45 +217,10 @@ def _shown(run: Record, group: int, seed: str) -> ShownRun:
         status=str(run.summary.get("status", "not ended")),
         steps=len(run.metrics),
         step_s=rounded(float(times.values.mean())) if times else None,
-        lineage=told_lineage(run.lineage),
+        lineage=lineage_text(run.lineage),
         forked_at=step if isinstance(step, int) else None,
-        split=_split(run),
+        split={name: rounded(getattr(total, name) / steps) for name in (*PARTS, "seconds")} if total else None,
     )
-
-
-def _split(run: Record) -> Mapping[str, float] | None:
-    steps = sum(isinstance(event, Step) for event in run.events)
-    if not steps:
-        return None
-    total = overlap(run.events).total
-    names = ("both", "rollout_alone", "training_alone", "scoring_alone", "sync", "other", "seconds")
-    return {name: rounded(getattr(total, name) / steps) for name in names}
-
-
-def _charts(groups: Sequence[Group]) -> list[Chart]:
-    """A chart for each number that varies."""
-    lines = [line for group in groups for run in group.runs for line in (*run.metrics, *run.evaluations)]
-    names = dict.fromkeys(name for line in lines for name in line if name not in _NO_CURVES)
-    found = ((name, [_line(group, number, name) for number, group in enumerate(groups)]) for name in names)
-    charts = [Chart(name, quantity(name).unit, [line for line in drawn if line]) for name, drawn in found]
-    return [each for each in charts if len({value for line in each.lines for value in _extent(line)}) > 1]
-
-
-def _extent(line: GroupLine) -> list[float]:
-    return [*line.mean, *(line.low or ()), *(line.high or ())]
-
-
-def _line(group: Group, number: int, name: str) -> GroupLine | None:
-    steps, runs = common(group, name)
-    if not len(steps):
-        return None
-    if len(steps) > _SMOOTH:
-        runs = ValuesOfRuns(np.stack([Curve(steps, own).smooth(20) for own in runs.values]), runs.seeds)
-    values = runs.values
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(np.int64))
-    mean, low, high = (digits(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
-    x: list[int] = steps[kept].tolist()
-    return GroupLine(number, x, mean, *((low, high) if len(values) > 1 else (None, None)))
 
 
 @dataclass(frozen=True)
@@ -220,62 +239,61 @@ class _HeldOut:
 
 def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
     """Held-out rewards by kind, of the runs whose prompts equal those of the first run that has any."""
-    kept = [(run, [str(line.get("prompt")) for line in run.held_out]) for run in group.runs]
-    prompts = next((own for _, own in kept if own), None)
+    prompts_of = [[str(line.get("prompt")) for line in run.held_out] for run in group.runs]
+    prompts = next(filter(None, prompts_of), None)
     if prompts is None:
         return {}
-    for run, own in kept:
-        if own != prompts:
+    kept: list[tuple[Record, str]] = []
+    for (run, seed), own in zip(group.seeded, prompts_of, strict=True):
+        if own == prompts:
+            kept.append((run, seed))
+        else:
             why = "held out different prompts than the first run of its group" if own else "has no held_out.jsonl"
             notes.append(f"{run.folder} {why}: its held-out rewards are left out.")
-    seeds = [seed for seed, (_, own) in zip(group.seeds, kept, strict=True) if own == prompts]
-    found: dict[str, _HeldOut] = {}
+    by_kind: dict[str, _HeldOut] = {}
     for kind, name in _HELD_OUT.items():
-        every = [[finite(line.get(kind)) for line in run.held_out] for run, own in kept if own == prompts]
-        rewards = np.array(every, np.float64)  # None becomes nan
-        there = np.flatnonzero(np.isfinite(rewards).all(axis=0))
-        if len(there) < len(prompts):
-            missing = f"{len(prompts) - len(there)} of the {len(prompts)} held-out prompts"
+        # None becomes nan.
+        rewards = np.array([[finite(line.get(kind)) for line in run.held_out] for run, _ in kept], np.float64)
+        complete = np.flatnonzero(np.isfinite(rewards).all(axis=0))
+        if len(complete) < len(prompts):
+            missing = f"{len(prompts) - len(complete)} of the {len(prompts)} held-out prompts"
             notes.append(f"{missing} of {group.name} have no {name}, and are left out of it.")
-        names = [prompts[at] for at in there.tolist()]
-        places = {prompt: place for place, prompt in enumerate(names)}
-        found[kind] = _HeldOut(places, ValuesOfRuns(rewards[:, there], seeds))
-    return found
+        places = {prompts[at]: place for place, at in enumerate(complete.tolist())}
+        by_kind[kind] = _HeldOut(places, ValuesOfRuns(rewards[:, complete], [seed for _, seed in kept]))
+    return by_kind
 
 
-def _of_held_out(
+def _held_out_differences(
     groups: tuple[Group, Group],
-    kept: tuple[Mapping[str, _HeldOut], Mapping[str, _HeldOut]],
+    held_out: tuple[Mapping[str, _HeldOut], Mapping[str, _HeldOut]],
     seed: int,
     notes: list[str],
 ) -> list[Difference]:
     """Compare the prompts that both groups held out."""
-    found: list[Difference] = []
     names = f"{groups[0].name} and {groups[1].name}"
-    if without := [group.name for group, own in zip(groups, kept, strict=True) if not own]:
+    if without := [group.name for group, own in zip(groups, held_out, strict=True) if not own]:
         have = "has" if len(without) == 1 else "have"
         notes.append(f"{' and '.join(without)} {have} no held_out.jsonl, so held-out prompts are not tested.")
-        return found
+        return []
+    differences: list[Difference] = []
     for kind, name in _HELD_OUT.items():
-        first, second = (each[kind] for each in kept)
+        first, second = (each[kind] for each in held_out)
         both = [prompt for prompt in first.places if prompt in second.places]
         if len(both) >= LEAST:
             values = first.of(both), second.of(both)
-            found.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
+            differences.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
         elif both or not (first.places and second.places):
             notes.append(f"{name}: {names} have {len(both)} prompts in common, and the test needs at least {LEAST}.")
         else:
             notes.append(f"{name}: {names} held out different prompts, which are not compared.")
-    return found
+    return differences
 
 
-def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
+def _last_differences(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
     """Compare the last steps."""
-    (steps, rewards), (others, theirs) = (last_rewards(group) for group in groups)
+    (steps, rewards), (others, theirs) = (group.last_rewards() for group in groups)
     if min(len(steps), len(others)) < LEAST:
-        short = " and ".join(
-            f"{len(each)} of {group.name}" for each, group in zip((steps, others), groups, strict=True)
-        )
+        short = f"{len(steps)} of {groups[0].name} and {len(others)} of {groups[1].name}"
         notes.append(f"Rewards of steps are not tested: there are {short}, and the test needs at least {LEAST}.")
         return []
     same = np.array_equal(steps, others)
@@ -297,9 +315,70 @@ def _difference(
     paired: bool,
 ) -> Difference:
     base, other = runs[0].by_seed, runs[1].by_seed
-    found = resampled(base, other, seed, paired=paired)
+    interval = bootstrap(base, other, seed, paired=paired)
     means, seeds = (float(base.mean()), float(other.mean())), (len(base), len(other))
-    return Difference(name, groups[0].name, groups[1].name, means, *found, over, seeds)
+    return Difference(name, groups[0].name, groups[1].name, means, *interval, over, seeds)
+
+
+def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]]) -> list[Measure]:
+    """Summarize the numbers that at least one group has."""
+    every = {"reward, last steps": [group.last_rewards()[1] for group in groups]}
+    for kind, name in _HELD_OUT.items():
+        every[name] = [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
+    every["seconds a step"] = [group.common("step_s")[1] for group in groups]
+    # The reward that each run had when the run that took the shortest time ended.
+    times = (curve_of(run.metrics, "seconds") for group in groups for run in group.runs)
+    if ends := [float(curve.values[-1]) for curve in times if curve]:
+        every[f"reward after {duration(min(ends))}"] = [_rewards_after(group, min(ends)) for group in groups]
+    measures = [_measure(name, values) for name, values in every.items()]
+    return [each for each in measures if any(value is not None for value in each.values)]
+
+
+def _rewards_after(group: Group, limit: float) -> ValuesOfRuns:
+    """The mean reward of the last tenth of the steps that ended within `limit` seconds, of the runs with such steps."""
+    means: list[list[float]] = []
+    seeds: list[str] = []
+    for run, seed in group.seeded:
+        every = ((finite(line.get("seconds")), finite(line.get("reward"))) for line in run.metrics)
+        rewards = [reward for end, reward in every if end is not None and end <= limit and reward is not None]
+        if rewards:
+            means.append([float(np.mean(rewards[-max(LEAST, len(rewards) // 10) :]))])
+            seeds.append(seed)
+    return ValuesOfRuns(np.array(means), seeds)
+
+
+def _measure(name: str, groups: Sequence[ValuesOfRuns]) -> Measure:
+    runs = [_digits(each.values.mean(1)) if each.values.size else [] for each in groups]
+    return Measure(name, [digits(each.by_seed.mean()) if each.values.size else None for each in groups], runs)
+
+
+def _digits(values: Values) -> list[float]:
+    return [digits(value) for value in values.tolist()]
+
+
+def _charts(groups: Sequence[Group]) -> list[Chart]:
+    """A chart for each number that varies."""
+    lines = [line for group in groups for run in group.runs for line in (*run.metrics, *run.evaluations)]
+    charts: list[Chart] = []
+    for name in dict.fromkeys(name for line in lines for name in line if name not in NO_CURVES):
+        of_groups = [line for number, group in enumerate(groups) if (line := _line(group, number, name))]
+        values = {value for line in of_groups for value in (*line.mean, *(line.low or ()), *(line.high or ()))}
+        if len(values) > 1:
+            charts.append(Chart(name, metric_info(name).unit, of_groups))
+    return charts
+
+
+def _line(group: Group, number: int, name: str) -> GroupLine | None:
+    steps, runs = group.common(name)
+    if not len(steps):
+        return None
+    if len(steps) > _SMOOTH:
+        runs = ValuesOfRuns(np.stack([Curve(steps, own).smooth(20) for own in runs.values]), runs.seeds)
+    values = runs.values
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).astype(np.int64))
+    mean, low, high = (_digits(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
+    x: list[int] = steps[kept].tolist()
+    return GroupLine(number, x, mean, *((low, high) if len(values) > 1 else (None, None)))
 
 
 def _samples(groups: Sequence[Group]) -> list[Sample]:
@@ -307,23 +386,32 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
 
     Held-out prompts come first, sorted by how much their rewards differ. Others follow, the newest step first.
     """
-    found: dict[tuple[bool, str], list[Completion | None]] = {}
+    by_prompt: dict[tuple[bool, str], list[Completion | None]] = {}
     for number, group in enumerate(groups):
         for run in group.runs:
-            for is_held_out, line in [(True, each) for each in run.held_out] + [(False, each) for each in run.samples]:
-                key = is_held_out, str(line.get("prompt", ""))
-                of = found.setdefault(key, [None] * len(groups))
-                made = _completion(line, "greedy" if is_held_out else "reward")
-                before = of[number]
-                if before is None or (made.step is not None and made.step > (before.step or 0)):
-                    of[number] = made
-    shared = [Sample(_cut(prompt), held, made) for (held, prompt), made in found.items() if sum(map(bool, made)) > 1]
-    held_out = sorted((each for each in shared if each.held_out), key=_apart, reverse=True)[: _PROMPTS // 2]
+            for is_held_out, lines in ((True, run.held_out), (False, run.samples)):
+                for line in lines:
+                    key = is_held_out, str(line.get("prompt", ""))
+                    completions = by_prompt.setdefault(key, [None] * len(groups))
+                    new, old = _completion(line, "greedy" if is_held_out else "reward"), completions[number]
+                    if old is None or (new.step is not None and new.step > (old.step or 0)):
+                        completions[number] = new
+    shared = [
+        Sample(shortened(prompt), is_held_out, completions)
+        for (is_held_out, prompt), completions in by_prompt.items()
+        if sum(map(bool, completions)) > 1
+    ]
+    held_out = sorted((each for each in shared if each.held_out), key=_range, reverse=True)[: _PROMPTS // 2]
     trained = sorted((each for each in shared if not each.held_out), key=_newest, reverse=True)
     return [*held_out, *trained[: _PROMPTS - len(held_out)]]
 
 
-def _apart(sample: Sample) -> float:
+def _completion(line: Line, reward: str) -> Completion:
+    text, step = str(line.get("completion", "")), line.get("step")
+    return Completion(shortened(text), finite(line.get(reward)), step if isinstance(step, int) else None)
+
+
+def _range(sample: Sample) -> float:
     """The range of the rewards."""
     rewards = [each.reward for each in sample.completions if each and each.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
@@ -331,12 +419,3 @@ def _apart(sample: Sample) -> float:
 
 def _newest(sample: Sample) -> int:
     return max((each.step or 0 for each in sample.completions if each), default=0)
-
-
-def _cut(text: str) -> str:
-    return f"{text[:TEXT]} … ({len(text):,} characters)" if len(text) > TEXT else text
-
-
-def _completion(line: Line, reward: str) -> Completion:
-    text, step = str(line.get("completion", "")), line.get("step")
-    return Completion(_cut(text), finite(line.get(reward)), step if isinstance(step, int) else None)

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.observe.curves import Curve, Curves, finite
-from meshrl.observe.reading import Line, Record
+from meshrl.observe.run_files import Line, Record
+from meshrl.observe.run_statistics import Curve, curve_of, finite, steps_without
 
 STEPS: Final = 30
 """Steps that a run needs before it is diagnosed."""
@@ -34,46 +34,39 @@ class Finding:
         return f"docs/diagnose.md#{self.name.replace(' ', '-')}"
 
 
-@dataclass(frozen=True)
-class Story:
-    """The data in which signs are sought."""
+class _Numbers:
+    """The numbers in which signs are sought."""
 
-    steps: Curves
-    evaluations: Curves
-    after: float | None
-    """Final share of solved held-out prompts, or their reward between 0 and 1. None if not measured."""
-
-    def held_out(self) -> tuple[str, Curve] | None:
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.reward = self.step("reward")
+        curves = ((name, curve_of(record.evaluations, name)) for name in ("eval/greedy", "eval/reward"))
+        self.held_out = next(((name, curve) for name, curve in curves if curve is not None), None)
         """Name and curve of the measure on held-out prompts. None without one."""
-        curves = ((name, self.evaluations.get(name)) for name in ("eval/greedy", "eval/reward"))
-        return next(((name, curve) for name, curve in curves if curve is not None), None)
+        result = _after(record.summary, self.reward)
+        if result is None and self.held_out and self.held_out[0] != "eval/reward":
+            result = self.held_out[1].last
+        if result is None and self.reward is not None and self.reward.scale <= 1:
+            result = self.reward.last
+        self.is_solved = result is not None and result >= _SOLVED
+        """True if the result is almost the best possible. False if that is unknown, as for rewards outside 0 to 1."""
+        # What is known about a task that does not count as solved:
+        self.unsolved = "the task is not solved"
+        if result is None and self.reward is not None:
+            self.unsolved = "rewards outside 0 to 1 do not tell whether the task is solved"
 
-    def is_solved(self) -> bool:
-        """True if the result is almost the best possible. Unknown for rewards outside 0 to 1."""
-        held_out, reward = self.held_out(), self.steps.get("reward")
-        if self.after is not None:
-            return self.after >= _SOLVED
-        if held_out and held_out[0] != "eval/reward":
-            return held_out[1].last >= _SOLVED
-        return reward is not None and reward.scale <= 1 and reward.last >= _SOLVED
-
-    def unsolved(self) -> str:
-        """What is known about a task that does not count as solved."""
-        held_out, reward = self.held_out(), self.steps.get("reward")
-        exact = self.after is not None or (held_out and held_out[0] != "eval/reward")
-        if exact or reward is None or reward.scale <= 1:
-            return "the task is not solved"
-        return "rewards outside 0 to 1 do not tell whether the task is solved"
+    def step(self, name: str) -> Curve | None:
+        """The curve of a number of the steps."""
+        return curve_of(self.record.metrics, name)
 
 
 def diagnose(record: Record) -> Sequence[Finding]:
     """Find warning signs in a run, the most serious first. Empty if the run has fewer than `STEPS` steps."""
-    steps = Curves(record.metrics)
-    story = Story(steps, Curves(record.evaluations), _after(record.summary, steps.get("reward")))
-    if len(story.steps) < STEPS:
+    if len(record.metrics) < STEPS:
         return ()
-    found = ((name, check(story), advice) for name, check, advice in _SIGNS)
-    return tuple(Finding(name, evidence, advice) for name, evidence, advice in found if evidence)
+    run = _Numbers(record)
+    signs = ((name, check(run), advice) for name, check, advice in _SIGNS)
+    return tuple(Finding(name, evidence, advice) for name, evidence, advice in signs if evidence)
 
 
 def _after(summary: Line, reward: Curve | None) -> float | None:
@@ -83,23 +76,22 @@ def _after(summary: Line, reward: Curve | None) -> float | None:
     return finite(summary.get("reward_after")) if reward is not None and reward.scale <= 1 else None
 
 
-def _no_number(story: Story) -> str:
+def _no_number(run: _Numbers) -> str:
     for name in ("loss", "grad_norm", "reward"):
-        if without := story.steps.without_number(name):
+        if without := steps_without(run.record.metrics, name):
             return f"`{name}` is not a finite number in {len(without)} steps, first in step {without[0]}"
     return ""
 
 
-def _reward_errors(story: Story) -> str:
-    errors, rows = story.steps.get("reward_errors"), story.steps.get("rows")
+def _reward_errors(run: _Numbers) -> str:
+    errors, rows = run.step("reward_errors"), run.step("rows")
     if errors is None or rows is None or (share := errors.values.sum() / max(1.0, rows.values.sum())) <= 0.05:
         return ""
     return f"the reward function raised an error on {share:.0%} of the rows, which count as rewards of 0"
 
 
-def _collapse(story: Story) -> str:
-    reward = story.steps.get("reward")
-    if reward is None:
+def _collapse(run: _Numbers) -> str:
+    if (reward := run.reward) is None:
         return ""
     smooth = reward.smooth()
     best = int(smooth.argmax())
@@ -109,14 +101,14 @@ def _collapse(story: Story) -> str:
     return f"`reward` rose from {reward.first:.3g} to {peak:.3g} at step {reward.steps[best]}, and is {reward.last:.3g}"
 
 
-def _hacking(story: Story) -> str:
-    reward, held_out = story.steps.get("reward"), story.held_out()
+def _hacking(run: _Numbers) -> str:
+    reward, held_out = run.reward, run.held_out
     if reward is None or held_out is None or len(held_out[1].values) < 4:
         return ""
     name, curve = held_out
     best = int(curve.values.argmax())
     peak, now, step = float(curve.values[best]), float(curve.values[-2:].mean()), int(curve.steps[best])
-    prompts = story.evaluations.get("eval/prompts")
+    prompts = curve_of(run.record.evaluations, "eval/prompts")
     chance = 2 * np.sqrt(0.5 / prompts.last) if prompts and name != "eval/reward" else 0.0
     rose = reward.last - reward.at(step)
     if best >= len(curve.values) - 2 or peak - now <= max(0.1 * curve.scale, chance) or rose <= 0.02 * reward.scale:
@@ -127,31 +119,31 @@ def _hacking(story: Story) -> str:
     )
 
 
-def _entropy(story: Story) -> str:
-    entropy = story.steps.get("entropy")
-    if entropy is None or story.steps.get("reward") is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
+def _entropy(run: _Numbers) -> str:
+    entropy = run.step("entropy")
+    if entropy is None or run.reward is None or run.is_solved or entropy.last >= 0.1 * entropy.first:
         return ""
-    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats for a token, and {story.unsolved()}"
+    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats for a token, and {run.unsolved}"
 
 
-def _no_signal(story: Story) -> str:
-    alike, reward = story.steps.get("zero_std_groups"), story.steps.get("reward")
-    if alike is None or story.is_solved() or alike.last < 0.9:
+def _no_signal(run: _Numbers) -> str:
+    alike, reward = run.step("zero_std_groups"), run.reward
+    if alike is None or run.is_solved or alike.last < 0.9:
         return ""
     mean = f" of {reward.last:.3g}" if reward else ""
-    told = f"in {alike.last:.0%} of the groups all completions have the same reward, with a mean{mean}"
-    return f"{told}, and {story.unsolved()}"
+    alike_groups = f"in {alike.last:.0%} of the groups all completions have the same reward, with a mean{mean}"
+    return f"{alike_groups}, and {run.unsolved}"
 
 
-def _clipped(story: Story) -> str:
-    clipped = story.steps.get("clip_fraction")
+def _clipped(run: _Numbers) -> str:
+    clipped = run.step("clip_fraction")
     if clipped is None or clipped.last <= 0.3:
         return ""
     return f"`clip_fraction`: the loss clips {clipped.last:.0%} of the tokens (the median of the last steps)"
 
 
-def _apart(story: Story) -> str:
-    apart = story.steps.get("sampler_difference")
+def _apart(run: _Numbers) -> str:
+    apart = run.step("sampler_difference")
     if apart is None or apart.last <= 0.05:
         return ""
     return (
@@ -160,27 +152,27 @@ def _apart(story: Story) -> str:
     )
 
 
-def _stale(story: Story) -> str:
-    size, staleness = story.steps.get("effective_sample_size"), story.steps.get("staleness")
+def _stale(run: _Numbers) -> str:
+    size, staleness = run.step("effective_sample_size"), run.step("staleness")
     if size is None or size.last >= 0.5:
         return ""
     behind = f", and rows are {staleness.last:.2g} publications behind" if staleness else ""
     return f"`effective_sample_size`: after the correction the tokens count as {size.last:.0%} of their number{behind}"
 
 
-def _length(story: Story) -> str:
-    length, cut, reward = (story.steps.get(name) for name in ("completion_tokens", "truncated", "reward"))
-    if length is None or story.is_solved():
+def _length(run: _Numbers) -> str:
+    length, cut, reward = (run.step(name) for name in ("completion_tokens", "truncated", "reward"))
+    if length is None or run.is_solved:
         return ""
-    told = f"completions grew from {length.first:.3g} to {length.last:.3g} tokens"
+    growth = f"completions grew from {length.first:.3g} to {length.last:.3g} tokens"
     if cut is not None and cut.last >= 0.3 and cut.last - cut.first >= 0.2:
-        return f"{told}, and {cut.last:.0%} of them reach `sampling.max_tokens` ({cut.first:.0%} at the beginning)"
+        return f"{growth}, and {cut.last:.0%} of them reach `sampling.max_tokens` ({cut.first:.0%} at the beginning)"
     if reward is not None and length.last >= 2 * length.first and reward.last <= reward.first + 0.02 * reward.scale:
-        return f"{told}, and `reward` did not rise with them ({reward.first:.3g} to {reward.last:.3g})"
+        return f"{growth}, and `reward` did not rise with them ({reward.first:.3g} to {reward.last:.3g})"
     return ""
 
 
-_SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
+_SIGNS: Final[Sequence[tuple[str, Callable[[_Numbers], str], str]]] = (
     (
         "no number",
         _no_number,

@@ -1,5 +1,5 @@
-// The page of an active run. The server sends `data` whole, then patches of it. Sections that show a change are made
-// again. What somebody reads, opened or holds there stays as it is.
+// The page of an active run. The server sends `data` whole, then the keys that changed. Sections that show a change are
+// made again. What somebody reads, opened or holds there stays as it is.
 
 /** What the run does now: how fast it is, what runs, and who waits. */
 function nowSection() {
@@ -123,17 +123,6 @@ const page = document.getElementById("page");
 const shown = new Map();
 const stale = new Set();
 
-/** A value with a patch of meshrl/observe/patches.py. */
-function applied(value, patch) {
-  if (!Array.isArray(patch)) {
-    for (const [key, inner] of Object.entries(patch)) value[key] = applied(value[key], inner);
-    return value;
-  }
-  if (patch.length === 1) return patch[0];
-  const [drop, keep, more] = patch;
-  return [...value.slice(drop, drop + keep), ...more];
-}
-
 function changed(keys) {
   for (const [part, own] of SHOWS) if (own.some((key) => keys.includes(key))) stale.add(part);
   later();
@@ -229,13 +218,9 @@ events.addEventListener("error", () => {
   if (events.readyState === EventSource.CLOSED)
     link.textContent = "The server refuses to send the run. If many pages show it, close one, then reload this page.";
 });
-events.addEventListener("whole", (event) => {
-  Object.assign(data, JSON.parse(event.data));
+events.addEventListener("message", (event) => {
+  const changes = JSON.parse(event.data);
+  Object.assign(data, changes);
   page.querySelector("noscript")?.remove();
-  changed(Object.keys(data));
-});
-events.addEventListener("patch", (event) => {
-  const patch = JSON.parse(event.data);
-  applied(data, patch);
-  changed(Object.keys(patch));
+  changed(Object.keys(changes));
 });

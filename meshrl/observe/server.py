@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, Self, TypeAlias, cast, get_args
@@ -20,21 +20,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl import log
 from meshrl.errors import ConfigError
-from meshrl.observe.live import Live
-from meshrl.observe.page import SCRIPTS, STYLES, joined
-from meshrl.observe.patches import SAME, difference
-from meshrl.observe.signals import Command, ask
+from meshrl.observe.live import LiveRun
+from meshrl.observe.page import SCRIPTS, STYLES, html_page, joined
+from meshrl.observe.run_files import Command, ask
 
-HOST: Final = "127.0.0.1"
-PORT: Final = 6007
-LOOKS: Final = 0.1
+_HOST: Final = "127.0.0.1"
+_PORT: Final = 6007
+_LOOKS: Final = 0.1
 """Shortest time between two looks at the run's files, in seconds, while the page is open."""
 _IDLE: Final = 3
 """The pause after a look is this many times as long as the look."""
 _BROWSERS: Final = 32
 """Browsers at most."""
-_BEHIND: Final = 16
-"""A browser with this many unsent patches gets the whole content instead."""
 _ALIVE: Final = 15.0
 """Seconds between two messages that keep the connection alive."""
 _BODY: Final = 256
@@ -66,21 +63,26 @@ class Watcher:
         """The ASGI application."""
         self.port: int = 0
         """The port, while `serving`."""
-        self._live = Live(folder)
+        self._live = LiveRun(folder)
         self._shown: _Shown = {}
-        """The content that browsers have."""
-        self._browsers: set[_Browser] = set()
+        """The newest content."""
+        self._versions: dict[str, int] = {}
+        """By key of the content, the version in which its value changed."""
+        self._version = 0
+        self._new_version = asyncio.Event()
+        self._browsers = 0
+        self._is_closing = False
         self._following: asyncio.Task[None] | None = None
         """The only task that reads files, while there is a browser. So every browser sees every change."""
 
     @property
     def address(self) -> str:
         """URL of the page. It has the token if commands are accepted, after a #, so that browsers do not send it."""
-        return f"http://{HOST}:{self.port}/{f'#{self.token}' if self.token else ''}"
+        return f"http://{_HOST}:{self.port}/{f'#{self.token}' if self.token else ''}"
 
     @asynccontextmanager
     async def serving(self, port: int | None = None) -> AsyncGenerator[Self]:
-        """Listen during the block on this port, 0 for any. By default on PORT, or on any port if that is taken.
+        """Listen during the block on this port, 0 for any. By default on 6007, or on any port if that is taken.
 
         Raises ConfigError if the requested port is taken.
         """
@@ -94,31 +96,43 @@ class Watcher:
         try:
             yield self
         finally:
-            for browser in self._browsers:
-                browser.leave()
+            self._is_closing = True
+            self._new_version.set()
             server.should_exit = True
             await task
             listening.close()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the messages for one browser as server-sent events: the whole content, then patches."""
-        browser = _Browser()
-        self._browsers.add(browser)
+        """Yield the messages for one browser as server-sent events: the whole content, then its keys that changed.
+
+        A slow browser gets all that it has missed in one message.
+        """
+        self._browsers += 1
         if self._following is None or self._following.done():
+            self._shown = {}
             self._following = asyncio.create_task(self._follow())
-        elif self._shown:
-            browser.send(b"")
+        sent = 0
         try:
-            async for patches in browser.messages():
-                # Nothing else runs between taking the patches and this line, so none is missed or sent twice.
-                yield _event("whole", self._shown) if patches is None else patches
+            while not self._is_closing:
+                # Nothing else runs before the message is made, so no change is missed or sent twice.
+                new_version = self._new_version
+                changes = {key: value for key, value in self._shown.items() if self._versions[key] > sent}
+                sent = self._version
+                if changes:
+                    yield b"data: %b\n\n" % msgspec.json.encode(changes)
+                    continue
+                try:
+                    async with asyncio.timeout(_ALIVE):
+                        await new_version.wait()
+                except TimeoutError:
+                    yield b": it lives\n\n"
         finally:
-            self._browsers.discard(browser)
+            self._browsers -= 1
 
     @property
     def is_full(self) -> bool:
         """True if the limit of browsers is reached."""
-        return len(self._browsers) >= _BROWSERS
+        return self._browsers >= _BROWSERS
 
     def ask(self, command: Command) -> None:
         """Send a request to the run. Raises ConfigError if no run is active."""
@@ -130,79 +144,39 @@ class Watcher:
         """Send changes while there are browsers. A failed look is reported, and the next one follows."""
         loop, failed = asyncio.get_running_loop(), False
         while self._browsers:
-            began, message = loop.time(), b""
+            began, before = loop.time(), self._shown
             try:
-                look = asyncio.to_thread(_look, self._live, self._shown, anyway=failed or not self._shown)
-                self._shown, message = await look
+                changed = await asyncio.to_thread(_look, self._live, before, anyway=failed or not before)
                 failed = False
             except Exception as error:  # noqa: BLE001 -- the page must show any failure
-                if not failed:
-                    self._shown, message = _failed(self._live.folder, self._shown, error)
+                changed = {} if failed else _failed(self._live.folder, before, error)
                 failed = True
-            for browser in self._browsers:
-                browser.send(message)
-            await asyncio.sleep(max(LOOKS, _IDLE * (loop.time() - began)))
+            if changed:
+                self._version += 1
+                self._shown = {**before, **changed}
+                self._versions |= dict.fromkeys(changed, self._version)
+                self._new_version.set()
+                self._new_version = asyncio.Event()
+            await asyncio.sleep(max(_LOOKS, _IDLE * (loop.time() - began)))
 
 
-def _look(live: Live, before: _Shown, *, anyway: bool) -> tuple[_Shown, bytes]:
-    """Read all new content. Returns the page's content, and the message with the changes, empty without any."""
+def _look(live: LiveRun, before: _Shown, *, anyway: bool) -> _Shown:
+    """Read all new content. Returns the keys of the page's content that changed, with their values."""
     changed, more = live.look()
     while more:
         _, more = live.look()
-    return _changed(before, live.content()) if changed or anyway else (before, b"")
+    if not changed and not anyway:
+        return {}
+    return {key: value for key, value in live.content().items() if key not in before or before[key] != value}
 
 
-def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, bytes]:
-    """The previous page with a note about the failure."""
-    told = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
-    log.warning(f"{told}; looking again")
-    before = before or Live(folder).content()
+def _failed(folder: Path, before: _Shown, error: Exception) -> _Shown:
+    """A note about the failure. The other content stays."""
+    message = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
+    log.warning(f"{message}; looking again")
+    before = before or LiveRun(folder).content()
     notes = cast("list[str]", before["notes"])
-    return _changed(before, {**before, "notes": [*notes, f"The page stands still, as {told}"]})
-
-
-def _changed(before: _Shown, after: _Shown) -> tuple[_Shown, bytes]:
-    patch = difference(before, after)
-    return after, b"" if patch is SAME else _event("patch", patch)
-
-
-class _Browser:
-    """A connected browser and its unsent messages, at first the whole content."""
-
-    def __init__(self) -> None:
-        self._patches: list[bytes] = []
-        self._is_lost, self._is_gone = True, False
-        self._woken = asyncio.Event()
-
-    def send(self, patch: bytes) -> None:
-        """Queue a patch, unless it is empty. Beyond the limit, the whole content replaces all patches."""
-        if len(self._patches) == _BEHIND:
-            self._patches, self._is_lost = [], True
-        if patch and not self._is_lost:
-            self._patches.append(patch)
-        if self._patches or self._is_lost:
-            self._woken.set()
-
-    def leave(self) -> None:
-        """End the messages."""
-        self._is_gone = True
-        self._woken.set()
-
-    async def messages(self) -> AsyncIterator[bytes | None]:
-        """Yield patches as they come, or None if the whole content must be sent."""
-        while True:
-            try:
-                async with asyncio.timeout(_ALIVE):
-                    await self._woken.wait()
-            except TimeoutError:
-                yield b": it lives\n\n"
-                continue
-            if self._is_gone:
-                return
-            self._woken.clear()
-            patches, lost = b"".join(self._patches), self._is_lost
-            self._patches, self._is_lost = [], False
-            yield None if lost else patches
+    return {**before, "notes": [*notes, f"The page stands still, as {message}"]}
 
 
 class _Server(uvicorn.Server):
@@ -214,26 +188,22 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _event(name: str, data: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
-
-
 def _listening(port: int | None) -> socket.socket:
     try:
-        return socket.create_server((HOST, PORT if port is None else port), backlog=64)
+        return socket.create_server((_HOST, _PORT if port is None else port), backlog=64)
     except OSError as error:
         if port is None:
-            return socket.create_server((HOST, 0), backlog=64)
-        raise ConfigError(f"port {port} of {HOST}: {error.strerror}: choose another one with --port") from error
+            return socket.create_server((_HOST, 0), backlog=64)
+        raise ConfigError(f"port {port} of {_HOST}: {error.strerror}: choose another one with --port") from error
 
 
 def _app(watcher: Watcher) -> Starlette:
     """The application with its routes."""
-    own = Path(__file__).parent
+    style = '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="/style.css">'
     files = {
-        "/": ("text/html", (own / "live.html").read_text("utf-8")),
-        "/style.css": ("text/css", joined(STYLES) + (own / "live.css").read_text("utf-8")),
-        "/script.js": ("text/javascript", joined(SCRIPTS) + (own / "live.js").read_text("utf-8")),
+        "/": ("text/html", html_page("meshrl watch", style, "{}", '<script src="/script.js"></script>')),
+        "/style.css": ("text/css", joined((*STYLES, "live.css"))),
+        "/script.js": ("text/javascript", joined((*SCRIPTS, "live.js"))),
     }
 
     async def file(request: Request) -> Response:
@@ -241,12 +211,12 @@ def _app(watcher: Watcher) -> Starlette:
         return Response(text, media_type=kind)
 
     async def events(request: Request) -> Response:
-        if refused := _not_followed(watcher, request):
+        if refused := _follow_refused(watcher, request):
             return refused
         return StreamingResponse(watcher.events(), media_type="text/event-stream")
 
     async def control(request: Request) -> Response:
-        if refused := _refused(watcher, request):
+        if refused := _command_refused(watcher, request):
             return refused
         body = b""
         async for chunk in request.stream():
@@ -270,8 +240,7 @@ def _app(watcher: Watcher) -> Starlette:
     )
 
 
-def _not_followed(watcher: Watcher, request: Request) -> Response | None:
-    """A refusal to follow the run. None if the request is accepted."""
+def _follow_refused(watcher: Watcher, request: Request) -> Response | None:
     if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # cannot read it, but would take a place
         return PlainTextResponse("only the page of this server may follow the run\n", 403)
     if watcher.is_full:
@@ -279,8 +248,7 @@ def _not_followed(watcher: Watcher, request: Request) -> Response | None:
     return None
 
 
-def _refused(watcher: Watcher, request: Request) -> Response | None:
-    """A refusal of a command. None if it is accepted."""
+def _command_refused(watcher: Watcher, request: Request) -> Response | None:
     if watcher.token is None:
         return PlainTextResponse("this page is read-only: start `meshrl watch` with --control\n", 403)
     kind, _, token = request.headers.get("authorization", "").partition(" ")
@@ -295,7 +263,7 @@ def _guarded(watcher: Watcher, app: ASGIApp) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if hosts not in ([f"{name}:{watcher.port}".encode()] for name in (HOST, "localhost")):
+        if hosts not in ([f"{name}:{watcher.port}".encode()] for name in (_HOST, "localhost")):
             await PlainTextResponse("this server answers to its own address alone\n", 421)(scope, receive, send)
             return
 

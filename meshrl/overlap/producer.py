@@ -1,27 +1,18 @@
 """Keeps a sampler busy: calls `generate` when there is room, and passes on new weights."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Never, TypeAlias
 
 import numpy as np
 
 from meshrl.data import Batch, Weights
 from meshrl.errors import DataError
 from meshrl.mesh import Rows, parts, streams
-from meshrl.overlap.condition import Condition
-from meshrl.overlap.grouping import GroupBuffer
-from meshrl.overlap.prompt_queue import PromptQueue
-from meshrl.overlap.replay import Decision, DecisionLog, load_into
-from meshrl.overlap.replicas import Life, Replicas
+from meshrl.overlap.replay import Decision, load_into
+from meshrl.overlap.replicas import Incarnation, PoisonRows, Replicas
 from meshrl.overlap.routing import NOWHERE, Router, Share
-from meshrl.overlap.staleness import StalenessLedger
-from meshrl.overlap.suspects import Suspects
-from meshrl.roles import ResumingSampler, Sampler, Sampling
-
-SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
-"""The effect of a publication on running rollouts. `in_flight`: they use the new weights from the next token. `drain`:
-they finish first, and none starts before. `abort`: they stop, and continue with the new weights."""
+from meshrl.overlap.stream_state import StreamState
+from meshrl.roles import ResumingSampler, Sampling
 
 _LOT = 8
 """While calls run, a new one starts once this fraction of a batch has room, because many small calls decode slowly."""
@@ -36,32 +27,32 @@ class GenerateRequest:
     sampling: Sampling
     owners: Rows
     """The replica of each row."""
-    given: Mapping[int, Share]
+    shares: Mapping[int, Share]
     """The outstanding rows of each group, by replica."""
     several: bool
     """True if there are several replicas. A single one may divide its rows itself."""
-    lives: dict[int, Life] = field(default_factory=dict)
-    """The life in which each unfinished replica started it."""
-    began: frozenset[Life] = frozenset()
-    """The lives of all replicas that it was sent to."""
+    unfinished: dict[int, Incarnation] = field(default_factory=dict)
+    """The incarnation in which each unfinished replica started it."""
+    incarnations: frozenset[Incarnation] = frozenset()
+    """Those of all replicas that it was sent to."""
     aborted: list[Batch] = field(default_factory=list)
     """Its unfinished rows."""
     lost: set[int] = field(default_factory=set)
     """Groups that are sampled again, whose other rows are dropped."""
     unread: dict[int, Exception] = field(default_factory=dict)
-    """By replica, why rows from there could not be read."""
+    """Read errors by replica."""
 
     def labels(self, replica: int) -> list[int]:
         """Return the labels of its groups on a replica, without lost ones."""
-        return [label for label, _ in self.shares(replica) if label not in self.lost]
+        return [label for label, _ in self.shares_of(replica) if label not in self.lost]
 
-    def shares(self, replica: int) -> list[tuple[int, Share]]:
+    def shares_of(self, replica: int) -> list[tuple[int, Share]]:
         """Return the shares of a replica."""
-        return [each for each in self.given.items() if not self.several or each[1].replica == replica]
+        return [each for each in self.shares.items() if not self.several or each[1].replica == replica]
 
     def check(self, replica: int) -> None:
         """Raise DataError if a replica ended without an error, but with missing or extra rows."""
-        missing = sum(share.rows for label, share in self.shares(replica) if label not in self.lost)
+        missing = sum(share.rows for label, share in self.shares_of(replica) if label not in self.lost)
         prompts = int((self.owners == replica).sum()) if self.several else len(self.prompts)
         if missing:
             raise DataError(
@@ -70,82 +61,67 @@ class GenerateRequest:
             )
 
 
-@dataclass(frozen=True)
-class StreamState:
-    """The shared state of both sides of a stream."""
-
-    ledger: StalenessLedger
-    buffer: GroupBuffer
-    prompts: PromptQueue
-    condition: Condition
-    decisions: DecisionLog
-    start: Callable[[Coroutine[Never, Never, None]], None]
-    """Run a task until the stream ends. If it fails, the stream fails."""
-
-
 class Producer:
     """The side of a stream that controls the sampler."""
 
-    def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, state: StreamState) -> None:
+    def __init__(self, state: StreamState) -> None:
         self.arrived: list[tuple[GenerateRequest, int, Batch | Exception | None]] = []
         """Rows that arrived from a replica. At the end of a call, None or its exception."""
         self.demand = False
         """True if the trainer waits for a batch."""
-        self.sampler = sampler
-        self._sampling = sampling
-        self._mode = swap
         self._state = state
-        self.replicas: Replicas = Replicas(sampler, retries, state.condition, state.start, self._changed)
-        self.suspects: Suspects = Suspects()
-        self._router = Router(parts(sampler.generate))
+        self.replicas: Replicas = Replicas(state, self._changed)
+        self.poison_rows: PoisonRows = PoisonRows()
+        self._router = Router(parts(state.sampler.generate))
         self._resumable: dict[int, tuple[Batch, GenerateRequest]] = {}
         """Aborted rows and their call, by its number. They continue in this order, whichever call ended first."""
         self._running: dict[int, GenerateRequest] = {}
         self._calls = 0
         self._halted = 0
-        """Number of tasks that let no call start."""
+        """Number of tasks that currently block new `generate` calls."""
 
     async def run(self) -> None:
         """Start calls whenever there is room."""
-        it = self._state
+        state = self._state
         self.replicas.begin()
         while True:
-            await it.condition.wait_for(self._may_draw, "rollout", "capacity", self._why_not)
-            decided, before = it.decisions.next("draw"), NOWHERE
+            await state.condition.wait_for(self._may_draw, "rollout", "capacity", self._why_not)
+            decided, before = state.decisions.next("draw"), NOWHERE
             if self._resumable:
                 prompts, aborted = self._resumable.pop(min(self._resumable))
-                before = aborted.given
-                sampling = self._sampling.model_copy(update={"n": 1})
+                before = aborted.shares
+                sampling = state.sampling.model_copy(update={"n": 1})
             else:
-                prompts, sampling = it.prompts.take(decided.count if decided else it.ledger.room), self._sampling
+                prompts, sampling = state.prompts.take(decided.count if decided else state.ledger.room), state.sampling
                 for label in prompts.groups.tolist():
-                    it.ledger.draw(label)
-                it.buffer.expect(prompts)
+                    state.ledger.draw(label)
+                state.buffer.expect(prompts)
             call = self._request(prompts, sampling, before, decided)
-            it.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
+            state.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
             if decided:
-                it.condition.notify_all()  # the trainer may be next
-            chunks = streams(self.sampler.generate, call.owners)(prompts.part(np.arange(len(prompts))), sampling)
-            call.lives = {replica: self.replicas.life(replica) for replica in chunks}
-            call.began = frozenset(call.lives.values())
+                state.condition.notify_all()  # the trainer may be next
+            chunks = streams(state.sampler.generate, call.owners)(prompts.part(np.arange(len(prompts))), sampling)
+            call.unfinished = {replica: self.replicas.incarnation(replica) for replica in chunks}
+            call.incarnations = frozenset(call.unfinished.values())
             for replica, rows in chunks.items():
-                it.start(self._generate(call, replica, rows))
+                state.start(self._generate(call, replica, rows))
 
     async def swap(self, weights: Weights) -> None:
         """Give the sampler new weights, in the mode of this stream."""
-        if self._mode == "in_flight":
-            await load_into(self.sampler, weights, self.replicas.load)
+        sampler, mode = self._state.sampler, self._state.swap
+        if mode == "in_flight":
+            await load_into(sampler, weights, self.replicas.load)
             return
-        resuming = self.sampler if self._mode == "abort" and isinstance(self.sampler, ResumingSampler) else None
+        resuming = sampler if mode == "abort" and isinstance(sampler, ResumingSampler) else None
         self._halted += 1
         try:
-            if self._mode == "abort":
+            if mode == "abort":
                 await self.replicas.abort()
             if resuming is None:
                 await self._state.condition.wait_for(
                     lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
                 )
-            await load_into(self.sampler, weights, self.replicas.load)
+            await load_into(sampler, weights, self.replicas.load)
         except BaseException:
             if resuming is not None:  # the load may not have been reached
                 await resuming.resume()
@@ -162,9 +138,9 @@ class Producer:
         except Exception as error:  # noqa: BLE001 -- its rank is gone: the call's end says why, or raises this
             call.unread[replica] = error
             return chunk.select(np.zeros(0, np.int64))
-        self._router.take(call.given, rows.groups.tolist())
-        self.replicas.came(replica)
-        return rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))) if call.lost else rows
+        self._router.take(call.shares, rows.groups.tolist())
+        self.replicas.delivered(replica)
+        return _without(rows, call.lost) if call.lost else rows
 
     def end(self, call: GenerateRequest, replica: int, error: Exception | None) -> None:
         """Finish a call on a replica, after its rows are counted. Lost groups are sampled again.
@@ -172,17 +148,16 @@ class Producer:
         Once all replicas have finished, aborted rows continue.
         """
         if error := error or call.unread.get(replica):
-            self.replicas.failed(call.lives[replica], error)
+            self.replicas.failed(call.unfinished[replica], error)
             self._lose(self._state.buffer.incomplete(call.labels(replica)))
         else:
             call.check(replica)
-        self._router.end(share for _, share in call.shares(replica))
-        del call.lives[replica]
-        if not call.lives:
+        self._router.end(share for _, share in call.shares_of(replica))
+        del call.unfinished[replica]
+        if not call.unfinished:
             del self._running[call.number]
             if call.aborted:
-                rows = Batch.join(call.aborted).drop("aborted")
-                self._resume(rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))), call)
+                self._resume(_without(Batch.join(call.aborted).drop("aborted"), call.lost), call)
         self._state.condition.notify_all()
 
     def unread(self, labels: list[int], error: Exception) -> None:
@@ -193,18 +168,18 @@ class Producer:
         self._state.condition.notify_all()
 
     def _may_draw(self) -> bool:
-        it = self._state
+        state = self._state
         # The synchronous loop samples nothing before a batch is requested, not even after the last step.
         if (
             self._halted
             or not self.replicas.are_enough
-            or not it.decisions.is_turn("draw")
-            or not (it.ledger.ahead or self.demand)
+            or not state.decisions.is_turn("draw")
+            or not (state.ledger.ahead or self.demand)
         ):
             return False
-        decided = it.decisions.next("draw")
-        least = decided.count if decided else max(1, it.ledger.size // _LOT) if self._running else 1
-        return bool(self._resumable or (it.ledger.room >= least and it.prompts))
+        decided = state.decisions.next("draw")
+        least = decided.count if decided else max(1, state.ledger.size // _LOT) if self._running else 1
+        return bool(self._resumable or (state.ledger.room >= least and state.prompts))
 
     def _why_not(self) -> str:
         ledger = self._state.ledger
@@ -226,12 +201,12 @@ class Producer:
         self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], decided: Decision | None
     ) -> GenerateRequest:
         several = len(self.replicas.each) > 1
-        here = self.replicas.here if several else np.arange(self._router.replicas)
+        available = self.replicas.available if several else np.arange(self._router.replicas)
         owners = np.array(decided.owners if decided else [], np.int64)
-        if not len(owners) or not np.isin(owners, here).all():
-            owners = self._router.divide(prompts, sampling, before, here)
-        given = self._router.give(prompts, sampling, owners)
-        call = GenerateRequest(self._calls, prompts, sampling, owners, given, several)
+        if not len(owners) or not np.isin(owners, available).all():
+            owners = self._router.divide(prompts, sampling, before, available)
+        shares = self._router.give(prompts, sampling, owners)
+        call = GenerateRequest(self._calls, prompts, sampling, owners, shares, several)
         self._calls += 1
         self._running[call.number] = call
         return call
@@ -251,38 +226,45 @@ class Producer:
         self.arrived.append((call, replica, ended))
         self._state.condition.notify_all()
 
-    def _changed(self, why: str, death: tuple[Life, Exception] | None) -> None:
-        """Handle a change of replicas. The unfinished and held rows of a life that ended are lost."""
+    def _changed(self, why: str, death: tuple[Incarnation, Exception] | None) -> None:
+        """Handle a change of replicas. The unfinished and held rows of an incarnation that ended are lost."""
+        buffer = self._state.buffer
         self._state.decisions.break_off(why)
         if death is None:
             return
-        life, error = death
+        incarnation, error = death
+        replica = incarnation[0]
         drawing: list[int] = []
         for call in self._running.values():
-            if call.lives.get(life[0]) == life:
-                drawing += self._state.buffer.incomplete(call.labels(life[0]))
-        self.suspects.died(life[0], self._state.buffer.prompts(drawing), error)
-        lost = [*self._state.buffer.elsewhere(life), *drawing]
+            if call.unfinished.get(replica) == incarnation:
+                drawing += buffer.incomplete(call.labels(replica))
+        self.poison_rows.died(replica, buffer.prompts(drawing), error)
+        lost = [*buffer.remote(incarnation), *drawing]
         for rows, call in self._resumable.values():
-            if rows.elsewhere and life in call.began:
-                lost += [label for label in call.labels(life[0]) if label in rows.groups]
+            if rows.elsewhere and incarnation in call.incarnations:
+                lost += [label for label in call.labels(replica) if label in rows.groups]
         self._lose(list(dict.fromkeys(lost)))
 
     def _lose(self, labels: list[int]) -> None:
         """Sample groups again, from their prompts. Rows of them that still arrive are dropped."""
-        it = self._state
+        state = self._state
         if not labels:
             return
         for label in labels:
-            it.ledger.restart(label)
-        it.prompts.put_back(it.buffer.lose(labels))
+            state.ledger.remove(label)
+        state.prompts.put_back(state.buffer.pop_prompts(labels))
         for call in self._running.values():
-            call.lost.update(call.given.keys() & set(labels))
+            call.lost.update(call.shares.keys() & set(labels))
         for number, (rows, call) in list(self._resumable.items()):
             del self._resumable[number]
-            self._resume(rows.select(np.logical_not(np.isin(rows.groups, labels))), call)
+            self._resume(_without(rows, labels), call)
 
     def _resume(self, rows: Batch, call: GenerateRequest) -> None:
         """Let these rows of a call continue later."""
         if len(rows):
             self._resumable[call.number] = rows, call
+
+
+def _without(rows: Batch, labels: Collection[int]) -> Batch:
+    """Return the rows of other groups than these."""
+    return rows.select(np.logical_not(np.isin(rows.groups, list(labels))))

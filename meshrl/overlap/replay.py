@@ -1,15 +1,17 @@
 """The schedule of an asynchronous run: the order and places of its samplings, publications and deliveries.
 
-Everything else follows from the seeds. A run that follows the schedule of another computes the same bits, even at
-another speed.
+Everything else follows from the seeds, or is recorded, such as episodes of programs. A run that follows the schedule of
+another computes the same bits, even at another speed.
 """
 
+import os
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import BinaryIO, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -19,13 +21,30 @@ from meshrl.data import Batch, Weights
 from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
-from meshrl.overlap.kept_rows import KeptRows, RowKeeper
 from meshrl.roles import Sampler
 
+DIFFERENCE: Final = "sampler_difference"
+"""The gauge of the distance between a sampler's log-probs and its policy's, after it took new weights."""
+_PAUSE: Final = "sampler_pause_s"
+"""The gauge of the seconds in which a sampler sampled nothing while it took new weights."""
+_REMEDY: Final = "Follow it with the configuration of that run, which is in its config.toml"
+_KEYS: Final = {"size": "prompts in a batch", "published_every": "evaluation.every"}
+"""Names for users, if they differ from the names in a schedule."""
+_PLACES: Final = ("rank", "load", "call", "steps")
+_ROWS: Final = "episodes.bin"
+_HEAD: Final = struct.Struct("<qqq")
+"""Before each recorded row: its group, its number in the group, and its number of bytes."""
+
 Kind: TypeAlias = Literal["draw", "publish", "deliver"]
+LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
+"""Gives weights to the available ranks of a sampler. Returns the result of `load`, if there is a rank."""
 
 
-class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, omit_defaults=True):
+class _Line(msgspec.Struct, tag_field="kind", tag=str.lower, frozen=True):
+    """A line of a schedule."""
+
+
+class Decision(_Line, frozen=True, omit_defaults=True):
     """A stream of rollouts drew `count` prompts, published weights, or delivered these groups."""
 
     stream: int
@@ -36,7 +55,7 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
     """For a draw from a sampler with several replicas, the replica of each row."""
 
 
-class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
+class Opened(_Line, frozen=True):
     """The configuration of a stream of rollouts: groups in a batch, the bound, completions of a prompt, replicas."""
 
     size: int
@@ -47,21 +66,21 @@ class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
     replicas: int
 
 
-class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
+class Load(_Line, frozen=True):
     """The result of a sampler's `load`: where the calls on its ranks were when new weights arrived."""
 
     sampler: int
     places: Mapping[str, list[int]]
 
 
-class Broken(msgspec.Struct, tag_field="kind", tag="broken", frozen=True):
+class Broken(_Line, frozen=True):
     """From here on a stream cannot be replayed, because its rows depend on when a replica died or came."""
 
     stream: int
     why: str
 
 
-class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
+class Loop(_Line, frozen=True):
     """A loop of `run.steps`. Like streams, it determines how often the sampler gets weights."""
 
     steps: int
@@ -69,7 +88,7 @@ class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
     """Steps between two publications for an evaluation. None if a script publishes its weights itself."""
 
 
-class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
+class Ended(_Line, frozen=True):
     """The loop of this number has ended."""
 
     loop: int
@@ -77,6 +96,51 @@ class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
 
 Entry: TypeAlias = Decision | Opened | Load | Broken | Loop | Ended
 _decoder = msgspec.json.Decoder(Entry)
+
+
+def read_schedule(folder: Path) -> list[Entry]:
+    """Read the schedule of the run in a folder. DataError if it has none."""
+    path = folder / "schedule.jsonl"
+    if not path.is_file():
+        raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")
+    return [_decoder.decode(line) for line in path.read_bytes().splitlines() if line]
+
+
+class KeptRows:
+    """Rows that no seed reproduces, as an earlier run recorded them, up to the first damage of its file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._places: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        """The offset and size of each row. If it was sampled several times, the first comes first."""
+        size = os.fstat(file.fileno()).st_size
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            group, number, length = _HEAD.unpack(head)
+            if not 0 <= length <= size - file.tell():
+                break
+            self._places.setdefault((group, number), deque()).append((file.tell(), length))
+            file.seek(length, os.SEEK_CUR)
+
+    def next(self, group: int, number: int) -> bytes | None:
+        """Return the bytes of the row's next recording, or None."""
+        places = self._places.get((group, number))
+        if not places:
+            return None
+        place, length = places.popleft()
+        self._file.seek(place)
+        return self._file.read(length)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_kept_rows(folder: Path) -> KeptRows | None:
+    """Read the recorded rows of the run in a folder. None if it has none."""
+    try:
+        return KeptRows((folder / _ROWS).open("rb"))
+    except FileNotFoundError:
+        return None
 
 
 class DecisionLog:
@@ -141,13 +205,15 @@ class DecisionLog:
 
 
 class Schedule:
-    """Writes a run's schedule, and follows that of an earlier run if given."""
+    """Writes a run's schedule and rows into its folder, even after that moves. Follows an earlier run if given."""
 
     def __init__(self, path: Path, replayed: Sequence[Entry] | None = None, kept_rows: KeptRows | None = None) -> None:
         """`replayed`: the schedule of the run to repeat, from `read_schedule`. `kept_rows`: its recorded rows."""
-        self._replayed = replayed
-        self.rows: RowKeeper = RowKeeper(path.parent, kept_rows)
-        """For samplers whose rows no seed reproduces."""
+        self._replays = replayed is not None
+        self._replayed = replayed or ()
+        self.kept_rows = kept_rows
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._rows: int | None = None
         self._file = path.open("wb")
         self._streams = 0
         self._loops = 0
@@ -156,18 +222,18 @@ class Schedule:
     def decisions(self, sampler: Sampler, opened: Opened) -> DecisionLog:
         """Return the decisions of the next stream. DataError if it is configured differently from the replayed one."""
         number, self._streams = self._streams, self._streams + 1
-        before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
-        if self._replayed is not None and before != [opened]:
+        before = [each for each in self._replayed if isinstance(each, Opened)][number : number + 1]
+        if self._replays and before != [opened]:
             raise DataError(
                 "the replayed schedule belongs to another stream of rollouts: "
-                f"{_differing(before[0], opened) if before else 'there it was never opened'}. {_REMEDY}"
+                f"{_differences(before[0], opened) if before else 'there it was never opened'}. {_REMEDY}"
             )
-        for each in self._replayed or ():
+        for each in self._replayed:
             if isinstance(each, Broken) and each.stream == number:
                 raise DataError(f"the schedule cannot be replayed: {each.why}. Take one of a run without that")
-        self.write(opened)
-        decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
-        return DecisionLog(self.write, number, decided, lambda: self._number(sampler))
+        self._write(opened)
+        decided = [each for each in self._replayed if isinstance(each, Decision) and each.stream == number]
+        return DecisionLog(self._write, number, decided, lambda: self.begin(sampler))
 
     def loop(self, loop: Loop) -> None:
         """Begin a loop over steps. DataError if weights may arrive differently from the replayed run.
@@ -177,117 +243,98 @@ class Schedule:
         checked.
         """
         number, self._loops = self._loops, self._loops + 1
-        entries = self._replayed or ()
-        before = [each for each in entries if isinstance(each, Loop)][number : number + 1]
-        if before and not _fits(before[0], loop, entries, number):
+        before = [each for each in self._replayed if isinstance(each, Loop)][number : number + 1]
+        if before and not _fits(before[0], loop, self._replayed, number):
             raise DataError(
                 "the replayed schedule belongs to another loop, and the sampler might wait for weights that never "
-                f"come: {_differing(before[0], loop)}. {_REMEDY}"
+                f"come: {_differences(before[0], loop)}. {_REMEDY}"
             )
-        self.write(loop)
+        self._write(loop)
 
     def end_loop(self) -> None:
         """Record the end of the loop that began last."""
-        self.write(Ended(self._loops - 1))
+        self._write(Ended(self._loops - 1))
 
-    async def load(self, sampler: Sampler, weights: Weights, load: "LoadAll | None" = None) -> None:
-        """Load weights into a sampler, at the place of the replayed load."""
-        await self._number(sampler)
-        places = await _told(await (load or sampler.load)(weights))
-        if places is not None:
-            self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
-
-    async def _number(self, sampler: Sampler) -> None:
+    async def begin(self, sampler: Sampler) -> None:
         """Number a sampler. In a replay, give it the places of its loads before anything else."""
-        if sampler not in self._samplers:
-            self._samplers.append(sampler)
-            if self._replayed is not None:
-                await sampler.replay(self._record(len(self._samplers) - 1, self._replayed))
+        if sampler in self._samplers:
+            return
+        self._samplers.append(sampler)
+        if self._replays:
+            number = len(self._samplers) - 1
+            loads = [each.places for each in self._replayed if isinstance(each, Load) and each.sampler == number]
+            columns = {name: [value for places in loads for value in places[name]] for name in _PLACES}
+            await sampler.replay(Batch({name: np.array(column, np.int64) for name, column in columns.items()}))
 
-    def write(self, entry: Entry) -> None:
-        """Write a line."""
-        self._file.write(msgspec.json.encode(entry) + b"\n")
-        self._file.flush()
+    def note_load(self, sampler: Sampler, places: Batch) -> None:
+        """Record where the calls of a sampler were when it loaded weights."""
+        self._write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
+
+    def keep_row(self, group: int, number: int, row: bytes) -> None:
+        """Record a row that no seed reproduces, by its number in its group."""
+        if self._rows is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._rows = os.open(_ROWS, flags, 0o666, dir_fd=self._folder)
+        with os.fdopen(self._rows, "wb", closefd=False) as file:
+            file.write(_HEAD.pack(group, number, len(row)) + row)
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        self.rows.close()
+        for each in (self._folder, self._rows):
+            if each is not None:
+                os.close(each)
+        if self.kept_rows is not None:
+            self.kept_rows.close()
 
-    def _record(self, sampler: int, entries: Sequence[Entry]) -> Batch:
-        loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]
-        columns = {name: [value for places in loads for value in places[name]] for name in _PLACES}
-        return Batch({name: np.array(column, np.int64) for name, column in columns.items()})
+    def _write(self, entry: Entry) -> None:
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.flush()
 
-
-DIFFERENCE: Final = "sampler_difference"
-"""The gauge of the distance between a sampler's log-probs and its policy's, after it took new weights."""
-PAUSE: Final = "sampler_pause_s"
-"""The gauge of the seconds in which a sampler sampled nothing while it took new weights."""
-_REMEDY: Final = "Follow it with the configuration of that run, which is in its config.toml"
-_WORDS: Final = {"size": "prompts in a batch", "published_every": "evaluation.every"}
-"""Names for users, if they differ from the names in a schedule."""
-_PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, if it keeps one."""
-
-
 newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
 """Newest weights of samplers whose ranks come and go, or are away. A rank that comes gets them."""
-LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
-"""Gives weights to the available ranks of a sampler. Returns the result of `load`, if there is a rank."""
 
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
-    """Load weights into a sampler, as the run's schedule says if it has one. `load`: replaces the sampler's."""
+    """Load weights into a sampler, at the place that a replayed schedule has. `load`: replaces the sampler's."""
     if min_ranks(sampler) or sampler in newest:
         newest[sampler] = weights
     if load is None:
         weights = weights.read_by(sum(not is_away(replica) for replica in replicas(sampler)))
-    if kept := schedule.get():
-        await kept.load(sampler, weights, load)
-    else:
-        await _told(await (load or sampler.load)(weights))
+    current = schedule.get()
+    if current:
+        await current.begin(sampler)
+    places = await measured(await (load or sampler.load)(weights))
+    if current and places is not None:
+        current.note_load(sampler, places)
 
 
-async def load_alone(replica: Sampler, weights: Weights) -> None:
-    """Load weights into one replica of a sampler that the others have. No schedule replays this."""
-    await _told(await replica.load(weights))
-
-
-async def _told(returned: Batch | None) -> Batch | None:
-    """Return the result of a load, and record its measurements."""
+async def measured(returned: Batch | None) -> Batch | None:
+    """Fetch the result of a sampler's `load`, and record its measurements."""
     places = await returned.load() if returned is not None else None
-    for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
+    for column, name in (("difference", DIFFERENCE), ("pause", _PAUSE)):
         if places is not None and column in places:
             gauge(name, float(places.row(column).max()))
     return places
 
 
-def _fits(there: Loop, here: Loop, entries: Sequence[Entry], number: int) -> bool:
-    """True if the weights of loop `there` would come at the same places, in the same order, in loop `here`."""
+def _fits(before: Loop, now: Loop, entries: Sequence[Entry], number: int) -> bool:
+    """True if weights arrive in the loop `now` at the same places, in the same order, as in the replayed loop."""
     loads = [index for index, each in enumerate(entries) if isinstance(each, Load)]
-    if there == here or not loads:
+    if before == now or not loads:
         return True
     is_last = Ended(number) not in entries or loads[-1] < entries.index(Ended(number))
-    return there.published_every == here.published_every and there.steps < here.steps and is_last
+    return before.published_every == now.published_every and before.steps < now.steps and is_last
 
 
-def _differing(there: Opened | Loop, here: Opened | Loop) -> str:
-    told = [
-        (_WORDS.get(name, name), getattr(there, name), value) for name, value in msgspec.structs.asdict(here).items()
-    ]
+def _differences(replayed: Opened | Loop, current: Opened | Loop) -> str:
+    pairs = [(name, getattr(replayed, name), value) for name, value in msgspec.structs.asdict(current).items()]
     return ", ".join(
-        f"{name} = {'nothing' if before is None else before} there and {'nothing' if now is None else now} here"
-        for name, before, now in told
+        f"{_KEYS.get(name, name)} = {'nothing' if before is None else before} there and "
+        f"{'nothing' if now is None else now} here"
+        for name, before, now in pairs
         if before != now
     )
-
-
-def read_schedule(folder: Path) -> list[Entry]:
-    """Read the schedule of the run in a folder. DataError if it has none."""
-    path = folder / "schedule.jsonl"
-    if not path.is_file():
-        raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")
-    return [_decoder.decode(line) for line in path.read_bytes().splitlines() if line]

@@ -1,10 +1,10 @@
-"""The replicas of a sampler: which are available, and how a dead one returns with the newest weights."""
+"""The replicas of a sampler: which are available, how a dead one returns with the newest weights, and poison rows."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final, Never, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,59 +12,58 @@ from meshrl import log
 from meshrl.data import Batch, Weights
 from meshrl.errors import (
     ConfigError,
+    DataError,
     EngineDied,
     MeshStopped,
     NoRoom,
     OtherVersions,
     RankDied,
     RankFailed,
+    described,
     is_lost,
+    shortened,
 )
 from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, leave_out, min_ranks, replicas, respawn, take_in
-from meshrl.overlap.condition import Condition
-from meshrl.overlap.replay import load_alone, newest
-from meshrl.overlap.suspects import check_call
+from meshrl.overlap.replay import measured, newest
+from meshrl.overlap.stream_state import StreamState
 from meshrl.roles import Sampler
 
 T = TypeVar("T")
 
-Life: TypeAlias = tuple[int, int]
-"""A replica's number, and how many of its lives have ended."""
+Incarnation: TypeAlias = tuple[int, int]
+"""A replica's number, and how often it has failed before."""
 
-_LONGEST: Final = 60.0
+_LONGEST_PAUSE: Final = 60.0
 """Most seconds between two attempts to restart a replica that keeps dying."""
+_FATAL: Final = 5
+"""Successive deaths, each of a replica that sampled the same row, that are not an accident."""
+_NAMED: Final = 3
+"""Number of groups that an error names."""
 
 
 class Replicas:
     """The replicas of a sampler: its ranks if they are independent, else the sampler as a whole.
 
     All calls leave out a replica that dies. It is restarted while the others continue, and gets the newest weights
-    before any rows. A death uses one of the `retries`, except on a mesh with `min_ranks`.
+    before any rows. A death uses one of the stream's `retries`, except on a mesh with `min_ranks`.
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        retries: int,
-        condition: Condition,
-        start: Callable[[Coroutine[Never, Never, None]], None],
-        changed: Callable[[str, tuple[Life, Exception] | None], None],
+        self, state: StreamState, changed: Callable[[str, tuple[Incarnation, Exception] | None], None]
     ) -> None:
-        """`start`: as in `StreamState`. `changed` gets a description, and the life that ended with its error."""
-        self.each: list[Sampler] = replicas(sampler)
-        self._sampler = sampler
-        self._min_ranks = min_ranks(sampler)
-        self._retries = retries
-        self._condition = condition
-        self._start = start
+        """`changed` gets a description, and the incarnation that ended with its error."""
+        self.each: list[Sampler] = replicas(state.sampler)
+        self._state = state
+        self._min_ranks = min_ranks(state.sampler)
+        self._retries = state.retries
         self._changed = changed
-        self._ended = [0] * len(self.each)
-        """Number of ended lives of each replica."""
+        self._failures = [0] * len(self.each)
+        """Number of ended incarnations of each replica."""
         self._away: dict[int, Exception | None] = {}
         """Unavailable replicas, with the error that ended them. None if they were never available."""
         self._idle = [0] * len(self.each)
-        """Number of successive lives of each replica that ended without a row."""
+        """Number of successive incarnations of each replica that ended without a row."""
         self._weights: Weights | None = None
         """The newest weights, which a restarted replica gets."""
         self._changing = asyncio.Lock()
@@ -74,12 +73,12 @@ class Replicas:
 
     def begin(self) -> None:
         """Restart those that died before, and wait for those that are not available yet."""
-        self._weights = newest.get(self._sampler, self._weights)  # those published so far
+        self._weights = newest.get(self._state.sampler, self._weights)  # those published so far
         self._restarts = True
         for number, replica in enumerate(self.each):
             if is_away(replica):
                 self._away.setdefault(number, None)
-                self._start(self._return(number))
+                self._state.start(self._restart(number))
             else:  # a call outside the stream may have brought it back
                 self._away.pop(number, None)
 
@@ -87,10 +86,10 @@ class Replicas:
         """Store the weights for the next restart of an absent replica, because no stream manages the replicas now."""
         self._restarts = False
         if self._away and self._weights is not None:
-            newest[self._sampler] = self._weights
+            newest[self._state.sampler] = self._weights
 
     @property
-    def here(self) -> Rows:
+    def available(self) -> Rows:
         """The numbers of available replicas, int64."""
         return np.array([number for number in range(len(self.each)) if number not in self._away], np.int64)
 
@@ -101,20 +100,20 @@ class Replicas:
 
     def why_not(self) -> str:
         """Describe the missing replicas."""
-        wanted = max(1, self._min_ranks)
-        told = "; ".join(f"replica {number}: {error or 'not there yet'}" for number, error in self._away.items())
-        count = len(self.each)
-        return f"{count - len(self._away)} of {count} replicas of the sampler are there, and {wanted} wanted: {told}"
+        missing = "; ".join(f"replica {number}: {error or 'not there yet'}" for number, error in self._away.items())
+        count, wanted = len(self.each), max(1, self._min_ranks)
+        return f"{count - len(self._away)} of {count} replicas of the sampler are there, and {wanted} wanted: {missing}"
 
-    def life(self, number: int) -> Life:
-        """Return the present life of a replica."""
-        return number, self._ended[number]
+    def incarnation(self, number: int) -> Incarnation:
+        """Return the present incarnation of a replica."""
+        return number, self._failures[number]
 
-    def is_over(self, life: Life) -> bool:
-        """True if the end of this life has been handled."""
-        return self._ended[life[0]] > life[1]
+    def is_over(self, incarnation: Incarnation) -> bool:
+        """True if the end of this incarnation has been handled."""
+        number, failures = incarnation
+        return self._failures[number] > failures
 
-    def came(self, number: int) -> None:
+    def delivered(self, number: int) -> None:
         """Note that rows arrived from a replica."""
         self._idle[number] = 0
 
@@ -122,7 +121,7 @@ class Replicas:
         """Load weights into all available replicas, and later into each new one. Returns the results, if any."""
         async with self._changing:
             self._weights = weights
-            given = weights.read_by(len(self.here))
+            given = weights.read_by(len(self.available))
             places = await self._on_each(lambda replica: replica.load(given))
             return Batch.concat(places) if places else None
 
@@ -131,26 +130,26 @@ class Replicas:
         async with self._changing:
             await self._on_each(lambda replica: replica.abort())
 
-    def failed(self, life: Life, error: Exception) -> None:
-        """Handle the failure of a call in this life of a replica. Raises the error if it cannot be survived."""
-        number = life[0]
-        if self.is_over(life):
+    def failed(self, incarnation: Incarnation, error: Exception) -> None:
+        """Handle the failure of a call. Raises the error if it cannot be survived."""
+        number, _ = incarnation
+        if self.is_over(incarnation):
             return
-        self._pay(number, error)
-        self._ended[number] += 1
+        self._accept_loss(number, error)
+        self._failures[number] += 1
         if died(error):
             leave_out(self.each[number])
             if not is_away(self.each[number]):
                 raise error  # it is on no mesh, so nobody can restart it
             self._away[number] = error
             if self._restarts:
-                self._start(self._return(number))
-            self._tell()
-        dead = (life, error) if died(error) else None
+                self._state.start(self._restart(number))
+            self._gauge()
+        dead = (incarnation, error) if died(error) else None
         self._changed(f"rows were lost with replica {number} of its sampler and drawn again", dead)
-        self._condition.notify_all()
+        self._state.condition.notify_all()
 
-    def _pay(self, number: int, error: Exception) -> None:
+    def _accept_loss(self, number: int, error: Exception) -> None:
         """Count the error, or raise it if its loss cannot be repeated."""
         alone = len(self._away.keys() | {number}) == len(self.each)
         unknown = self._weights is None and alone  # no replica has its weights
@@ -174,53 +173,53 @@ class Replicas:
         self._retries -= 1
         log.warning("rollouts were lost and are sampled again", retries_left=self._retries, error=str(error))
 
-    async def _return(self, number: int) -> None:
+    async def _restart(self, number: int) -> None:
         """Restart a replica, however long that takes, and take it in."""
-        gone: Weights | None = None
+        lost: Weights | None = None
         while True:
             if self._idle[number] > 1:
-                await asyncio.sleep(min(_LONGEST, 2.0 ** (self._idle[number] - 2)))
+                await asyncio.sleep(min(_LONGEST_PAUSE, 2.0 ** (self._idle[number] - 2)))
             self._idle[number] += 1
-            given = gone
+            given = lost
             try:
                 await respawn(self.each[number])
-                await self._condition.wait_quietly_for(partial(self._has_others, gone))
+                await self._state.condition.wait_quietly_for(partial(self._has_other_weights, lost))
                 async with self._changing:
                     given = self._weights
                     if given is not None:
-                        await load_alone(self.each[number], given)
+                        await measured(await self.each[number].load(given))  # no schedule replays this
                     self._take_in(number)
                 return
-            except (RankDied, RankFailed, ConfigError) as again:
-                if is_lost(again) and given is not None and not given.lasts:
-                    gone = given  # the policy has moved on, and newer weights will come
+            except (RankDied, RankFailed, ConfigError) as failure:
+                if is_lost(failure) and given is not None and not given.lasts:
+                    lost = given  # the policy has moved on, and newer weights will come
                     continue
-                waits = self.are_enough or isinstance(again, NoRoom | OtherVersions)  # another machine may come
-                if not died(again) and not (self._min_ranks and waits):
+                waits = self.are_enough or isinstance(failure, NoRoom | OtherVersions)  # another machine may come
+                if not died(failure) and not (self._min_ranks and waits):
                     raise
-                self._pay(number, again)
-                self._ended[number] += 1
-                self._away[number] = again
+                self._accept_loss(number, failure)
+                self._failures[number] += 1
+                self._away[number] = failure
 
-    def _has_others(self, gone: Weights | None) -> bool:
+    def _has_other_weights(self, lost: Weights | None) -> bool:
         """True if there are weights other than these. With None, True if there are any."""
-        return self._weights is not gone
+        return self._weights is not lost
 
     def _take_in(self, number: int) -> None:
         del self._away[number]
         take_in(self.each[number])
         self._changed(f"replica {number} of its sampler came while it ran", None)
         log.info("a replica of the sampler is available", replica=number, of=len(self.each))
-        self._tell()
-        self._condition.notify_all()
+        self._gauge()
+        self._state.condition.notify_all()
 
-    def _tell(self) -> None:
+    def _gauge(self) -> None:
         gauge("sampler replicas", len(self.each) - len(self._away))
 
     async def _on_each(self, change: Callable[[Sampler], Awaitable[T]]) -> list[T]:
         """Change all available replicas. Returns the results of those that survived it."""
-        lives = [self.life(number) for number in self.here.tolist()]
-        tasks = [asyncio.ensure_future(change(self.each[number])) for number, _ in lives]
+        incarnations = [self.incarnation(number) for number in self.available.tolist()]
+        tasks = [asyncio.ensure_future(change(self.each[number])) for number, _ in incarnations]
         try:
             if tasks:
                 await asyncio.wait(tasks)
@@ -228,13 +227,13 @@ class Replicas:
             for task in tasks:
                 task.cancel()
         results: list[T] = []
-        for life, task in zip(lives, tasks, strict=True):
+        for incarnation, task in zip(incarnations, tasks, strict=True):
             try:
                 results.append(task.result())
             except Exception as error:
-                if not died(error) and not self.is_over(life):
+                if not died(error) and not self.is_over(incarnation):
                     raise
-                self.failed(life, error)
+                self.failed(incarnation, error)
         return results
 
     async def outlive(self, draw: Callable[[], Awaitable[T]], prompts: int) -> T:
@@ -244,23 +243,67 @@ class Replicas:
         """
         dead: list[int] = []
         while True:
-            there = self._condition.wait_for(
+            await self._state.condition.wait_for(
                 lambda: len(self._away) < len(self.each), "a call outside the stream", "a replica", self.why_not
             )
-            await there
-            lives = [self.life(number) for number in range(len(self.each))]
+            incarnations = [self.incarnation(number) for number in range(len(self.each))]
             try:
                 return await draw()
             except MeshStopped:  # a dead one was restarted during the call
-                if not any(map(self.is_over, lives)):
+                if not any(map(self.is_over, incarnations)):
                     raise
             except (RankDied, RankFailed) as error:
                 if not died(error):
                     raise
-                life = lives[error.rank if len(self.each) > 1 else 0]
-                dead.append(life[0])
-                check_call(prompts, dead, error, len(self.each))
-                self.failed(life, error)
+                incarnation = incarnations[error.rank if len(self.each) > 1 else 0]
+                dead.append(incarnation[0])
+                _check_call(prompts, dead, error, len(self.each))
+                self.failed(incarnation, error)
+
+
+class PoisonRows:
+    """Finds rows that crash every replica that samples them, by counting crashes. It needs no clock and no tasks."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, list[int]] = {}
+        """By group, the replicas that have died since it was last sampled to its end."""
+
+    def died(self, replica: int, drawing: Mapping[int, object], error: Exception) -> None:
+        """Record the death of a replica. DataError if one of the groups that it sampled has now ended too many.
+
+        `drawing`: the prompt of each group.
+        """
+        for label in drawing:
+            self._deaths.setdefault(label, []).append(replica)
+        fatal = [label for label in drawing if len(self._deaths[label]) >= _FATAL]
+        if fatal:
+            named = ", ".join(f"{label} ({shortened(drawing[label])})" for label in fatal[:_NAMED])
+            more = f" and {len(fatal) - _NAMED} more" if len(fatal) > _NAMED else ""
+            group, this = ("group", "this") if len(fatal) == 1 else ("groups", "this, or one of them,")
+            raise DataError(f"{group} {named}{more}: drawing {this} kills {_deaths(self._deaths[fatal[0]], error)}")
+
+    def drawn(self, labels: Iterable[int]) -> None:
+        """Clear groups that are complete, because no replica died of them."""
+        for label in labels:
+            self._deaths.pop(label, None)
+
+
+def _check_call(prompts: int, dead: Sequence[int], error: Exception, replicas: int) -> None:
+    """Raise DataError if a call outside the stream has ended too many replicas in a row.
+
+    Such a call uses all replicas at once and is lost with any of them. So it takes more deaths than for one row to rule
+    out bad luck.
+    """
+    if len(dead) >= _FATAL * replicas:
+        raise DataError(f"a call outside the stream, with {prompts} prompts, kills {_deaths(dead, error)}")
+
+
+def _deaths(replicas: Sequence[int], error: Exception) -> str:
+    return (
+        f"the sampler's replicas: {len(replicas)} died of it one after another (numbers "
+        f"{', '.join(map(str, replicas))}), and it is not drawn again. Leave the row out, or bound what it takes, as "
+        f"by sampling.max_tokens. The last death: {described(error)}"
+    )
 
 
 async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
@@ -284,7 +327,7 @@ async def _bring_back(each: Sequence[Sampler], enough: int, weights: Weights) ->
 
     async def again(replica: Sampler) -> None:
         await respawn(replica)
-        await load_alone(replica, weights)
+        await measured(await replica.load(weights))
         take_in(replica)
 
     coming = [asyncio.ensure_future(again(replica)) for replica in each]

@@ -47,55 +47,55 @@ class Router:
         return len(self.outstanding)
 
     def divide(
-        self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share] = NOWHERE, here: Rows | None = None
+        self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share] = NOWHERE, available: Rows | None = None
     ) -> Rows:
         """Choose a replica for each row, int64[rows]: the costliest group first, each to the least outstanding work.
 
-        `here`: the numbers of available replicas. Default: all.
+        `available`: the numbers of available replicas. Default: all.
 
         Afterwards no replica that got rows exceeds the lightest by more than one group. A group in `before` stays where
         it was, unless that replica exceeds the lightest by more than the costliest group, or an eighth of the mean. If
         nothing is outstanding, new rows are divided as in any call, by their present tokens.
         """
-        here = np.arange(self.replicas) if here is None else here
-        outstanding = self.outstanding[here]
-        owners = np.full(len(prompts), here[0])
-        if len(here) == 1:
+        available = np.arange(self.replicas) if available is None else available
+        outstanding = self.outstanding[available]
+        owners = np.full(len(prompts), available[0])
+        if len(available) == 1:
             return owners
         if not before and not outstanding.any():
-            for replica, rows in zip(here.tolist(), prompts.plan(len(here)), strict=True):
+            for replica, rows in zip(available.tolist(), prompts.plan(len(available)), strict=True):
                 owners[rows] = replica
             return owners
         numbers: dict[int, int] = {}
         group = np.array([numbers.setdefault(label, len(numbers)) for label in prompts.groups.tolist()], np.int64)
         costs = np.zeros(len(numbers), np.int64)
         np.add.at(costs, group, _limits(prompts, sampling) * sampling.n)
-        place = {replica: number for number, replica in enumerate(here.tolist())}
+        place = {replica: number for number, replica in enumerate(available.tolist())}
         homes = [place.get(before[label].replica, -1) if label in before else -1 for label in numbers]
-        mean = int(outstanding.sum() + costs.sum()) // len(here)
+        mean = int(outstanding.sum() + costs.sum()) // len(available)
         slack = max(int(costs.max(initial=0)), mean // _LEEWAY)
-        taken: Rows = here[lightest(costs, outstanding, np.array(homes, np.int64), slack)[group]]
+        taken: Rows = available[lightest(costs, outstanding, np.array(homes, np.int64), slack)[group]]
         return taken
 
     def give(self, prompts: Batch, sampling: Sampling, owners: Rows) -> dict[int, Share]:
         """Count the rows of a call on their replicas. Returns the share of each group."""
-        given: dict[int, Share] = {}
+        shares: dict[int, Share] = {}
         limits = _limits(prompts, sampling).tolist()
         for label, replica, tokens in zip(prompts.groups.tolist(), owners.tolist(), limits, strict=True):
-            share = given.setdefault(label, Share(replica, 0, tokens))
+            share = shares.setdefault(label, Share(replica, 0, tokens))
             share.rows += sampling.n
             self.outstanding[share.replica] += sampling.n * share.tokens
-        return given
+        return shares
 
-    def take(self, given: Mapping[int, Share], labels: Iterable[int]) -> None:
+    def take(self, shares: Mapping[int, Share], labels: Iterable[int]) -> None:
         """Count arrived rows, given the label of each. DataError for a group that the call does not have."""
         for label in labels:
-            if label not in given:
+            if label not in shares:
                 raise DataError(
-                    f"the sampler yielded a row of group {label}, and its call has {', '.join(map(str, given))}: make "
+                    f"the sampler yielded a row of group {label}, and its call has {', '.join(map(str, shares))}: make "
                     "rollouts from the rows of the prompts, by repeat, select and assign"
                 )
-            share = given[label]
+            share = shares[label]
             share.rows -= 1
             self.outstanding[share.replica] -= share.tokens
 

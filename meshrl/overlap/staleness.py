@@ -93,11 +93,11 @@ class StalenessLedger:
 
     def why_no_batch(self) -> str:
         """Describe what a batch waits for. If it is a publication that nobody has begun, say what to call."""
-        told = f"{self.ready} of {self.size} groups are ready, {self.running} run"
+        counts = f"{self.ready} of {self.size} groups are ready, {self.running} run"
         if self.running or self.room or self._announced or self.version >= self.batches:
-            return told
+            return counts
         return (
-            f"{told}. Nothing was published after the last update (delivered batches: {self.batches}, publications: "
+            f"{counts}. Nothing was published after the last update (delivered batches: {self.batches}, publications: "
             f"{self.version}), so no more may be drawn: call `await publish(policy, stream)` after each update"
         )
 
@@ -151,15 +151,15 @@ class StalenessLedger:
         group.finished = True
         self.ready += 1
 
+    def remove(self, label: int) -> None:
+        """Remove a group that was delivered or dropped, or lost and will be drawn again."""
+        self.ready -= self.groups.pop(label).finished
+
     def drop(self, labels: Iterable[int], why: str) -> None:
         """Drop groups that will not be delivered. Others may be drawn instead."""
         for label in labels:
-            self._remove(label)
+            self.remove(label)
             self.dropped[why] += 1
-
-    def restart(self, label: int) -> None:
-        """Draw a lost group again."""
-        self._remove(label)
 
     def too_old(self) -> list[int]:
         """Return the finished groups that are too old to train on."""
@@ -198,16 +198,13 @@ class StalenessLedger:
         self.waited += self._waits
         self._waits = False
         for label in labels:
-            self._remove(label)
+            self.remove(label)
         self.delivered += len(labels)
         self.batches += 1
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
         """Return how many publications behind the last batch the tokens of these weights were."""
         return [self._last_trained - self.version_of(each) for each in weights]
-
-    def _remove(self, label: int) -> None:
-        self.ready -= self.groups.pop(label).finished
 
     def _last(self, group: Group) -> int:
         """Return the last version of the trainer that may train on a group."""

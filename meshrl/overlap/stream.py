@@ -11,50 +11,34 @@ asynchronous.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Final, Never, Self, TypeAlias, get_args
+from typing import Final, Self, get_args
 from weakref import WeakSet
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from meshrl import log
 from meshrl.data import Batch, Weights, lengths
 from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
-from meshrl.overlap.condition import Condition
-from meshrl.overlap.grouping import GroupBuffer
-from meshrl.overlap.producer import GenerateRequest, Producer, StreamState, SwapMode
-from meshrl.overlap.prompt_queue import PromptQueue
+from meshrl.overlap.producer import GenerateRequest, Producer
 from meshrl.overlap.replay import DecisionLog, Opened, schedule
 from meshrl.overlap.staleness import Late, StalenessLedger
+from meshrl.overlap.stream_state import GroupBuffer, Keep, PromptQueue, Score, StreamState, SwapMode
 from meshrl.roles import Sampler, Sampling
 from meshrl.tasks import data_cursor
 
-Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
-Keep: TypeAlias = Callable[[Batch], ArrayLike]
-
 _MOST_FILTERED: Final = 100
 """Batches of groups that `keep` may drop between two delivered batches."""
-_NEWS: Final = 5.0
+_WAIT_FOR_DEATH: Final = 5.0
 """Seconds to wait, after a column could not be fetched, for the news that its rank has died."""
-_PATIENCE: Final = 60.0
-"""Seconds of waiting for a batch after which the log says who waits for whom."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    sampler: Sampler
-    sampling: Sampling
-    swap: SwapMode
-    retries: int
-    score: Score | None
-    keep: Keep | None
+_REPORT_AFTER: Final = 60.0
+"""Log a wait report after this many seconds without a batch."""
 
 
 def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
@@ -91,9 +75,13 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: use one of {', '.join(map(repr, known))}")
-    source = PromptQueue(prompts, data_cursor.get())
-    ledger = StalenessLedger(source.size, ahead, late)
-    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, ledger)
+    queue = PromptQueue(prompts, data_cursor.get())
+    ledger = StalenessLedger(queue.size, ahead, late)
+    opened = Opened(ledger.size, ahead, sampling.n, late, swap, parts(sampler.generate))
+    kept = schedule.get()
+    decisions = kept.decisions(sampler, opened) if kept else DecisionLog()
+    buffer = GroupBuffer(sampling.n)
+    return Rollouts(StreamState(sampler, sampling, swap, retries, score, keep, queue, ledger, buffer, decisions))
 
 
 @dataclass(eq=False)
@@ -109,27 +97,21 @@ class Rollouts:
     live: Final[WeakSet["Rollouts"]] = WeakSet()
     """All open streams."""
 
-    def __init__(self, plan: _Plan, prompts: PromptQueue, ledger: StalenessLedger) -> None:
-        self.ledger = ledger
-        self._plan = plan
-        self._prompts = prompts
-        self._buffer = GroupBuffer(plan.sampling.n)
-        self._condition = Condition()
-        kept = schedule.get()
-        replicas = parts(plan.sampler.generate)
-        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
-        self._decisions = kept.decisions(plan.sampler, opened) if kept else DecisionLog()
-        state = StreamState(ledger, self._buffer, prompts, self._condition, self._decisions, self._start)
-        self.producer: Producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
+    def __init__(self, state: StreamState) -> None:
+        self.ledger: StalenessLedger = state.ledger
+        self._state = state
+        self._prompts, self._buffer = state.prompts, state.buffer
+        self._condition, self._decisions = state.condition, state.decisions
+        self.producer: Producer = Producer(state)
         self._cursor = data_cursor.get()
         if self._cursor:
-            ledger.floor = self._cursor.open(self, ledger.ahead)
+            self.ledger.floor = self._cursor.open(self, self.ledger.ahead)
         self._begun = False
         self._swapping = asyncio.Lock()
         self._announced: list[_Ticket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
         self._gauges: dict[str, int] = {}
-        self._told = ledger.dropped.copy()
+        self._emitted = self.ledger.dropped.copy()
+        """Dropped groups that an event has counted."""
         self._filtered = 0
         """Groups that `keep` dropped since the last batch."""
 
@@ -146,7 +128,7 @@ class Rollouts:
             self._cursor.close(self)
         self._condition.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
         self.producer.replicas.end()
-        for task in (tasks := list(self._tasks)):
+        for task in (tasks := list(self._state.tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -163,21 +145,21 @@ class Rollouts:
         if not self._begun:
             self._begun = True
             await self._decisions.begin()
-            self._start(self.producer.run())
-            self._start(self._collect())
+            self._state.start(self.producer.run())
+            self._state.start(self._collect())
         labels: list[int] = []
 
         def ready() -> bool:
             labels.extend(self._take())
-            return bool(labels or self._is_over())
+            return bool(labels) or not (self._prompts or self.ledger.groups)
 
         self.producer.demand = True
         self._condition.notify_all()
-        impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
+        report = asyncio.get_running_loop().call_later(_REPORT_AFTER, _log_waits)
         try:
             await self._condition.wait_for(ready, "trainer", "a batch", self.ledger.why_no_batch)
         finally:
-            impatient.cancel()
+            report.cancel()
             self.producer.demand = False
         if labels:
             return self._deliver(labels)
@@ -185,7 +167,7 @@ class Rollouts:
 
     def feeds_on(self, sampler: object) -> bool:
         """True if the stream has begun and uses this sampler."""
-        return self._begun and self._plan.sampler is sampler
+        return self._begun and self._state.sampler is sampler
 
     @contextmanager
     def announced(self) -> Generator[None]:
@@ -221,7 +203,7 @@ class Rollouts:
             self._cursor.publish(self, weights.version, counts=ticket.counts)
         self._condition.notify_all()
 
-    def _withdraw(self, ticket: "_Ticket") -> None:
+    def _withdraw(self, ticket: _Ticket) -> None:
         if ticket.counts:
             self.ledger.withdraw()
 
@@ -245,8 +227,6 @@ class Rollouts:
         """Version of the weights that were published last."""
         return self.ledger.published
 
-    # --- to the trainer ------------------------------------------------------------------------------
-
     def _take(self) -> list[int]:
         if old := self.ledger.too_old():
             if self.ledger.late == "wait":
@@ -268,8 +248,8 @@ class Rollouts:
         if self._cursor:
             self._cursor.deliver(self, labels, int(numbers[0]), int(staleness.max()))
         if to := sink.get():
-            dropped = self.ledger.dropped - self._told
-            self._told = self.ledger.dropped.copy()
+            dropped = self.ledger.dropped - self._emitted
+            self._emitted = self.ledger.dropped.copy()
             number = self.ledger.batches - 1
             to.emit(Delivery(number, to.now(), len(batch), np.bincount(staleness).tolist(), dropped))
         self._note_gauges()
@@ -282,27 +262,19 @@ class Rollouts:
         if self._cursor:
             self._cursor.drop(self, labels, why)
 
-    def _is_over(self) -> bool:
-        return not self._prompts and not self.ledger.groups
-
-    def _say_who_waits(self) -> None:
-        log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(map(str, Pending.of(asyncio.get_running_loop())))}")
-
-    # --- from the sampler ----------------------------------------------------------------------------
-
     async def _collect(self) -> None:
         """Add arriving rows to their groups, and score complete groups while others arrive."""
         producer = self.producer
         while True:
             await self._condition.wait_quietly_for(lambda: bool(producer.arrived))
             arrived, producer.arrived = producer.arrived, []
-            whole: dict[int, int] = {}
+            complete: dict[int, int] = {}
             for call, replica, rows in arrived:
                 if isinstance(rows, Batch) and len(rows):
-                    whole |= await self._add(call, replica, rows)
-            if whole:
-                producer.suspects.drawn(whole)
-                self._start(self._finish(whole, self._buffer.batch(list(whole)), self._buffer.attempts(whole)))
+                    complete |= await self._add(call, replica, rows)
+            if complete:
+                producer.poison_rows.drawn(complete)
+                self._finish(complete)
             for call, replica, ended in arrived:
                 if not isinstance(ended, Batch):
                     producer.end(call, replica, ended)
@@ -318,15 +290,20 @@ class Rollouts:
         if aborted.any():
             call.aborted.append(rows.select(aborted))
             rows = rows.select(np.logical_not(aborted))
-        return self._buffer.add(call.number, rows.drop("aborted"), call.lives[replica])
+        return self._buffer.add(call.number, rows.drop("aborted"), call.unfinished[replica])
 
-    async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
-        """Score groups, drop those that `keep` refuses, and mark the others as ready."""
+    def _finish(self, complete: Mapping[int, int]) -> None:
+        """Score complete groups in a task, drop those that `keep` refuses, and mark the others as ready.
 
+        `complete`: the version of each group's oldest token.
+        """
+        self._state.start(self._judge(complete, self._buffer.batch(list(complete)), self._buffer.attempts(complete)))
+
+    async def _judge(self, complete: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
         def lost() -> set[int]:
             """Groups that were lost with the sampler in between, and are drawn again."""
-            now = self._buffer.attempts(whole)
-            return {label for label in whole if now[label] is not attempts[label]}
+            now = self._buffer.attempts(complete)
+            return {label for label in complete if now[label] is not attempts[label]}
 
         try:
             scored = await self._scored(groups)
@@ -334,28 +311,28 @@ class Rollouts:
         except Exception as error:
             if groups.elsewhere and not lost():  # a column may be on a dead rank whose death is unknown
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_NEWS):
+                    async with asyncio.timeout(_WAIT_FOR_DEATH):
                         await self._condition.wait_quietly_for(lambda: bool(lost()))
             if not lost() and is_lost(error):  # perhaps lost only for its reader
-                self.producer.unread(list(whole), error)
-            if not (gone := lost()):
+                self.producer.unread(list(complete), error)
+            if not (redrawn := lost()):
                 raise
-            if rest := {label: oldest for label, oldest in whole.items() if label not in gone}:
-                self._start(self._finish(rest, self._buffer.batch(list(rest)), self._buffer.attempts(rest)))
+            if rest := {label: oldest for label, oldest in complete.items() if label not in redrawn}:
+                self._finish(rest)
             return
-        gone = lost()
-        self._buffer.put(scored.select(np.logical_not(np.isin(scored.groups, list(gone)))))
-        for label in whole.keys() - unwanted - gone:
-            self.ledger.finish(label, whole[label])
-        self._decisions.check_dropped(unwanted - gone)
-        self._drop(sorted(unwanted - gone), "filtered")
+        redrawn = lost()
+        self._buffer.put(scored.select(np.logical_not(np.isin(scored.groups, list(redrawn)))))
+        for label in complete.keys() - unwanted - redrawn:
+            self.ledger.finish(label, complete[label])
+        self._decisions.check_dropped(unwanted - redrawn)
+        self._drop(sorted(unwanted - redrawn), "filtered")
         self._note_gauges()
         self._condition.notify_all()
 
     async def _scored(self, groups: Batch) -> Batch:
-        if self._plan.score is None:
+        if self._state.score is None:
             return groups
-        scored = await (await self._plan.score(groups)).load("groups", "oldest_version")
+        scored = await (await self._state.score(groups)).load("groups", "oldest_version")
         if not np.array_equal(scored.groups, groups.groups):
             raise DataError(
                 f"`score` was given {len(groups)} rows and returned {len(scored)}, or in another order: return what it "
@@ -365,10 +342,10 @@ class Rollouts:
 
     async def _unwanted(self, groups: Batch) -> set[int]:
         """Return the groups that `keep` refuses."""
-        if self._plan.keep is None:
+        if self._state.keep is None:
             return set()
         groups = await groups.load(*(name for name, column in groups.stored.items() if lengths(column) is None))
-        wanted = np.asarray(self._plan.keep(groups), np.bool_)
+        wanted = np.asarray(self._state.keep(groups), np.bool_)
         unwanted = set(groups.groups[np.logical_not(wanted)].tolist())
         self._filtered += len(unwanted)
         if self._filtered > _MOST_FILTERED * self.ledger.size:
@@ -385,14 +362,6 @@ class Rollouts:
                 gauge(name, value)
         self._gauges = now
 
-    # --- tasks ---------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[Never, Never, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._condition.fail(error)
+def _log_waits() -> None:
+    log.info(f"no batch for {_REPORT_AFTER:g} s: {'; '.join(map(str, Pending.of(asyncio.get_running_loop())))}")

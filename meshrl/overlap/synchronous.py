@@ -12,7 +12,8 @@ from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.overlap.replay import load_into
 from meshrl.overlap.replicas import outlive
-from meshrl.overlap.stream import Rollouts, Score
+from meshrl.overlap.stream import Rollouts
+from meshrl.overlap.stream_state import Score
 from meshrl.roles import Policy, Sampler, Sampling
 
 _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")

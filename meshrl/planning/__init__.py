@@ -7,30 +7,20 @@ A simulation runs a script in virtual time on roles that only take time (the bac
 simulate` adapts the durations of a recorded run to the places where calls will run.
 """
 
-from meshrl.planning.forecast import Forecast, ahead_of, forecast_of, simulate_job, sources
-from meshrl.planning.pace import Pace, lowest_cost
-from meshrl.planning.plan import Plan, Proposal, Wanted, make_plan
-from meshrl.planning.records import GUESSES, WARM_UP, Fit, Guesses, Record, fit, fit_ends
+from meshrl.planning.forecast import Forecast, forecast_of, simulate_job
+from meshrl.planning.plan import Plan, PlanOptions, Proposal, make_plan
+from meshrl.planning.records import RecordedRun, fit
 from meshrl.planning.space import Devices
 
 __all__ = [
-    "GUESSES",
-    "WARM_UP",
     "Devices",
-    "Fit",
     "Forecast",
-    "Guesses",
-    "Pace",
     "Plan",
+    "PlanOptions",
     "Proposal",
-    "Record",
-    "Wanted",
-    "ahead_of",
+    "RecordedRun",
     "fit",
-    "fit_ends",
     "forecast_of",
-    "lowest_cost",
     "make_plan",
     "simulate_job",
-    "sources",
 ]

@@ -5,6 +5,8 @@ backends. They run only on a `SimEngine`.
 """
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,15 +14,14 @@ from typing import ClassVar, Self, cast
 
 import numpy as np
 
-from meshrl.algo import Gae, Loss, check_predicts, check_sources
+from meshrl.algo import Gae, Loss, Predicts, check_predicts, check_sources
 from meshrl.data import Batch, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
-from meshrl.planning.pace import Draws, Endpoint, Pace, Tape
-from meshrl.planning.processor import Job, Processor
+from meshrl.planning.pace import CallDurations, Endpoint, Pace, Tape
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
-from meshrl.testing import State, read_state
+from meshrl.testing import StateOfUpdates
 
 MODELS = "ignored"
 
@@ -31,15 +32,89 @@ _NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ra
 """Metrics of updates, all zero."""
 
 
+class ProcessorJob:
+    """Work of a rank."""
+
+    def __init__(self, seconds: float, ends: float) -> None:
+        self.seconds = seconds
+        self.ends = ends
+        """End of the job, on the clock of the processor's service."""
+        self.left: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Set at the end to the share of work left undone: 0 unless it was stopped."""
+
+
+class Processor:
+    """A rank's time, which concurrent jobs share equally: each of k runs at 1/k of the speed."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[float, int, ProcessorJob]] = []
+        self._numbers = itertools.count()
+        self._served = 0.0
+        """Seconds of service that a job present from the start would have got."""
+        self._seen = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> ProcessorJob:
+        """Begin a job that takes `seconds` alone."""
+        self._advance()
+        job = ProcessorJob(seconds, self._served + seconds)
+        heapq.heappush(self._jobs, (job.ends, next(self._numbers), job))
+        self._arm()
+        return job
+
+    def stop(self, job: ProcessorJob) -> None:
+        """Stop a job and leave the rest undone. Does nothing if it has ended."""
+        if job.left.done():
+            return
+        self._advance()
+        self._jobs = [each for each in self._jobs if each[-1] is not job]
+        heapq.heapify(self._jobs)
+        job.left.set_result(max(0.0, job.ends - self._served) / job.seconds)
+        self._arm()
+
+    async def work(self, seconds: float) -> None:
+        """Run a job to its end."""
+        if seconds <= 0:
+            return
+        job = self.start(seconds)
+        try:
+            await job.left
+        finally:
+            self.stop(job)
+
+    def _advance(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._jobs:
+            self._served += (now - self._seen) / len(self._jobs)
+        self._seen = now
+
+    def _arm(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if self._jobs:
+            due = self._seen + max(0.0, self._jobs[0][0] - self._served) * len(self._jobs)
+            self._timer = asyncio.get_running_loop().call_at(due, self._end)
+
+    def _end(self) -> None:
+        self._advance()
+        self._served = max(self._served, self._jobs[0][0])  # the job is due, despite rounding
+        while self._jobs and self._jobs[0][0] <= self._served:
+            job = heapq.heappop(self._jobs)[-1]
+            if not job.left.done():
+                job.left.set_result(0.0)
+        self._arm()
+
+
 @dataclass(frozen=True)
-class Timing:
+class SimTiming:
     """Gives a simulated role the duration of its calls."""
 
     pace: Pace
     tape: Tape
     processors: Sequence[Processor]
     """One processor per rank of the mesh, shared by the roles on it."""
-    draws: list[tuple[Endpoint, Draws]]
+    draws: list[tuple[Endpoint, CallDurations]]
     """What the roles draw from, on all ranks of all meshes."""
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -52,7 +127,7 @@ class SimEngine(LocalEngine):
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__(inline_bytes=None, isolates=False)
         self.tape: Tape = Tape(pace.steps, seed)
-        self._draws: list[tuple[Endpoint, Draws]] = []
+        self._draws: list[tuple[Endpoint, CallDurations]] = []
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}
 
@@ -75,22 +150,22 @@ class SimEngine(LocalEngine):
         """Construct the actors, and give simulated roles their timing."""
         if issubclass(create, SimRole):
             processors = [self._processors[slot] for slot in cast("Sequence[LocalSlot]", slots)]
-            keywords = {**keywords, "timing": Timing(self._pace, self.tape, processors, self._draws)}
+            keywords = {**keywords, "timing": SimTiming(self._pace, self.tape, processors, self._draws)}
         return await super().start(slots, ranks, create, arguments, keywords)
 
     def guessed(self) -> list[str]:
         """The endpoints whose calls had numbers of rows that the record does not cover."""
-        found: dict[Endpoint, set[int]] = {}
+        if not self._pace.strict:
+            return []
+        guessed: dict[Endpoint, set[int]] = {}
         for endpoint, draws in self._draws:
-            found.setdefault(endpoint, set()).update(draws.guessed)
+            guessed.setdefault(endpoint, set()).update(draws.guessed)
+        recorded = {key: {round(work.rows) for work in self._pace.works_of(*key) if work.rows} for key in guessed}
         return [
-            f"{role}.{name}: {_span(sizes)} rows on a rank, from {_span(self._recorded(role, name))}"
-            for (role, name), sizes in sorted(found.items())
-            if sizes and self._pace.strict
+            f"{role}.{name}: {_span(sizes)} rows on a rank, from {_span(recorded[role, name])}"
+            for (role, name), sizes in sorted(guessed.items())
+            if sizes
         ]
-
-    def _recorded(self, role: str, name: str) -> set[int]:
-        return {round(work.rows) for work in self._pace.works_of(role, name) if work.rows}
 
 
 class SimRole:
@@ -98,7 +173,7 @@ class SimRole:
 
     role: ClassVar[str]
 
-    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+    def __init__(self, config: RoleConfig, timing: SimTiming | None = None) -> None:
         if timing is None:
             raise ConfigError(
                 "backend = 'sim' takes virtual time, which only `meshrl simulate` keeps: it chooses the backend, "
@@ -107,12 +182,12 @@ class SimRole:
         self._timing = timing
         self._rank = current_rank().index
         self._processor = timing.processors[self._rank]
-        self._draws: dict[str, Draws] = {}
+        self._draws: dict[str, CallDurations] = {}
 
     def _seconds(self, endpoint: str, rows: int | None = None) -> float:
         if endpoint not in self._draws:
             pace = self._timing.pace
-            draws = Draws(pace.works_of(self.role, endpoint), self._rank, self._timing.tape, pace.beyond)
+            draws = CallDurations(pace.works_of(self.role, endpoint), self._rank, self._timing.tape, pace.beyond)
             self._draws[endpoint] = draws
             self._timing.draws.append(((self.role, endpoint), draws))
         return self._draws[endpoint].next(rows)
@@ -121,24 +196,24 @@ class SimRole:
         await self._processor.work(self._seconds(endpoint, rows))
 
 
-class SimTrained(SimRole):
-    """A role whose only state is the number of its updates."""
+class SimLearner(SimRole, StateOfUpdates):
+    """The base of simulated roles that are trained."""
 
-    _updates = 0
+    async def save(self, folder: str) -> None:
+        """Write nothing."""
+        await self._work("save")
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the number of updates."""
-        State(f"simulated {self.role}", self._updates).write(folder)
-
-    async def restore(self, folder: str) -> None:
-        """Read the number of updates."""
-        self._updates = read_state(folder, f"simulated {self.role}").updates
+    async def _update(self, batch: Batch, loss: Loss, predicts: Predicts) -> None:
+        check_predicts(loss, predicts)
+        check_sources(batch, loss)
+        await self._work("update", len(batch))
+        self.version += 1
 
 
-class SimPolicy(SimTrained, Policy):
+class SimPolicy(SimLearner, Policy):
     """A policy whose weights are only a version."""
 
-    role = "Policy"
+    role, state_of = "Policy", "simulated Policy"
 
     async def encode(self, batch: Batch) -> Batch:
         """Return rows of two tokens: one of the prompt, one of the completion."""
@@ -147,25 +222,18 @@ class SimPolicy(SimTrained, Policy):
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Increment the version. Raises DataError for a critic's loss or another model's log-probs."""
-        check_predicts(loss, "logprobs")
-        check_sources(batch, loss)
-        await self._work("update", len(batch))
-        self._updates += 1
+        await self._update(batch, loss, "logprobs")
         return _metrics(len(batch))
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Return log-probs of zero."""
         await self._work("logprobs", len(batch))
-        return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self._updates)))
+        return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self.version)))
 
     async def weights(self) -> Weights:
         """Return weights with a version only."""
         await self._work("weights")
-        return Weights(self._updates, {})
-
-    async def save(self, folder: str) -> None:
-        """Write nothing."""
-        await self._work("save")
+        return Weights(self.version, {})
 
 
 class SimReference(SimRole, Reference):
@@ -183,10 +251,10 @@ class SimReference(SimRole, Reference):
         await self._work("load")
 
 
-class SimCritic(SimTrained, Critic):
+class SimCritic(SimLearner, Critic):
     """A critic whose values, advantages and returns are zero."""
 
-    role = "Critic"
+    role, state_of = "Critic", "simulated Critic"
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Return zeros."""
@@ -196,16 +264,9 @@ class SimCritic(SimTrained, Critic):
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Learn nothing. Raises DataError, like every critic, for a policy's loss."""
-        check_predicts(loss, "values")
-        check_sources(batch, loss)
-        await self._work("update", len(batch))
-        self._updates += 1
+        await self._update(batch, loss, "values")
         zeros = dict.fromkeys(("value", "return", "value_error", "value_clip_fraction"), (0.0, 1.0))
         return _metrics(len(batch)) | Metrics({**zeros, "return_squared": (1.0, 1.0)})
-
-    async def save(self, folder: str) -> None:
-        """Write nothing."""
-        await self._work("save")
 
 
 class SimReward(SimRole, Reward):
@@ -213,7 +274,7 @@ class SimReward(SimRole, Reward):
 
     role = "Reward"
 
-    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+    def __init__(self, config: RoleConfig, timing: SimTiming | None = None) -> None:
         super().__init__(config, timing)
         self._random = np.random.default_rng([self._timing.tape.seed, self._rank])
 
@@ -233,11 +294,11 @@ class SimSampler(SimRole, SteppingSampler):
 
     role = "Sampler"
 
-    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+    def __init__(self, config: RoleConfig, timing: SimTiming | None = None) -> None:
         super().__init__(config, timing)
         self._version = 0
-        self._latency = Draws(self._timing.pace.latency, 0, self._timing.tape)
-        self._jobs: set[Job] = set()
+        self._latency = CallDurations(self._timing.pace.latency, 0, self._timing.tape)
+        self._jobs: set[ProcessorJob] = set()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield all rows at once, after their duration."""
@@ -245,8 +306,8 @@ class SimSampler(SimRole, SteppingSampler):
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
         async with self.generate_calls.begin(sampling.beside) as call:
             version = self._version
-            going_on = await call.step()
-            left = await self._run(share * self._seconds("generate", len(rows))) if going_on else 1.0
+            continues = await call.step()
+            left = await self._run(share * self._seconds("generate", len(rows))) if continues else 1.0
             if not left:
                 await asyncio.sleep(self._latency.next(None))
         yield self._rollouts(rows, version, sampling, left * share)
@@ -294,22 +355,22 @@ class SimSampler(SimRole, SteppingSampler):
         )
 
 
-class _Kept(Ref):
-    """A value that is kept as it is, because simulated roles write nothing."""
+class _LocalRef(Ref):
+    """A reference that holds its value itself."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        return [each.value for each in cast("Sequence[_Kept]", held)]
+        return [each.value for each in cast("Sequence[_LocalRef]", held)]
 
 
 async def _light(prompts: Batch) -> Batch:
     """The prompts with completions. Python values are replaced by row numbers, because they cost most to send."""
-    here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
-    texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
-    return (await texts.hold(_Kept, -1).load()).assign(**here)
+    arrays = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
+    texts = prompts.drop(*arrays).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
+    return (await texts.hold(_LocalRef, -1).load()).assign(**arrays)
 
 
 def _span(sizes: Collection[int]) -> str:

@@ -1,6 +1,6 @@
 """`meshrl simulate`: run an algorithm's script in virtual time, and predict how long its steps take.
 
-job = load_job(find_config("grpo/quickstart"), ["ahead=2"], RunConfig)
+job = load_job(find_config("grpo/quickstart"), ["ahead=2"])
 forecast = simulate_job(job, record=Path("runs/quickstart"))
 forecast.step_seconds, forecast.ratio
 """
@@ -26,17 +26,17 @@ from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
 from meshrl.observe import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
 from meshrl.planning.backend import SimEngine
-from meshrl.planning.pace import Draws, Pace, Tape, step_windows
-from meshrl.planning.records import WARM_UP, Record, fit
+from meshrl.planning.pace import CallDurations, Pace, Tape, step_windows
+from meshrl.planning.records import WARM_UP, RecordedRun, fit
 from meshrl.roles import RoleConfig, Sampling
-from meshrl.run import Job, Run, RunConfig
+from meshrl.run import Job, Run
 from meshrl.testing import simulate
 
 _UNTIMED: Final = ("steps", "run.engine", "run.seed", "run.trackers")
 """Settings that do not affect a simulated step."""
 
 
-class Lane(msgspec.Struct, frozen=True):
+class RankTime(msgspec.Struct, frozen=True):
     """One rank, in seconds per step."""
 
     mesh: str
@@ -68,7 +68,7 @@ class Forecast(msgspec.Struct, frozen=True):
     """Number of rows that were 0, 1, 2, ... publications behind."""
     dropped: dict[str, int]
     """Dropped groups by reason."""
-    idle: list[Lane]
+    idle: list[RankTime]
     drawn: float
     """Rows per step that the script received."""
     trained: float
@@ -88,7 +88,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     def lines(self) -> list[tuple[str, str]]:
         """The printed lines, as names with values."""
-        told = [
+        lines = [
             ("step time, mean", duration(self.step_seconds)),
             ("step time, median", duration(self.step_seconds_median)),
             ("steps an hour", f"{self.steps_per_hour:,.0f}"),
@@ -97,19 +97,18 @@ class Forecast(msgspec.Struct, frozen=True):
                 self.bound,
                 self.staleness,
                 self.dropped,
-                [(lane.mesh, lane.rank, lane.idle, lane.why) for lane in self.idle],
+                [(each.mesh, each.rank, each.idle, each.why) for each in self.idle],
             ),
         ]
         if self.measured is not None and self.ratio is not None:
             what = "predicted / measured" if self.same_settings else "this setting / recorded setting"
-            told.append((f"measured in {self.recorded}", f"{duration(self.measured)}, {what} {self.ratio:.3f}"))
-        told += [("guessed", guess) for guess in self.guessed]
-        told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
-        return told
+            lines.append((f"measured in {self.recorded}", f"{duration(self.measured)}, {what} {self.ratio:.3f}"))
+        lines += [("guessed", guess) for guess in self.guessed]
+        return [*lines, (f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s")]
 
 
 def simulate_job(
-    job: Job[RunConfig],
+    job: Job,
     *,
     record: Path | None = None,
     rollout: float | None = None,
@@ -128,25 +127,27 @@ def simulate_job(
     forecast = forecast_of(job, fitted.pace, seed=seed, folder=folder)
     if record is None:
         return forecast
-    ratio = forecast.step_seconds_median / source.measured
-    told: dict[str, object] = {"recorded": str(record), "measured": source.measured, "ratio": ratio}
-    told["same_settings"] = _timed(job.resolved) == _timed(source.table)
-    return msgspec.structs.replace(forecast, **told, guessed=[*fitted.guessed, *forecast.guessed])
+    return msgspec.structs.replace(
+        forecast,
+        recorded=str(record),
+        measured=source.measured,
+        ratio=forecast.step_seconds_median / source.measured,
+        same_settings=_timed(job.resolved) == _timed(source.table),
+        guessed=[*fitted.guessed, *forecast.guessed],
+    )
 
 
-def forecast_of(
-    job: Job[RunConfig], pace: Pace, *, seed: int = 0, folder: Path | None = None, quiet: bool = False
-) -> Forecast:
+def forecast_of(job: Job, pace: Pace, *, seed: int = 0, folder: Path | None = None, quiet: bool = False) -> Forecast:
     """Like `simulate_job`, with known costs of calls. `quiet`: log nothing."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
-        where = {"folder": str(folder or temporary), "engine": "local"}
-        config = job.run.model_copy(update={**where, "checkpoint_every": None, "resume": False})
+        alone = {"engine": "local", "checkpoint_every": None, "resume": False}
+        config = job.run.model_copy(update={**alone, "folder": str(folder or temporary)})
         engine = SimEngine(pace, seed)
 
         async def main() -> Path:
             async with _SimRun(config, job.resolved, engine) as run:
-                run.tape, run.own, run.kept = engine.tape, Draws(pace.own, 0, engine.tape), folder is not None
+                run.tape, run.own, run.writes = engine.tape, CallDurations(pace.own, 0, engine.tape), folder is not None
                 run.recorder.shows_progress = not quiet
                 await job.script.function(run, _simulated(job.config))
                 return run.folder
@@ -171,19 +172,20 @@ def _rare_collections() -> Generator[None]:
 class _SimRun(Run):
     """A run whose script takes virtual time itself."""
 
-    own: Draws
+    own: CallDurations
     """Seconds per step."""
     tape: Tape
-    kept: bool
-    """True if the recorded files are kept."""
+    writes: bool
+    """True if the numbers of steps are recorded, because the folder is kept."""
 
-    def _begin_step(self, loop: int, step: int) -> None:
-        self.tape.step = step
-        super()._begin_step(loop, step)
+    async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
+        await super()._turn(loop, first, count, step)
+        if step is not None:
+            self.tape.step = step
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         await asyncio.sleep(self.own.next(None))
-        if self.kept:
+        if self.writes:
             await super().record(metrics, batch, **numbers)
         else:
             await super().record(Metrics({}))
@@ -197,7 +199,7 @@ def _simulated(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
-def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[Record]:
+def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[RecordedRun]:
     """The sources for the duration of calls: recorded runs by their folders, or a guess.
 
     Raises ConfigError if neither is given, or both, or a guess below 0. Raises DataError if a folder has too few steps.
@@ -205,7 +207,7 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
     if folders:
         if rollout is not None or train is not None:
             raise ConfigError("--from already gives the durations of calls: remove --rollout and --train")
-        return [Record.read(folder) for folder in folders]
+        return [RecordedRun.read(folder) for folder in folders]
     if rollout is None or train is None:
         raise ConfigError(
             "the durations of calls are unknown: give --from RUN, the folder of a run of this configuration, or "
@@ -216,7 +218,7 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
             raise ConfigError(
                 f"{name} is {seconds:g} s: a call takes at least 0 s. Give the seconds for a step's batch"
             )
-    return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
+    return [RecordedRun.guessed(rollout, train, _rows(config))]
 
 
 def _rows(config: Config) -> int | None:
@@ -233,10 +235,6 @@ def _timed(table: Table) -> Mapping[str, str]:
     return {key: value for key, value in settings_of(table).items() if key not in _UNTIMED and value != "null"}
 
 
-def _is_update(call: Call) -> bool:
-    return call.endpoint == "update" and call.actor.endswith("Policy")
-
-
 def ahead_of(config: Config) -> int:
     """The configured `ahead`, 0 if the script has none."""
     ahead = getattr(config, "ahead", 0)
@@ -251,7 +249,8 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
     bound = Counter(share.bound for share in shares.steps)
     staleness, dropped = deliveries_of(event for event in events if isinstance(event, Delivery))
     steps = len(lengths) + first + 1
-    updates = [each.rows or 0 for each in events if isinstance(each, Call) and _is_update(each)]
+    calls = (each for each in events if isinstance(each, Call) and each.endpoint == "update")
+    updates = [each.rows or 0 for each in calls if each.actor.endswith("Policy")]
     drawn = [each.rows for each in events if isinstance(each, Delivery)]
     return Forecast(
         config=config,
@@ -261,12 +260,12 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
         steps_per_hour=float(3600 / lengths.mean()) if lengths.mean() else inf,
         efficiency=shares.efficiency,
         bound={name: count / bound.total() for name, count in bound.most_common()},
-        staleness=[staleness[age] for age in range(max(staleness, default=-1) + 1)],
-        dropped=dict(dropped),
+        staleness=staleness,
+        dropped=dropped,
         drawn=sum(drawn) / steps,
         trained=sum(updates) / steps,
         idle=[
-            Lane(
+            RankTime(
                 rank.mesh,
                 rank.rank,
                 rank.busy / steps,

@@ -32,7 +32,7 @@ _SCRIPT = frozenset({"trainer", "publish"})
 
 
 @dataclass(frozen=True)
-class Work:
+class CallCost:
     """The cost of a recorded call."""
 
     seconds: Sequence[float]
@@ -47,10 +47,10 @@ class Work:
 class Pace:
     """The costs of each endpoint's calls, and the other costs of steps, in recorded order."""
 
-    works: Mapping[Endpoint, Sequence[Work]]
-    own: Sequence[Work] = ()
+    works: Mapping[Endpoint, Sequence[CallCost]]
+    own: Sequence[CallCost] = ()
     """The script's own work in a step: between calls, communication with ranks, and recording."""
-    latency: Sequence[Work] = ()
+    latency: Sequence[CallCost] = ()
     """Time from the end of a `generate` call to the script's batch, during which no rank works."""
     steps: int = 1
     """Number of recorded steps."""
@@ -61,11 +61,6 @@ class Pace:
 
     A call with k times the nearest recorded rows takes k to this power times as long as on the line.
     """
-
-    @classmethod
-    def guessed(cls, rollout: float, train: float, rows: int | None) -> Self:
-        """`generate` takes `rollout` seconds and `Policy.update` takes `train` seconds for `rows` rows on a rank."""
-        return cls({("Sampler", "generate"): [Work([rollout], rows)], ("Policy", "update"): [Work([train], rows)]})
 
     @classmethod
     def recorded(
@@ -85,8 +80,8 @@ class Pace:
         costs_of: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for span, cost in zip(spans, costs, strict=True):
             costs_of[span.call].append((span.rank, cost))
-        everywhere: dict[Endpoint, list[Work]] = defaultdict(list)
-        inside: dict[Endpoint, list[Work]] = defaultdict(list)
+        everywhere: dict[Endpoint, list[CallCost]] = defaultdict(list)
+        inside: dict[Endpoint, list[CallCost]] = defaultdict(list)
         for number, parts in sorted(costs_of.items(), key=lambda item: calls[item[0]].began):
             call = calls[number]
             role = next((role for role in ROLES if call.actor.endswith(role)), None)
@@ -95,23 +90,23 @@ class Pace:
             shares = max(1, len(parts) // splits.get(role, 1))
             rows = None if call.rows is None else call.rows * (n if call.endpoint == "generate" else 1) / shares
             step = max(0, int(np.searchsorted(windows[:, 0], call.began, "right")) - 1)
-            work = Work([cost for _, cost in sorted(parts)], rows, step)
+            work = CallCost([cost for _, cost in sorted(parts)], rows, step)
             everywhere[role, call.endpoint].append(work)
             if within[0, 0] <= call.began <= within[-1, 1]:
                 inside[role, call.endpoint].append(work)
         own, latency = _gaps(events, spans, windows)
         return cls(everywhere | inside, own, latency, len(windows), strict=True)
 
-    def works_of(self, role: str, endpoint: str) -> Sequence[Work]:
+    def works_of(self, role: str, endpoint: str) -> Sequence[CallCost]:
         """The costs of an endpoint's calls. Raises DataError if the record should contain some and does not."""
-        found = self.works.get((role, endpoint), ())
-        if not found and self.strict and endpoint not in _OPTIONAL:
+        works = self.works.get((role, endpoint), ())
+        if not works and self.strict and endpoint not in _OPTIONAL:
             has = ", ".join(sorted(f"{role}.{name}" for role, name in self.works)) or "none at all"
             raise DataError(
                 f"the recorded run has no call of {role}.{endpoint}; it has calls of {has}: record a run of this "
                 "configuration, or leave --from out and give --rollout and --train"
             )
-        return found
+        return works
 
 
 class Tape:
@@ -143,10 +138,12 @@ class Tape:
         return (self._starts[number] + passed) % self._steps
 
 
-class Draws:
+class CallDurations:
     """The durations of an endpoint's calls on one rank, from the tape's place in the record."""
 
-    def __init__(self, works: Sequence[Work], rank: int, tape: Tape, beyond: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(
+        self, works: Sequence[CallCost], rank: int, tape: Tape, beyond: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """`works`: in recorded order. `beyond`: as in `Pace`."""
         self._works = works
         self._beyond = beyond
@@ -158,7 +155,7 @@ class Draws:
         self._step = 0
         self._drawn = 0
         """Number drawn in this step."""
-        self._near: dict[int, Sequence[Work]] = {}
+        self._near: dict[int, Sequence[CallCost]] = {}
         self._fixed, self._slope = _line(works)
 
     def next(self, rows: int | None) -> float:
@@ -167,8 +164,8 @@ class Draws:
             return 0.0
         key = rows or 0
         if key not in self._near:
-            self._near[key] = self._about_as_many(rows)
-            if abs(math.log(self._times(rows))) > _ALIKE and any(sum(work.seconds) for work in self._works):
+            self._near[key] = self._similar(rows)
+            if abs(math.log(self._excess(rows))) > _ALIKE and any(sum(work.seconds) for work in self._works):
                 self.guessed.add(key)
         some = self._near[key]
         if self._tape.step != self._step:
@@ -178,10 +175,10 @@ class Draws:
         seconds = work.seconds[self._rank % len(work.seconds)]
         if not rows or not work.rows:
             return seconds
-        times = self._times(rows)
+        times = self._excess(rows)
         return seconds * self._cost(rows) / self._cost(work.rows) * math.pow(times, self._beyond[times > 1])
 
-    def _times(self, rows: int | None) -> float:
+    def _excess(self, rows: int | None) -> float:
         """`rows` over the nearest recorded number. 1 within the recorded range."""
         if not rows or not self._sizes:
             return 1.0
@@ -190,7 +187,7 @@ class Draws:
     def _cost(self, rows: float) -> float:
         return self._fixed + self._slope * rows
 
-    def _about_as_many(self, rows: int | None) -> Sequence[Work]:
+    def _similar(self, rows: int | None) -> Sequence[CallCost]:
         """The works whose number of rows is nearest to `rows`, or almost."""
         if rows is None or not all(work.rows for work in self._works):
             return self._works
@@ -198,7 +195,7 @@ class Draws:
         return [work for work, distance in zip(self._works, apart, strict=True) if distance <= min(apart) + 0.2]
 
 
-def lowest_cost(works: Sequence[Work], rows: float) -> float:
+def lowest_cost(works: Sequence[CallCost], rows: float) -> float:
     """A lower bound for the seconds of a call with `rows` rows, or of several calls with this sum."""
     fixed, slope = _line(works)
     costs = (
@@ -208,7 +205,7 @@ def lowest_cost(works: Sequence[Work], rows: float) -> float:
     return min(costs, default=0.0)
 
 
-def typical_cost(works: Sequence[Work], rows: float, others: Sequence[Work]) -> float:
+def typical_cost(works: Sequence[CallCost], rows: float, others: Sequence[CallCost]) -> float:
     """Seconds of the median call, scaled to `rows` rows.
 
     Scaled by the line of these works. If they all have one number of rows, by the line of `others`, else in proportion.
@@ -223,7 +220,7 @@ def typical_cost(works: Sequence[Work], rows: float, others: Sequence[Work]) -> 
     return float(np.median(costs))
 
 
-def _line(works: Sequence[Work]) -> tuple[float, float]:
+def _line(works: Sequence[CallCost]) -> tuple[float, float]:
     """Fixed cost and cost per row of a call, up to a common factor. By least squares, neither below 0."""
     sized = np.array([(work.rows, sum(work.seconds) / len(work.seconds)) for work in works if work.rows])
     if len(sized) == 0 or np.ptp(sized[:, 0]) == 0:
@@ -262,7 +259,7 @@ def _costs(spans: Sequence[Span]) -> list[float]:
     return costs
 
 
-def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[list[Work], list[Work]]:
+def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[list[CallCost], list[CallCost]]:
     """For each step, the time without waits or calls of the script, and the time of waits in which nothing ran."""
     waits = union([(each.began, each.ended) for each in events if isinstance(each, Wait) and each.who in _SCRIPT])
     everything = union([(span.began, span.ended) for span in spans])
@@ -272,5 +269,5 @@ def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) ->
     busy = union([*called, *map(tuple, waits.tolist())])
     own = windows[:, 1] - windows[:, 0] - seconds_in(busy, windows)
     latency = seconds_in(subtract(waits, everything), windows)
-    found = ([Work([each], step=step) for step, each in enumerate(some.tolist())] for some in (own, latency))
-    return next(found), next(found)
+    works = ([CallCost([each], step=step) for step, each in enumerate(some.tolist())] for some in (own, latency))
+    return next(works), next(works)

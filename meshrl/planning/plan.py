@@ -1,41 +1,43 @@
 """`meshrl plan`: search the settings of a configuration for those with the shortest steps."""
 
+import math
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from meshrl.errors import ConfigError
 from meshrl.planning.forecast import Forecast, ahead_of, forecast_of, sources
-from meshrl.planning.memory import Room
-from meshrl.planning.pace import Pace
-from meshrl.planning.records import WARM_UP, Fit, Record, fit, fit_ends
-from meshrl.planning.rehearsal import Rehearsal
-from meshrl.planning.search import Demand, Found, lower_bound, search
-from meshrl.planning.space import Candidate, Devices, Space
-from meshrl.run import Job, RunConfig, find_config, load_job
+from meshrl.planning.pace import Pace, lowest_cost
+from meshrl.planning.records import WARM_UP, FittedPace, fit, fit_ends
+from meshrl.planning.space import Candidate, Devices, Load, MemoryLimit, Space
+from meshrl.run import Job, find_config, load_job
+from meshrl.tasks import Task, TaskConfig
 
-Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
-"""Loads the configuration's job with further overrides."""
+C = TypeVar("C")
 
 _COUNTED: Final = 12
 """Steps that count in a simulation while candidates are compared."""
 _FINAL: Final = 60
 """Steps that count in a simulation of a reported candidate."""
 _CHOSEN: Final = ("sampler.mesh", "reward.mesh", "policy.axes", "sampler.axes")
-_NOTHING: Final = Demand(0.0, 0.0)
+"""Keys that a plan sets."""
+_PROMPTS: Final = 64
+"""Prompts of a simulation, which are repeated as needed. The duration of simulated calls does not depend on them."""
+_SLACK: Final = 1e-9
+"""Tolerance for rounding."""
 _GAIN: Final = 0.99
 """A larger `ahead` is reported only if its step takes at most this share of the same layout's with a smaller one."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanOptions:
     """The options of a plan, in addition to a configuration."""
 
     devices: Devices
@@ -108,46 +110,220 @@ class Plan(msgspec.Struct, frozen=True):
         return shlex.join(["meshrl", "run", self.config, *self.given, *proposal.overrides])
 
 
-def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
+def make_plan(config: str, given: Sequence[str], options: PlanOptions) -> Plan:
     """Find the best settings of a configuration, by its name or path, under the given overrides.
 
     Raises ConfigError if nothing gives the duration of calls, if no setting fits into memory, for impossible numbers,
     and for an algorithm without a policy or a sampler. Raises DataError if a record lacks calls of the script.
     """
-    if wanted.memory is not None and not 0 < wanted.memory < inf:
+    began = time.perf_counter()
+    if options.memory is not None and not 0 < options.memory < math.inf:
         raise ConfigError(
-            f"--memory is {wanted.memory:g} GiB: give the memory of each GPU, or of the machine with --cpus"
+            f"--memory is {options.memory:g} GiB: give the memory of each GPU, or of the machine with --cpus"
         )
-    if wanted.rollout == wanted.train == 0:
+    if options.rollout == options.train == 0:
         raise ConfigError(
             "--rollout and --train are both 0: every setting would take 0 s a step, and none is the best. Give the "
             "seconds that one rank takes"
         )
     with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
-        return _made(config, given, wanted, Planner.of(config, given, wanted, Path(folder)))
-
-
-def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner") -> Plan:
-    found = search(
-        planner.candidates, planner.bound, planner.room.fits, planner.seconds, len(wanted.aheads) * wanted.best
-    )
-    if not found.best:
-        raise ConfigError(f"{config}: {planner.room.why_nothing_fits()}")
-    chosen = _worth_telling(found.best)[: wanted.best]
-    proposals = sorted(map(planner.proposal, chosen), key=lambda each: each.step_seconds)
+        planner = Planner(config, given, options, Path(folder))
+        memory, keep = planner.memory, len(options.aheads) * options.best
+        result = search(planner.candidates, planner.bound, memory.fits, planner.seconds, keep)
+        if not result.best:
+            raise ConfigError(f"{config}: {memory.why_nothing_fits()}")
+        proposals = [planner.proposal(each) for each in _worth_reporting(result.best)[: options.best]]
     return Plan(
         config=config,
         given=list(given),
-        devices=f"{wanted.devices.count} {wanted.devices.kind}",
+        devices=f"{options.devices.count} {options.devices.kind}",
         candidates=len(planner.candidates),
-        simulated=found.simulated,
-        pruned=found.pruned,
-        refused=found.refused,
-        proposals=proposals,
+        simulated=result.simulated,
+        pruned=result.pruned,
+        refused=result.refused,
+        proposals=sorted(proposals, key=lambda each: each.step_seconds),
         records={str(record.folder): ratio for record, ratio in zip(planner.records, planner.ratios, strict=False)},
-        unknown=planner.room.unknown,
-        seconds=time.perf_counter() - planner.began,
+        unknown=memory.unknown,
+        seconds=time.perf_counter() - began,
     )
+
+
+@dataclass(order=True)
+class RankedCandidate(Generic[C]):
+    """A simulated candidate."""
+
+    seconds: float
+    """Seconds per step."""
+    order: int
+    candidate: C = field(compare=False)
+    variant: int = field(compare=False)
+    """Index of the variant that fits."""
+
+
+@dataclass
+class SearchResult(Generic[C]):
+    """The result of a search."""
+
+    best: Sequence[RankedCandidate[C]]
+    """The fastest candidates, in order."""
+    simulated: int = 0
+    pruned: int = 0
+    """Number left out because their lower bound exceeds the steps of the best."""
+    refused: int = 0
+    """Number that do not fit into memory, or are not possible."""
+
+
+def search(
+    candidates: Iterable[C],
+    bound: Callable[[C], float],
+    fits: Callable[[C], int | None],
+    simulated: Callable[[C, int], float],
+    keep: int,
+) -> SearchResult[C]:
+    """Find the `keep` candidates with the shortest steps. The result is the same as if all were simulated.
+
+    `bound`: a lower bound for the candidate's steps, in seconds. `fits`: the variant that fits, None if none does;
+    called for few candidates. `simulated`: the seconds of its steps.
+    """
+    ordered = sorted(((bound(each), order, each) for order, each in enumerate(candidates)), key=lambda each: each[:2])
+    best: list[RankedCandidate[C]] = []
+    result = SearchResult[C](best)
+    for at, (least, order, candidate) in enumerate(ordered):
+        if len(best) == keep and least > best[-1].seconds + _SLACK:
+            result.pruned = len(ordered) - at
+            break
+        variant = fits(candidate)
+        if variant is None:
+            result.refused += 1
+            continue
+        result.simulated += 1
+        insort(best, RankedCandidate(simulated(candidate, variant), order, candidate, variant))
+        del best[keep:]
+    return result
+
+
+def _worth_reporting(best: Sequence[RankedCandidate[Candidate]]) -> list[RankedCandidate[Candidate]]:
+    """Leave out candidates that run further ahead than another with the same ranks and gain nothing by it."""
+    reported: list[RankedCandidate[Candidate]] = []
+    for each in sorted(best, key=lambda simulated: (simulated.candidate.ahead, simulated.seconds)):
+        same = [other.seconds for other in reported if _ranks(other.candidate) == _ranks(each.candidate)]
+        if not same or each.seconds < _GAIN * min(same):
+            reported.append(each)
+    return sorted(reported)
+
+
+def _ranks(candidate: Candidate) -> tuple[str, str, bool]:
+    return str(candidate.trainer), str(candidate.sampler), candidate.shared
+
+
+class Planner:
+    """Answers the questions of the search about candidates."""
+
+    def __init__(self, config: str, given: Sequence[str], options: PlanOptions, folder: Path) -> None:
+        """`folder`: for the simulations' input. Raises ConfigError if nothing gives the duration of calls."""
+        self.options = options
+        self._load = _loading(config, given)
+        self._job = self._load([])
+        self.records = sources(self._job.config, options.records, options.rollout, options.train)
+        self.memory = MemoryLimit(self._load, options.devices, options.memory)
+        aheads = [ahead_of(self._job.config)] if any(_key(each) == "ahead" for each in given) else options.aheads
+        self.candidates = [*Space(self._job, options.devices, aheads, budgets=self.memory.applies)]
+        if not self.candidates:
+            raise ConfigError(
+                f"{self._job.source}: its backends cannot be divided over {options.devices.count} devices"
+            )
+        self._rehearsal = _rehearsal(self._job, folder)
+        self.ratios: list[float] = []
+        """Predicted over measured step of each record."""
+        for record in self.records if options.records else ():
+            own = load_job(record.folder / "config.toml", [])
+            pace = self._fitted(own.resolved).pace
+            forecast = self._simulated(own, max(_FINAL, record.pace.steps), ahead_of(own.config), pace)
+            self.ratios.append(forecast.step_seconds_median / record.measured)
+        forecast = self._forecast(self.candidates[0], 0, _COUNTED, self._fit(self.candidates[0], 0).pace)
+        self._drawn, self._trained = forecast.drawn, forecast.trained
+
+    def bound(self, candidate: Candidate) -> float:
+        """A lower bound for the mean simulated step, in seconds.
+
+        Each step trains its rows, and the script does its own work. An update lasts until the fullest rank is done. All
+        batches except `ahead + 1` are drawn within these steps: concurrently if rollouts run ahead, else before
+        training. The smallest budgets leave the smallest bubble in a pipeline.
+        """
+        pace = self._fit(candidate, len(candidate.variants) - 1).pace
+        share = self._trained / candidate.trainer.axes["dp"]
+        if self._trained.is_integer():  # else the number of rows varies between steps, and this is the mean
+            share = math.ceil(share)
+        train = lowest_cost(pace.works_of("Policy", "update"), share)
+        draw = lowest_cost(pace.works_of("Sampler", "generate"), self._drawn / candidate.sampler.axes["dp"])
+        own = min((work.seconds[0] for work in pace.own), default=0.0)
+        if not candidate.ahead:
+            return train + draw + own
+        drawn = draw * max(0, _COUNTED - candidate.ahead - 1) / _COUNTED
+        return train + drawn if candidate.shared else max(train + own, drawn)
+
+    def seconds(self, candidate: Candidate, variant: int) -> float:
+        """The mean step in seconds."""
+        return self._forecast(candidate, variant, _COUNTED, self._fit(candidate, variant).pace).step_seconds
+
+    def proposal(self, simulated: RankedCandidate[Candidate]) -> Proposal:
+        """Estimate one of the best candidates in detail."""
+        candidate, variant, options = simulated.candidate, simulated.variant, self.options
+        fitted = self._fit(candidate, variant)
+        forecast = self._forecast(candidate, variant, _FINAL, fitted.pace)
+        guessed = [*fitted.guessed, *forecast.guessed]
+        # With as many steps as in the search, so that only the guesses differ.
+        table = candidate.table(self._job.resolved, variant)
+        ends = fit_ends(self.records, table, options.devices.cores) if guessed else ()
+        seconds = [self._forecast(candidate, variant, _COUNTED, end).step_seconds for end in ends]
+        longer = [1.0, *(each / simulated.seconds for each in seconds)]
+        missed = max((max(ratio, 1 / ratio) for ratio in self.ratios), default=1.0)
+        rows = sum(forecast.staleness)
+        return Proposal(
+            name=candidate.name,
+            overrides=candidate.overrides(variant),
+            steps_per_minute=60 / forecast.step_seconds,
+            low=60 / (forecast.step_seconds * max(longer) * missed),
+            high=60 / (forecast.step_seconds * min(longer) / missed),
+            step_seconds=forecast.step_seconds,
+            efficiency=forecast.efficiency,
+            bound_by=next(iter(forecast.bound)),
+            staleness=sum(age * count for age, count in enumerate(forecast.staleness)) / rows if rows else 0.0,
+            needed_gib=self.memory.needed(candidate, variant),
+            cost=options.price * options.devices.count * forecast.step_seconds / 3600 if options.price else None,
+            guessed=guessed or ([] if options.records else ["rollout and train"]),
+        )
+
+    def _fitted(self, table: dict[str, object]) -> FittedPace:
+        return fit(self.records, table, self.options.devices.cores)
+
+    def _fit(self, candidate: Candidate, variant: int) -> FittedPace:
+        return self._fitted(candidate.table(self._job.resolved, variant))
+
+    def _forecast(self, candidate: Candidate, variant: int, steps: int, pace: Pace) -> Forecast:
+        return self._simulated(self._load(candidate.overrides(variant)), steps, candidate.ahead, pace)
+
+    def _simulated(self, job: Job, counted: int, ahead: int, pace: Pace) -> Forecast:
+        """Simulate a job with few prompts, as many counted steps, those that fill the pipeline, and the last one."""
+        resolved = {key: value for key, value in job.resolved.items() if key != "evaluation"}
+        config = job.config.model_copy(update={**self._rehearsal, "steps": counted + ahead + WARM_UP + 1})
+        light = replace(job, config=config, run=job.run.model_copy(update={"log": []}), resolved=resolved)
+        return forecast_of(light, pace, seed=self.options.seed, quiet=True)
+
+
+def _rehearsal(job: Job, folder: Path) -> dict[str, object]:
+    """Settings that make hundreds of simulations light: few prompts, written to a folder, and no evaluation."""
+    settings: dict[str, object] = {}
+    task = getattr(job.config, "task", None)
+    if isinstance(task, TaskConfig):
+        rows = Task.load(task).train.objects("row")[:_PROMPTS]
+        file = folder / "prompts.jsonl"
+        file.write_bytes(msgspec.json.Encoder(enc_hook=str).encode_lines(list(rows)))
+        few: dict[str, object] = {"source": str(file), "options": {}, "max_prompt_tokens": None, "held_out": 0}
+        settings["task"] = task.model_copy(update=few)
+    if "evaluation" in type(job.config).model_fields:
+        settings["evaluation"] = None
+    return settings
 
 
 def _loading(config: str, given: Sequence[str]) -> Load:
@@ -158,118 +334,8 @@ def _loading(config: str, given: Sequence[str]) -> Load:
                 f"{key}: the plan chooses this key: leave it out, or try the value with `meshrl simulate`"
             )
     source = find_config(config)
-    return lambda further: load_job(source, [*given, *further], RunConfig)
+    return lambda further: load_job(source, [*given, *further])
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].strip()
-
-
-def _worth_telling(best: Sequence[Found[Candidate]]) -> list[Found[Candidate]]:
-    """Leave out candidates that run further ahead than another with the same ranks and gain nothing by it."""
-    told: list[Found[Candidate]] = []
-    for each in sorted(best, key=lambda found: (found.candidate.ahead, found.seconds)):
-        like = [other for other in told if _ranks(other.candidate) == _ranks(each.candidate)]
-        if not like or each.seconds < _GAIN * min(other.seconds for other in like):
-            told.append(each)
-    return sorted(told)
-
-
-def _ranks(candidate: Candidate) -> tuple[str, str, bool]:
-    return str(candidate.trainer), str(candidate.sampler), candidate.shared
-
-
-@dataclass
-class Planner:
-    """Answers the questions of the search about candidates."""
-
-    wanted: Wanted
-    load: Load
-    job: Job[RunConfig]
-    records: Sequence[Record]
-    candidates: Sequence[Candidate]
-    room: Room
-    rehearsal: Rehearsal
-    began: float
-    ratios: list[float] = field(default_factory=list)
-    """Predicted over measured step of each record."""
-    demand: Demand = _NOTHING
-
-    @classmethod
-    def of(cls, config: str, given: Sequence[str], wanted: Wanted, folder: Path) -> "Planner":
-        """`folder`: for the simulations' input. Raises ConfigError if nothing gives the duration of calls."""
-        began = time.perf_counter()
-        load = _loading(config, given)
-        job = load([])
-        records = sources(job.config, wanted.records, wanted.rollout, wanted.train)
-        room = Room.of(load, wanted.devices, wanted.memory)
-        aheads = [ahead_of(job.config)] if any(_key(each) == "ahead" for each in given) else wanted.aheads
-        candidates = [*Space.of(job, wanted.devices, aheads, budgets=room.is_asked)]
-        if not candidates:
-            raise ConfigError(f"{job.source}: its backends cannot be divided over {wanted.devices.count} devices")
-        planner = cls(wanted, load, job, records, candidates, room, Rehearsal(job, folder), began)
-        for record in records if wanted.records else ():
-            own = load_job(record.folder / "config.toml", [], RunConfig)
-            light = planner.rehearsal.light(own, _steps(max(_FINAL, record.pace.steps), ahead_of(own.config)))
-            pace = planner.fitted(own.resolved).pace
-            predicted = forecast_of(light, pace, seed=wanted.seed, quiet=True).step_seconds_median
-            planner.ratios.append(predicted / record.measured)
-        first = candidates[0]
-        forecast = planner.forecast(first, 0, _COUNTED, planner.fit(first, 0).pace)
-        planner.demand = Demand(forecast.drawn, forecast.trained)
-        return planner
-
-    def fitted(self, table: dict[str, object]) -> Fit:
-        """The costs of calls in a configuration."""
-        return fit(self.records, table, self.wanted.devices.cores)
-
-    def fit(self, candidate: Candidate, variant: int) -> Fit:
-        """The costs of a candidate's calls."""
-        return self.fitted(candidate.table(self.job.resolved, variant))
-
-    def bound(self, candidate: Candidate) -> float:
-        """The lower bound for `search`. The smallest budgets leave the smallest bubble in a pipeline."""
-        pace = self.fit(candidate, len(candidate.variants) - 1).pace
-        shares = (candidate.trainer.rows, candidate.sampler.rows)
-        return lower_bound(pace, self.demand, shares, ahead=candidate.ahead, shared=candidate.shared, steps=_COUNTED)
-
-    def seconds(self, candidate: Candidate, variant: int) -> float:
-        """The mean step in seconds."""
-        return self.forecast(candidate, variant, _COUNTED, self.fit(candidate, variant).pace).step_seconds
-
-    def forecast(self, candidate: Candidate, variant: int, steps: int, pace: Pace) -> Forecast:
-        """Simulate a candidate."""
-        job = self.rehearsal.light(self.load(candidate.overrides(variant)), _steps(steps, candidate.ahead))
-        return forecast_of(job, pace, seed=self.wanted.seed, quiet=True)
-
-    def proposal(self, found: Found[Candidate]) -> Proposal:
-        """Estimate one of the best candidates in detail."""
-        it, variant, wanted = found.candidate, found.variant, self.wanted
-        fitted = self.fit(it, variant)
-        forecast = self.forecast(it, variant, _FINAL, fitted.pace)
-        guessed = [*fitted.guessed, *forecast.guessed]
-        # With as many steps as in the search, so that only the guesses differ.
-        table = it.table(self.job.resolved, variant)
-        ends = fit_ends(self.records, table, wanted.devices.cores) if guessed else ()
-        longer = [1.0, *(self.forecast(it, variant, _COUNTED, end).step_seconds / found.seconds for end in ends)]
-        missed = max((max(ratio, 1 / ratio) for ratio in self.ratios), default=1.0)
-        rows = sum(forecast.staleness)
-        return Proposal(
-            name=it.name,
-            overrides=it.overrides(variant),
-            steps_per_minute=60 / forecast.step_seconds,
-            low=60 / (forecast.step_seconds * max(longer) * missed),
-            high=60 / (forecast.step_seconds * min(longer) / missed),
-            step_seconds=forecast.step_seconds,
-            efficiency=forecast.efficiency,
-            bound_by=next(iter(forecast.bound)),
-            staleness=sum(age * count for age, count in enumerate(forecast.staleness)) / rows if rows else 0.0,
-            needed_gib=self.room.needed(it, variant),
-            cost=wanted.price * wanted.devices.count * forecast.step_seconds / 3600 if wanted.price else None,
-            guessed=guessed or ([] if wanted.records else ["rollout and train"]),
-        )
-
-
-def _steps(counted: int, ahead: int) -> int:
-    """Add the steps that do not count: those that fill the pipeline, and the last one."""
-    return counted + ahead + WARM_UP + 1

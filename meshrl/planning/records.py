@@ -15,7 +15,7 @@ from meshrl.config import Table
 from meshrl.errors import DataError
 from meshrl.events import CORES_OF, Gauge
 from meshrl.observe import read_events
-from meshrl.planning.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
+from meshrl.planning.pace import ROLES, CallCost, Endpoint, Pace, step_windows, typical_cost
 
 WARM_UP: Final = 2
 """Steps, in addition to `ahead`, that fill the pipeline."""
@@ -29,7 +29,7 @@ class Place:
     """Number of ranks that share the same rows, along all axes except dp."""
     cpus: int | None = None
     """Cores per rank. None if unknown, or if the rank computes on a GPU."""
-    is_told: bool = False
+    is_known: bool = False
     """True if `cpus` is known and not assumed."""
     gpus: bool = False
     """True if the rank computes on a GPU."""
@@ -55,33 +55,33 @@ def places_of(
     meshes = _table(_table(table, "run"), "meshes")
     tables = {role: _table(table, role.lower()) for role in ROLES}
     named = {str(own.get("mesh", "main")) for own in tables.values()}
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for role, own in tables.items():
         name = str(own.get("mesh", "main"))
         mesh = _table(meshes, name)
-        ranks, gpus = number(mesh, "ranks", 1), bool(mesh.get("gpus"))
+        ranks, gpus = _number(mesh, "ranks", 1), bool(mesh.get("gpus"))
         cpus = None if gpus else recorded.get(name, mesh.get("cpus"))
-        is_told = isinstance(cpus, int)
-        if not is_told and not gpus and len(named) == 1:
+        is_known = isinstance(cpus, int)
+        if not is_known and not gpus and len(named) == 1:
             cpus = cores and max(1, cores // ranks)
         axes = _table(own, "axes") or _table(mesh, "axes")
         split = prod(size for axis, size in axes.items() if axis != "dp" and isinstance(size, int))
         passes = _passes(table, own, max(1, ranks // split))
-        known = cpus if isinstance(cpus, int) else None
-        found[role] = Place(split, known, is_told, gpus, number(axes, "pp", 1), passes)
-    return found
+        cpus = cpus if isinstance(cpus, int) else None
+        places[role] = Place(split, cpus, is_known, gpus, _number(axes, "pp", 1), passes)
+    return places
 
 
 def _passes(table: Table, own: Table, shares: int) -> int:
     """Micro-batches of an update on a rank, if all completions have the maximal length."""
     sampling = _table(table, "sampling")
-    rows = number(table, "prompts", 1) * number(sampling, "n", 1) / number(table, "minibatches", 1)
-    tokens = rows * number(sampling, "max_tokens", 1) / shares
-    return max(1, math.ceil(tokens / number(own, "micro_batch_tokens", 1 << 62)))
+    rows = _number(table, "prompts", 1) * _number(sampling, "n", 1) / _number(table, "minibatches", 1)
+    tokens = rows * _number(sampling, "max_tokens", 1) / shares
+    return max(1, math.ceil(tokens / _number(own, "micro_batch_tokens", 1 << 62)))
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedRun:
     """A recorded run."""
 
     folder: Path
@@ -100,26 +100,25 @@ class Record:
         events = read_events(folder / "events.jsonl", notes)
         if not events:
             raise DataError(f"{folder}: nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
-        source = folder / "config.toml"
-        if not source.is_file():
+        config = folder / "config.toml"
+        if not config.is_file():
             raise DataError(f"{folder}: there is no config.toml, which has the number of completions of a prompt")
-        table: Table = tomllib.loads(source.read_text("utf-8"))
-        first = number(table, "ahead", 0) + WARM_UP
+        table: Table = tomllib.loads(config.read_text("utf-8"))
+        first = _number(table, "ahead", 0) + WARM_UP
         windows = step_windows(events, first)
         splits = {role: place.split for role, place in places_of(table).items()}
-        pace = Pace.recorded(events, number(_table(table, "sampling"), "n", 1), first, splits)
-        told = [each for each in events if isinstance(each, Gauge) and each.name.startswith(CORES_OF)]
-        cores = {each.name.removeprefix(CORES_OF): int(each.value) for each in told}
+        pace = Pace.recorded(events, _number(_table(table, "sampling"), "n", 1), first, splits)
+        gauges = [each for each in events if isinstance(each, Gauge) and each.name.startswith(CORES_OF)]
+        cores = {each.name.removeprefix(CORES_OF): int(each.value) for each in gauges}
         return cls(folder, table, pace, float(np.median(windows[:, 1] - windows[:, 0])), cores)
 
     @classmethod
-    def guessed(cls, pace: Pace) -> Self:
-        """A guess in place of a record, for one rank on any device."""
+    def guessed(cls, rollout: float, train: float, rows: int | None) -> Self:
+        """A guess in place of a record, for one rank on any device: seconds of `generate` and `update` for the rows."""
+        pace = Pace(
+            {("Sampler", "generate"): [CallCost([rollout], rows)], ("Policy", "update"): [CallCost([train], rows)]}
+        )
         return cls(Path(), {"run": {"meshes": {"main": {"gpus": 1}}}}, pace, 0.0)
-
-    def places(self, cores: int | None) -> dict[str, Place]:
-        """The place of each role. `cores`: as in `places_of`, for a run that recorded none."""
-        return places_of(self.table, cores, self.cores)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ been up to 1.4 times as long with half of the rows (docs/benchmarks.md, Planned 
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedPace:
     """The costs of calls in a configuration."""
 
     pace: Pace
@@ -149,7 +148,9 @@ class Fit:
     """Assumptions that no record covers."""
 
 
-def fit(records: Sequence[Record], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Fit:
+def fit(
+    records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Guesses = GUESSES
+) -> FittedPace:
     """Estimate the costs of calls in a configuration: for each role, from the most similar record.
 
     That is the record with the nearest number of cores per rank and of ranks that share rows, or the first of equal
@@ -157,17 +158,18 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
     endpoint with different cores. `table`: the configuration with its defaults. `cores`: of the machine, as in
     `places_of`.
     """
-    asked, places = places_of(table, cores), [record.places(cores) for record in records]
-    works: dict[Endpoint, Sequence[Work]] = {}
-    told: dict[str, None] = {}
-    chosen = {role: _nearest([each[role] for each in places], wanted) for role, wanted in asked.items()}
-    for role, wanted in asked.items():
+    wanted_places = places_of(table, cores)
+    places = [places_of(record.table, cores, record.cores) for record in records]
+    works: dict[Endpoint, Sequence[CallCost]] = {}
+    notes: list[str] = []
+    chosen = {role: _nearest([each[role] for each in places], wanted) for role, wanted in wanted_places.items()}
+    for role, wanted in wanted_places.items():
         had, pace = places[chosen[role]][role], records[chosen[role]].pace
         keys = [key for key in pace.works if key[0] == role]
         if keys and pace.strict and (unlike := _unlike(had, wanted)):
-            told[f"{role}: {unlike}"] = None
+            notes.append(f"{role}: {unlike}")
         if keys and had.split != wanted.split:
-            told[f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}"] = None
+            notes.append(f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}")
         for key in keys:
             factor = _gain(had.split, guesses.split) / _gain(wanted.split, guesses.split)
             factor *= wanted.bubble / had.bubble if key[1] == "update" else 1.0
@@ -178,12 +180,12 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
                 exponent = guesses.cores if learned is None else learned
                 factor *= (had.cpus / wanted.cpus) ** exponent
                 if learned is None:
-                    told[f"{role}: cores ** {exponent:.2g}, from ranks of {had.cpus} to ranks of {wanted.cpus}"] = None
+                    notes.append(f"{role}: cores ** {exponent:.2g}, from ranks of {had.cpus} to ranks of {wanted.cpus}")
             works[key] = [replace(work, seconds=[each * factor for each in work.seconds]) for work in pace.works[key]]
-    return Fit(replace(records[chosen["Policy"]].pace, works=works), list(told))
+    return FittedPace(replace(records[chosen["Policy"]].pace, works=works), list(dict.fromkeys(notes)))
 
 
-def fit_ends(records: Sequence[Record], table: Table, cores: int | None = None) -> tuple[Pace, Pace]:
+def fit_ends(records: Sequence[RecordedRun], table: Table, cores: int | None = None) -> tuple[Pace, Pace]:
     """The costs of calls if all are as slow as the assumptions allow, and if all are as fast.
 
     Chosen for each endpoint separately, because a role with fewer cores and one with more are slow by different
@@ -201,7 +203,7 @@ def fit_ends(records: Sequence[Record], table: Table, cores: int | None = None) 
     return slow, fast
 
 
-def _total(works: Sequence[Work]) -> float:
+def _total(works: Sequence[CallCost]) -> float:
     return sum(sum(work.seconds) for work in works)
 
 
@@ -210,7 +212,7 @@ def _unlike(had: Place, wanted: Place) -> str:
     if had.gpus != wanted.gpus and 0 not in (had.cpus, wanted.cpus):  # a function may have no core
         kinds = "CPU", "GPU"
         return f"a rank on a {kinds[wanted.gpus]} as fast as the recorded one on a {kinds[had.gpus]}"
-    if wanted.cpus and not had.is_told and not had.gpus:
+    if wanted.cpus and not had.is_known and not had.gpus:
         return f"recorded on ranks of unknown cores, taken as {had.cpus or wanted.cpus}"
     return ""
 
@@ -228,7 +230,7 @@ def _gain(split: int, each: float) -> float:
     return float(split * each ** math.log2(split))
 
 
-def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | None:
+def _exponent(measured: Sequence[tuple[int | None, Sequence[CallCost]]]) -> float | None:
     """The exponent with which a call's speed grows with cores, from the records with the fewest and most. Or None.
 
     Both are compared at the rows of the one with the fewest.
@@ -244,7 +246,7 @@ def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | 
     return min(1.0, max(0.0, math.log(slow / fast) / math.log(many / few)))
 
 
-def number(table: Table, name: str, default: int) -> int:
+def _number(table: Table, name: str, default: int) -> int:
     """An integer of a table."""
     value = table.get(name, default)
     return value if isinstance(value, int) else default

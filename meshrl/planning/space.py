@@ -1,24 +1,28 @@
-"""The settings that a plan chooses from: how ranks are divided over meshes, and along axes."""
+"""The settings that a plan chooses from: how ranks are divided over meshes and along axes, and whether roles fit."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final, Literal, TypeAlias, cast
 
 from meshrl.config import Table
 from meshrl.errors import ConfigError
 from meshrl.roles import PolicyConfig, RoleConfig, SamplerConfig, axes_of, models_of
-from meshrl.run import Job, MeshConfig, RunConfig, tables_of
+from meshrl.run import Job, MemoryOptions, MemoryPlan, MeshConfig, RoleMemory, plan_memory, tables_of
 from meshrl.tasks import RewardConfig
 
 Value: TypeAlias = "int | float | str | Mapping[str, Value]"
+Load: TypeAlias = Callable[[Sequence[str]], Job]
+"""Loads the configuration's job with further overrides."""
 
 _WIDEST: Final = 8
 """Ranks along an axis other than dp at most, as many as a machine has."""
 _HALVINGS: Final = 3
 """Number of times that a budget is halved to fit into memory."""
-_KEPT: Final = ("custom", "gib", "placement")
+_UNCHANGED: Final = ("custom", "gib", "placement")
 """Settings of a mesh that do not depend on its ranks."""
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,6 @@ class Layout:
     """GPUs or cores per rank."""
     axes: Mapping[str, int]
     """The last axis varies fastest. It contains dp and all axes above 1."""
-
-    @property
-    def rows(self) -> int:
-        """Number of shares into which rows are divided."""
-        return self.axes["dp"]
 
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1)
@@ -74,55 +73,41 @@ class Candidate:
         """A description."""
         where = "one mesh: " if self.shared else ""
         same = self.shared and self.trainer.axes == self.sampler.axes
-        told = f"{where}{self.trainer}" if same else f"{where}train {self.trainer}, sample {self.sampler}"
-        return f"{told}, ahead {self.ahead}"
+        layout = f"{self.trainer}" if same else f"train {self.trainer}, sample {self.sampler}"
+        return f"{where}{layout}, ahead {self.ahead}"
 
     def overrides(self, variant: int) -> list[str]:
         """The settings for a command line."""
-        return [f"{key}={toml(value)}" for key, value in {**self.settings, **self.variants[variant]}.items()]
+        return [f"{key}={_toml(value)}" for key, value in {**self.settings, **self.variants[variant]}.items()]
 
     def table(self, table: Table, variant: int) -> Table:
         """A configuration's tables with the settings applied."""
         changed = dict(table)
         for key, value in {**self.settings, **self.variants[variant]}.items():
-            here = changed
+            inner = changed
             *above, last = key.split(".")
             for part in above:
-                here[part] = dict(cast("Table", here.get(part) or {}))
-                here = cast("Table", here[part])
-            here[last] = value
+                inner[part] = dict(cast("Table", inner.get(part) or {}))
+                inner = cast("Table", inner[part])
+            inner[last] = value
         return changed
 
 
-def toml(value: Value) -> str:
-    """Format a value for a command line."""
+def _toml(value: Value) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-@dataclass(frozen=True)
 class Space:
     """All candidates of a configuration on some devices."""
 
-    devices: Devices
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RoleConfig | None
-    """The reward if it calls a function, which needs no cores."""
-    meshes: Mapping[str, MeshConfig]
-    others: Sequence[str]
-    """Meshes of other roles, which stay unchanged."""
-    engine: str | None
-    """The configured engine. None if meshrl chooses."""
-    aheads: Sequence[int] | None
-    """Values for separate meshes. One mesh gains nothing and takes the lowest. None if the script has no `ahead`."""
-    budgets: bool
-    """True if slots and micro-batch budgets are varied, because memory is known."""
+    def __init__(self, job: Job, devices: Devices, aheads: Sequence[int], *, budgets: bool) -> None:
+        """`aheads`: values for separate meshes. One mesh gains nothing by them and takes the lowest.
 
-    @classmethod
-    def of(cls, job: Job[RunConfig], devices: Devices, aheads: Sequence[int], *, budgets: bool) -> "Space":
-        """Raises ConfigError if the algorithm has no policy or no sampler, which leaves nothing to divide."""
+        `budgets`: vary slots and micro-batch budgets, because memory is known. Raises ConfigError if the algorithm has
+        no policy or no sampler, which leaves nothing to divide.
+        """
         policy, sampler, reward = (getattr(job.config, name, None) for name in ("policy", "sampler", "reward"))
         if not isinstance(policy, PolicyConfig) or not isinstance(sampler, SamplerConfig):
             raise ConfigError(
@@ -130,13 +115,19 @@ class Space:
                 f"{'no sampler' if isinstance(policy, PolicyConfig) else 'no policy'}"
             )
         calls = isinstance(reward, RewardConfig) and models_of(reward.backend) == "none"
-        own = cast("RoleConfig", reward) if calls else None
+        self.devices, self.policy, self.sampler = devices, policy, sampler
+        self.reward = cast("RoleConfig", reward) if calls else None
+        """The reward if it calls a function, which needs no cores."""
+        self.meshes: Mapping[str, MeshConfig] = job.run.meshes
         roles = [table for _, table in tables_of(job.config) if isinstance(table, RoleConfig)]
-        divided = {policy.mesh, sampler.mesh, *([own.mesh] if own else [])}
-        others = sorted({role.mesh for role in roles} - divided)
-        engine = job.run.engine if "engine" in job.run.model_fields_set else None
-        overlaps = "ahead" in type(job.config).model_fields
-        return cls(devices, policy, sampler, own, job.run.meshes, others, engine, aheads if overlaps else None, budgets)
+        divided = {policy.mesh, sampler.mesh, *([self.reward.mesh] if self.reward else [])}
+        self.others = sorted({role.mesh for role in roles} - divided)
+        """Meshes of other roles, which stay unchanged."""
+        self.engine = job.run.engine if "engine" in job.run.model_fields_set else None
+        """The configured engine. None if meshrl chooses."""
+        self.aheads = aheads if "ahead" in type(job.config).model_fields else None
+        """None if the script has no `ahead`."""
+        self.budgets = budgets
 
     @property
     def _count(self) -> int:
@@ -174,8 +165,8 @@ class Space:
             if not axes and ranks > 1:
                 continue
             for sizes in _sizes(ranks, [axis for axis in axes if axis != "dp"]):
-                kept = {axis: sizes[axis] for axis in axes if axis == "dp" or sizes[axis] > 1}
-                yield Layout(ranks, count // ranks, kept or {"dp": 1})
+                used = {axis: sizes[axis] for axis in axes if axis == "dp" or sizes[axis] > 1}
+                yield Layout(ranks, count // ranks, used or {"dp": 1})
 
     def _candidate(self, trainer: Layout, sampler: Layout, ahead: int, *, shared: bool) -> Candidate:
         main = self.policy.mesh
@@ -208,7 +199,7 @@ class Space:
         mesh[self.devices.kind] = layout.each
         if set(layout.axes) != {"dp"}:
             mesh["axes"] = layout.axes
-        return mesh | {key: had[key] for key in _KEPT if key in had}
+        return mesh | {key: had[key] for key in _UNCHANGED if key in had}
 
     def _variants(self) -> Sequence[Mapping[str, Value]]:
         if not self.budgets:
@@ -235,8 +226,78 @@ def _sizes(ranks: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
     """Sizes whose product is the number of ranks: powers of two for these axes, and the rest for dp."""
     powers = [1 << power for power in range(_WIDEST.bit_length())]
     for sizes in itertools.product(powers, repeat=len(axes)):
-        split = 1
-        for size in sizes:
-            split *= size
+        split = prod(sizes)
         if ranks % split == 0:
             yield {"dp": ranks // split, **dict(zip(axes, sizes, strict=True))}
+
+
+class MemoryLimit:
+    """Checks whether candidates fit into the memory, by the estimates of `meshrl memory`, and notes what it finds.
+
+    `gib`: of each GPU, or of the machine if it computes on cores. GPUs are always checked, with 80 GiB by default. The
+    machine's memory is checked if `gib` is given.
+    """
+
+    def __init__(self, load: Load, devices: Devices, gib: float | None) -> None:
+        self._load = load
+        self._on_gpus = devices.kind == "gpus"
+        self._gib = gib
+        self.applies: bool = self._on_gpus or gib is not None
+        self.unknown: list[str] = []
+        """Roles of unknown memory, with the reason."""
+        self._estimates: dict[str, RoleMemory] = {}
+        self._shortage: tuple[float, str] | None = None
+        """The smallest shortage in GiB, and the overrides of that candidate."""
+        self._refusals: dict[str, None] = {}
+        """Reasons why axes were refused."""
+
+    def fits(self, candidate: Candidate) -> int | None:
+        """The first variant of a candidate that fits. None if none does."""
+        if not self.applies:
+            return 0
+        for variant in range(len(candidate.variants)):
+            plan = self._plan(candidate, variant)
+            unknown = [held for mesh in plan.meshes for held in mesh.roles if held.refused or held.memory is None]
+            if refusals := [f"{held.role}: {held.unknown}" for held in unknown if held.refused]:
+                self._refusals |= dict.fromkeys(refusals)
+                return None
+            notes = dict.fromkeys(f"{held.role}: {held.unknown}" for held in unknown)
+            self.unknown += [note for note in notes if note not in self.unknown]
+            if self._on_gpus:
+                missing = max(-(mesh.headroom or 0) for mesh in plan.meshes) / _GIB
+            else:
+                missing = self._gib_of(plan) - (self._gib or 0.0)
+            if missing <= 0:
+                return variant
+            if self._shortage is None or missing < self._shortage[0]:
+                self._shortage = missing, " ".join(candidate.overrides(variant))
+        return None
+
+    def needed(self, candidate: Candidate, variant: int) -> float | None:
+        """GiB of the fullest GPU, or of the machine. None if no role's memory is known."""
+        if not self.applies:
+            return None
+        plan = self._plan(candidate, variant)
+        known = any(held.memory is not None for mesh in plan.meshes for held in mesh.roles)
+        return self._gib_of(plan) if known else None
+
+    def why_nothing_fits(self) -> str:
+        """The reason, with numbers."""
+        if self._shortage is None:
+            return f"no layout is possible: {'; '.join(self._refusals)}"
+        missing, overrides = self._shortage
+        where, devices = (" of each GPU", "gpus") if self._on_gpus else ("", "cpus")
+        return (
+            f"nothing fits into memory: {missing:.1f} GiB more{where} are missing for the smallest candidate, "
+            f"{overrides}: give more {devices} or --memory, or ask `meshrl memory` what would save memory"
+        )
+
+    def _plan(self, candidate: Candidate, variant: int) -> MemoryPlan:
+        job = self._load(candidate.overrides(variant))
+        return plan_memory(
+            job.config, job.run, MemoryOptions(gib=self._gib if self._on_gpus else None), self._estimates
+        )
+
+    def _gib_of(self, plan: MemoryPlan) -> float:
+        needed = [mesh.needed * (1 if self._on_gpus else mesh.ranks) for mesh in plan.meshes]
+        return (max(needed) if self._on_gpus else sum(needed)) / _GIB

@@ -4,21 +4,24 @@ Each role is an abstract actor with the contract. A backend overrides its endpoi
 name in the registry. The tables name the backend, the mesh and the model.
 """
 
-from meshrl.roles.balance import Flops, fair_plan, planner_of
 from meshrl.roles.base import Critic, Policy, Reference, ResumingSampler, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
+    MOST_COMPLETIONS,
     CriticConfig,
+    GroupSampling,
+    JoinedSampling,
     LoraConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
-    PassConfig,
+    PairSampling,
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
     RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
+    Sampling,
     Shape,
     TeacherConfig,
     check_axes,
@@ -26,8 +29,18 @@ from meshrl.roles.config import (
     options_of,
     with_options,
 )
-from meshrl.roles.generate_calls import GenerateCall, GenerateCalls, places_of
-from meshrl.roles.memory import Memory, Term, Work, memory_of
+from meshrl.roles.estimates import (
+    Flops,
+    MemoryEstimate,
+    MemoryTerm,
+    Workload,
+    check_teacher,
+    count_tokens,
+    fair_plan,
+    memory_of,
+    planner_of,
+)
+from meshrl.roles.generate_calls import Completion, GenerateCall, GenerateCalls, SteppingSampler, completed, places_of
 from meshrl.roles.registry import (
     BackendOptions,
     Models,
@@ -37,18 +50,14 @@ from meshrl.roles.registry import (
     class_for,
     function_of,
     implementation,
+    import_path,
     models_of,
     packages_of,
-    place_of,
 )
-from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, JoinedSampling, PairSampling, Sampling
-from meshrl.roles.server import Address, Server, ServerConfig
-from meshrl.roles.stepping import Completion, SteppingSampler, completed
-from meshrl.roles.tokens import check_teacher, count_tokens
+from meshrl.roles.server import Server, ServerAddress, ServerConfig
 
 __all__ = [
     "MOST_COMPLETIONS",
-    "Address",
     "BackendOptions",
     "Completion",
     "Critic",
@@ -59,13 +68,13 @@ __all__ = [
     "GroupSampling",
     "JoinedSampling",
     "LoraConfig",
-    "Memory",
+    "MemoryEstimate",
+    "MemoryTerm",
     "ModelConfig",
     "Models",
     "NewModel",
     "OptimizerConfig",
     "PairSampling",
-    "PassConfig",
     "Policy",
     "PolicyConfig",
     "Reference",
@@ -80,13 +89,13 @@ __all__ = [
     "SamplerConfig",
     "Sampling",
     "Server",
+    "ServerAddress",
     "ServerConfig",
     "Shape",
     "Stateful",
     "SteppingSampler",
     "TeacherConfig",
-    "Term",
-    "Work",
+    "Workload",
     "axes_of",
     "backends",
     "backends_with",
@@ -99,11 +108,11 @@ __all__ = [
     "fair_plan",
     "function_of",
     "implementation",
+    "import_path",
     "memory_of",
     "models_of",
     "options_of",
     "packages_of",
-    "place_of",
     "places_of",
     "planner_of",
     "with_options",

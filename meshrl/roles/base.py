@@ -1,7 +1,6 @@
-"""Roles: the methods of a policy, a critic, a reference, a sampler and a reward that algorithms call.
+"""Roles: the endpoints of policies, critics, references, samplers and rewards. Backends override them with plain types.
 
-A role is the contract. A backend (`meshrl_torch`, ...) overrides its methods with plain types. The standard columns of
-a batch are listed in `data.Batch`.
+The standard columns of a batch are listed in `data.Batch`.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +9,7 @@ from collections.abc import AsyncIterator
 from meshrl.algo import Gae, Loss
 from meshrl.data import Batch, Metrics, Weights
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
-from meshrl.roles.sampling import Sampling
+from meshrl.roles.config import Sampling
 
 
 class Stateful(Actor, ABC):
@@ -19,7 +18,7 @@ class Stateful(Actor, ABC):
     @endpoint
     @abstractmethod
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the actor's whole state into a separate folder, which is created if needed.
+        """Write the actor's whole state into a folder of its own, which is created if needed.
 
         Each rank receives the same folder and writes its share. The caller makes sure that a half-written folder is
         never read. With `wait = False` the call returns once the state is copied, and `written` waits for the rest.
@@ -32,10 +31,10 @@ class Stateful(Actor, ABC):
     @endpoint
     @abstractmethod
     async def restore(self, folder: str) -> None:
-        """Load the state that `checkpoint` wrote. Later calls return, bit for bit, what they would have returned then.
+        """Load the state that `checkpoint` wrote, so that later calls return the same bits as after the checkpoint.
 
-        Settings that are not part of the state, such as the learning rate, come from the current configuration. If the
-        folder belongs to another role or model, it raises an error and changes nothing.
+        Settings that are not part of the state, such as the learning rate, come from the current configuration. Raises
+        an error and changes nothing if the folder belongs to another role or model.
         """
 
 
@@ -87,8 +86,8 @@ class Reference(Actor, ABC):
 
             await reference.load(await policy.weights())
 
-        If the weights belong to another model or dtype, or were damaged on the way, it raises ModelError and loads
-        nothing. Checkpoints do not contain references: a resumed run must load the weights again.
+        Raises ModelError and loads nothing if the weights belong to another model or dtype, or were damaged in transit.
+        Checkpoints do not contain references: a resumed run must load the weights again.
         """
 
 
@@ -152,8 +151,8 @@ class Sampler(Actor, ABC):
 
         If the weights have a probe, a sampler with a model adds `difference`, float64: the mean distance of its
         log-probs from the policy's. A sampler that measures it adds `pause`, float64: the seconds in which it sampled
-        nothing. Raises ModelError if the distance is too large, or if a tensor was damaged on the way. In this case no
-        token is sampled from the new weights.
+        nothing. Raises ModelError, and samples no token from the new weights, if the distance is too large or a tensor
+        was damaged in transit.
         """
 
     @endpoint
@@ -162,8 +161,8 @@ class Sampler(Actor, ABC):
         """Repeat loads and aborts at the places of an earlier run. `record`: the results of its loads, in order.
 
         The run must make the same calls, at any time. A call of `generate` waits at the place of a load, and a load
-        waits until the calls have come to their places. Call it before all other calls. After the last load, the run is
-        free. A load raises DataError if the record does not fit.
+        waits until the calls have reached their places. Call this first. After the last load, the run is free. A load
+        raises DataError if the record does not fit.
         """
 
     @endpoint
@@ -177,7 +176,7 @@ class Sampler(Actor, ABC):
 
 
 class ResumingSampler(Sampler, ABC):
-    """A sampler whose calls of `generate` last: what `abort` stopped waits in them, and continues with the next `load`.
+    """A sampler whose calls of `generate` outlast an `abort`: their rows wait, and continue after the next `load`.
 
     A sampler that wraps one is a ResumingSampler too, so that a stream does not wait for its calls to end.
     """
@@ -185,7 +184,7 @@ class ResumingSampler(Sampler, ABC):
     @endpoint
     @abstractmethod
     async def resume(self) -> None:
-        """Continue what `abort` stopped, with the present weights, because no others come."""
+        """Continue the rows that `abort` stopped, with the current weights, because no others will be loaded."""
 
 
 class Reward(Actor, ABC):

@@ -1,10 +1,10 @@
-"""The configuration tables of roles: backend, mesh, model, and how the role trains."""
+"""The configuration tables of roles: backend, mesh, model, how the role trains, and how completions are sampled."""
 
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +30,7 @@ Shape: TypeAlias = dict[str, Annotated[int, Field(gt=0)]]
 """The size of each axis of ranks. The last axis varies fastest."""
 
 
-def _of_a_backend(name: str) -> str:
+def _name_of_backend(name: str) -> str:
     if name not in backends():
         raise PydanticKnownError("extra_forbidden")
     return name
@@ -46,7 +46,7 @@ class RoleConfig(Config):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
     # Required by pydantic. Narrower than in its base.
     __pydantic_extra__: dict[  # pyright: ignore[reportIncompatibleVariableOverride]
-        Annotated[str, AfterValidator(_of_a_backend)], object
+        Annotated[str, AfterValidator(_name_of_backend)], object
     ] = Field(init=False)
 
     role: ClassVar[str] = ""
@@ -65,12 +65,12 @@ class RoleConfig(Config):
     @classmethod
     def open_tables(cls) -> Mapping[str, type[BackendOptions]]:
         """The schema of each installed backend's options for this role, by the backend's name."""
-        found: dict[str, type[BackendOptions]] = {}
+        schemas: dict[str, type[BackendOptions]] = {}
         for backend in backends():
             with suppress(BackendError):  # a backend that cannot be loaded, and is not used
                 if schema := cls._options_schema(backend):
-                    found[backend] = schema
-        return found
+                    schemas[backend] = schema
+        return schemas
 
     @classmethod
     def _options_schema(cls, backend: str) -> type[BackendOptions] | None:
@@ -96,14 +96,13 @@ class RoleConfig(Config):
 def options_of(config: RoleConfig, schema: type[S]) -> S:
     """Return a backend's options in a role's table: `options_of(config, FsdpConfig).replicate`."""
     tables = config.model_extra or {}
-    found = [each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema)]
-    return found[0] if found else schema()
+    return next((each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema)), schema())
 
 
 def chosen_options(config: RoleConfig) -> BackendOptions:
     """Return the options of the backend that the table names."""
-    found = (config.model_extra or {}).get(config.backend)
-    return found if isinstance(found, BackendOptions) else BackendOptions()
+    options = (config.model_extra or {}).get(config.backend)
+    return options if isinstance(options, BackendOptions) else BackendOptions()
 
 
 def with_options(config: C, *options: BackendOptions) -> C:
@@ -112,11 +111,9 @@ def with_options(config: C, *options: BackendOptions) -> C:
     Returns the new table. Raises ConfigError if no backend has such options for the role.
     """
     names = {schema: name for name, schema in config.open_tables().items()}
-    for each in options:
-        if type(each) not in names:
-            raise ConfigError(
-                f"{type(each).__name__}: no installed backend has these options for a {type(config).__name__}"
-            )
+    for kind in map(type, options):
+        if kind not in names:
+            raise ConfigError(f"{kind.__name__}: no installed backend has these options for a {type(config).__name__}")
     return config.model_copy(update={names[type(each)]: each for each in options})
 
 
@@ -334,3 +331,54 @@ class SamplerConfig(ModelConfig):
     record_experts: bool = False
     """Record the experts that each token of a mixture-of-experts model is routed to, so that the policy uses the
     same."""
+
+
+MOST_COMPLETIONS: Final = 65_536
+"""Most completions of a prompt in a call. All of them are in memory at once."""
+
+
+class Sampling(Config):
+    """How completions are sampled."""
+
+    beside: ClassVar[bool] = False
+    """True if the call is not part of training, as with `BesideSampling`."""
+    joins: ClassVar[bool] = False
+    """True if the call may be decoded together with others of the same sampling, as with `JoinedSampling`."""
+    n: int = Field(default=1, gt=0, le=MOST_COMPLETIONS)
+    """Completions for each prompt."""
+    max_tokens: int = Field(default=16, gt=0, le=2**24)
+    """New tokens of a completion at most. A row's `max_tokens` column overrides it."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature. 0 is greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample only from the most probable tokens, whose probabilities sum to this. Log-probs are those of the whole
+    distribution."""
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample only from this number of the most probable tokens. 0: from all. Log-probs are those of the whole
+    distribution."""
+    ignore_eos: bool = False
+    """Continue after the end-of-sequence token, up to `max_tokens`."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion. The completion's text is cut before them, but its tokens are kept."""
+    seed: int = 0
+    """Seed for sampling."""
+
+
+class GroupSampling(Sampling):
+    """How completions are sampled for algorithms that compare completions of a prompt: at least two each."""
+
+    n: int = Field(default=8, ge=2, le=MOST_COMPLETIONS)
+    """Completions for each prompt."""
+
+
+class JoinedSampling(Sampling):
+    """How rows are sampled that arrive a few at a time. A sampler may decode the rows of several calls together."""
+
+    joins: ClassVar[bool] = True
+
+
+class PairSampling(Sampling):
+    """How completions are sampled for algorithms that compare the best with the worst: at least two for each prompt."""
+
+    n: int = Field(default=2, ge=2, le=MOST_COMPLETIONS)
+    """Completions for each prompt."""

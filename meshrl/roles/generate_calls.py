@@ -2,14 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from abc import ABC
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import current_rank
+from meshrl.roles.base import Sampler
+from meshrl.roles.config import Sampling
 
 
 class GenerateCall:
@@ -18,21 +23,21 @@ class GenerateCall:
     def __init__(self, calls: "GenerateCalls", number: int) -> None:
         self._calls = calls
         self.number = number
-        """Number of earlier calls on this rank. Below 0 for a call outside training, which no record contains."""
+        """Number of earlier calls on this rank. Negative for a call outside training, which no record contains."""
         self.turn = -1
         """Number of calls that began between the last load of weights and this one. -1 before it begins.
 
-        Together with the version it determines random numbers. They stay the same in a run that resumes from a
-        checkpoint, where calls are counted again. Calls outside training count separately: -1, -2, ...
+        With the version it determines random numbers, so they are the same in a run that resumes from a checkpoint.
+        Calls outside training count separately: -1, -2, ...
         """
         self.steps: int = -1
         """Number of its decode steps. -1 before it begins."""
         self.aborted = False
 
     async def step(self) -> bool:
-        """Let other tasks run, which may load weights. Returns True to make one more step, which is counted.
+        """Let other tasks run, such as a load of weights, and count one more step.
 
-        False if the call was aborted. Unfinished rows are then yielded as they are.
+        Returns False if the call was aborted. Unfinished rows are then yielded as they are.
         """
         await asyncio.sleep(0)
         await self._calls.until(self.may_go_on)
@@ -47,7 +52,7 @@ class GenerateCall:
         self._calls.stepped(self)
 
     def end(self) -> None:
-        """End the steps before the block ends. For a call that still has something to yield."""
+        """End the call's steps before its block ends, if it still has rows to yield."""
         self._calls.end(self)
 
     def may_go_on(self) -> bool:
@@ -58,8 +63,8 @@ class GenerateCall:
 class GenerateCalls:
     """The calls on a rank, and the number of loads and aborts that interrupted them.
 
-    With the places of an earlier run's interruptions (`replay`), each comes there again: a call waits for it at its
-    place, and it waits until the calls have reached theirs.
+    `replay` repeats the interruptions of an earlier run at their places: calls wait there for the interruption, and it
+    waits until all calls have reached their places.
     """
 
     def __init__(self) -> None:
@@ -82,7 +87,7 @@ class GenerateCalls:
 
     @asynccontextmanager
     async def begin(self, beside: bool = False) -> AsyncGenerator[GenerateCall]:
-        """Run a call inside the block. The weights in the block are those that it begins with.
+        """Run a call inside the block, which begins with the current weights.
 
         `beside`: as in `Sampling.beside`. Other calls are numbered, replayed and aborted as if this one did not exist.
         """
@@ -100,7 +105,7 @@ class GenerateCalls:
             call.steps = 0
             call.turn = call.number - self._begun_at_load
             self._begun = max(self._begun, call.number + 1)
-            self._tell()
+            self._notify()
             yield call
         finally:
             self._begun = max(self._begun, call.number + 1)  # even if it was cancelled before it began
@@ -126,7 +131,7 @@ class GenerateCalls:
                 del self._running[call.number]
 
     def replay(self, record: Batch) -> None:
-        """Repeat loads and aborts at these places, which the loads of an earlier run returned, one after the other.
+        """Repeat loads and aborts at these places: the results of an earlier run's loads, in order.
 
         DataError if a call or load has begun already, or a load is missing.
         """
@@ -135,16 +140,14 @@ class GenerateCalls:
                 f"a record can only be replayed from the beginning: this sampler has had {self._arrived} calls of "
                 f"`generate` and {self._interruptions} of `load` and `abort`; spawn a new one"
             )
-        mine = record.select(record.row("rank") == current_rank().index)
-        loads, calls, steps = (mine.row(name).tolist() for name in ("load", "call", "steps"))
-        places: list[dict[int, int]] = [{} for _ in range(max(loads, default=-1) + 1)]
-        for load, call, made in zip(loads, calls, steps, strict=True):
-            places[load][call] = made
-        lacking = [number for number, calls_of in enumerate(places) if not calls_of]
-        if lacking:
-            raise DataError(
-                f"the record has no entry for load {lacking[0]} on rank {current_rank().index}: give all of it"
-            )
+        rank = current_rank().index
+        own = record.select(record.row("rank") == rank)
+        entries = list(zip(*(own.row(name).tolist() for name in ("load", "call", "steps")), strict=True))
+        places: list[dict[int, int]] = [{} for _ in range(max((load for load, _, _ in entries), default=-1) + 1)]
+        for load, call, steps in entries:
+            places[load][call] = steps
+        if {} in places:
+            raise DataError(f"the record has no entry for load {places.index({})} on rank {rank}: give all of it")
         self._record = places
 
     @property
@@ -160,25 +163,25 @@ class GenerateCalls:
         return call.steps >= _place(self._record[self._interruptions], call.number)
 
     def stepped(self, call: GenerateCall) -> None:
-        """Report to a waiting interruption that the call is at its place: after this step, at the next pause."""
+        """Wake a waiting interruption if the call has reached its place."""
         if call.number >= 0 and self.holds(call):
-            self._tell()
+            self._notify()
 
     def end(self, call: GenerateCall) -> None:
         """End the steps of a call."""
         if call.number < 0:
             return
         self._running.pop(call.number, None)
-        if self._interruptions < len(self._record):
+        if self.is_replayed:
             self._ended[call.number] = call.steps
-        self._tell()
+        self._notify()
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition that only calls and interruptions of this rank change."""
+        """Wait for a condition that only this rank's calls and interruptions change."""
         while not ready():
             await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -186,13 +189,14 @@ class GenerateCalls:
     async def _interruption(self) -> AsyncGenerator[Batch]:
         async with self._interrupting:
             await self.until(self._in_place)
-            yield self._places()
+            steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0}
+            yield places_of({**steps, self._begun: -1}, self._interruptions)
             self._interruptions += 1
-            self._tell()
+            self._notify()
 
     def _in_place(self) -> bool:
-        """True if each call is where the next interruption found it: at its step, ended, or not begun."""
-        if self._interruptions >= len(self._record):
+        """True if each call is at its place for the next interruption: at its step, ended, or not begun."""
+        if not self.is_replayed:
             return True
         places = self._record[self._interruptions]
         if self._begun < max(places):
@@ -200,30 +204,90 @@ class GenerateCalls:
         for number, steps in places.items():
             # A call after its last step may have ended by now, which makes no difference.
             if steps >= 0 and number not in self._running and self._ended.get(number) != steps:
-                rank = current_rank().index
                 raise DataError(
-                    f"the record does not fit this run: load {self._interruptions} on rank {rank} came when call "
-                    f"{number} of `generate` had made {steps} steps, but now that call ended earlier: replay a record "
-                    "with the configuration, the seeds and the code that it was made with"
+                    f"the record does not fit this run: load {self._interruptions} on rank {current_rank().index} came "
+                    f"when call {number} of `generate` had made {steps} steps, but now that call ended earlier: replay "
+                    "a record with the configuration, the seeds and the code that it was made with"
                 )
         return all(call.steps in (-1, _place(places, number)) for number, call in self._running.items())
 
-    def _places(self) -> Batch:
-        steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0} | {self._begun: -1}
-        return places_of(steps, self._interruptions)
 
-
-def places_of(steps: Mapping[int, int], load: int, **found: float) -> Batch:
+def places_of(steps: Mapping[int, int], load: int, **measured: float) -> Batch:
     """Make the result of `load`: the steps of each call. Measurements of the load are added as columns."""
     return Batch.of(
         rank=np.full(len(steps), current_rank().index),
         load=np.full(len(steps), load),
         call=np.array(list(steps), np.int64),
         steps=np.array(list(steps.values()), np.int64),
-        **{name: np.full(len(steps), value) for name, value in found.items()},
+        **{name: np.full(len(steps), value) for name, value in measured.items()},
     )
 
 
 def _place(places: dict[int, int], call: int) -> float:
     """Return the steps that a call had made at an interruption: -1 before its start, infinite after its end."""
     return places.get(call, -1 if call > max(places) else math.inf)
+
+
+class SteppingSampler(Sampler, ABC):
+    """A sampler that decodes on its own rank, step by step.
+
+    A backend adds `generate` and `load`. The first makes its steps in a block, and the second takes weights in one:
+
+        async with self.generate_calls.begin(sampling.beside) as call:
+            while rows_are_left and await call.step():
+                ...  # one decode step, without a pause
+
+        async with self.generate_calls.loading() as places:
+            ...  # take the weights, without a pause
+        return places
+    """
+
+    @cached_property
+    def generate_calls(self) -> GenerateCalls:
+        """The calls of `generate` on this rank, and the places where loads and aborts interrupted them."""
+        return GenerateCalls()
+
+    async def replay(self, record: Batch) -> None:
+        """Repeat loads and aborts at their places in the record."""
+        self.generate_calls.replay(record)
+
+    async def abort(self) -> None:
+        """Stop the running calls before their next step."""
+        await self.generate_calls.abort()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a sampler drew for a row."""
+
+    text: str
+    """The completion."""
+    prompt: Sequence[int]
+    """The tokens that were given."""
+    tokens: Sequence[int] = ()
+    """The tokens that were drawn."""
+    logprobs: Sequence[float] = ()
+    """The log-prob of each token that was drawn."""
+    truncated: bool = False
+    """True if it was cut off by `max_tokens`."""
+    aborted: bool = False
+    """True if an abort ended it before it was finished."""
+
+
+def completed(rows: Batch, drawn: Iterable[Completion], version: int, sampling: Sampling) -> Batch:
+    """Add the columns of `Sampler.generate` to rows that were drawn with the weights of one version."""
+    drawn = list(drawn)
+    with_starts = [(row, len(row.prompt)) for row in drawn]
+    return rows.assign(
+        completion=[row.text for row in drawn],
+        tokens=Ragged.of([[*row.prompt, *row.tokens] for row in drawn], np.int32),
+        loss_mask=Ragged.of([[False] * start + [True] * len(row.tokens) for row, start in with_starts], np.bool_),
+        sampler_logprobs=Ragged.of(
+            [[0.0] * start + [*row.logprobs] for row, start in with_starts], np.float32, source=Source("sampler")
+        ),
+        versions=Ragged.of([[-1] * start + [version] * len(row.tokens) for row, start in with_starts], np.int32),
+        oldest_version=np.full(len(rows), version, np.int32),
+        temperature=np.full(len(rows), sampling.temperature or 1.0, np.float32),
+        truncated=np.array([row.truncated for row in drawn], np.bool_),
+        aborted=np.array([row.aborted for row in drawn], np.bool_),
+    )

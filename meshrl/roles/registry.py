@@ -1,17 +1,17 @@
 """Backends by name: installed packages that implement roles register themselves as entry points.
 
-A backend's module has `ROLES`, which maps a role's name to the place of its class. It may have these attributes too:
+A backend's module has `ROLES`: for each role's name the import path of its class, `package.module:Class`. It may have
+these attributes too. All functions are given as import paths:
 
-- `OPTIONS`: maps a role's name to the place of the schema of the backend's options.
+- `OPTIONS`: the import path of the schema of the backend's options, by role.
 - `MODELS`: what its roles do with the model of their table (see `Models`).
-- `AXES`: maps a role's name to the axes along which its ranks can be arranged.
-- `NEEDS`: the place of a function that raises BackendError if a role's table needs a package that is not installed.
-- `COUNTS`: the place of a function that counts the tokens of prompts with the tokenizer of a table's model alone.
-- `MEMORY`: the place of a function that estimates the memory of a rank, from a role's table and the model's
-  config.json (`meshrl.roles.memory`).
-- `FLOPS`: the place of a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from a
-  role's table and the model's config.json.
-- `CHAT`: the place of a function that reads the chat format of a table's model (`meshrl.agents`).
+- `AXES`: the axes along which the ranks of a role can be arranged, by role.
+- `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
+- `COUNTS`: a function that counts the tokens of prompts with the tokenizer of a table's model alone.
+- `MEMORY`: a function that estimates the memory of a rank (`meshrl.roles.MemoryEstimate`), from a role's table and the
+  model's config.json.
+- `FLOPS`: a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from the same.
+- `CHAT`: a function that reads the chat format of a table's model (`meshrl.agents`).
 
 The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
 
@@ -21,8 +21,8 @@ The module and the schemas import nothing but meshrl, because they are loaded to
 
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -34,7 +34,7 @@ from meshrl.errors import BackendError, did_you_mean
 
 R = TypeVar("R")
 
-GROUP = "meshrl.backends"
+_GROUP: Final = "meshrl.backends"
 _REQUIREMENT: Final = re.compile(
     r"""(?P<name>[\w.-]+)(?:\[(?P<others>.*?)\])?.*;.*\bextra == ["'](?P<extra>[\w-]+)["']"""
 )
@@ -77,7 +77,7 @@ def backends() -> Mapping[str, str]:
 
 @cache
 def _installed(path: tuple[str, ...]) -> Mapping[str, str]:  # noqa: ARG001 -- where `entry_points` looks
-    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return {entry.name: entry.value for entry in entry_points(group=_GROUP)}
 
 
 def implementation(role: Callable[..., R], backend: str) -> Callable[[Config], R]:
@@ -90,11 +90,11 @@ def implementation(role: Callable[..., R], backend: str) -> Callable[[Config], R
 
 def class_for(role: str, backend: str) -> object:
     """Return a backend's class for a role, by the role's name."""
-    return _loaded(backend, place_of(role, backend))
+    return _attribute(backend, import_path(role, backend))
 
 
-def place_of(role: str, backend: str) -> str:
-    """Return the place of a backend's class for a role, `package.module:Class`, without importing it.
+def import_path(role: str, backend: str) -> str:
+    """Return the import path of a backend's class for a role, `package.module:Class`.
 
     Raises BackendError if the backend is unknown or does not have the role.
     """
@@ -108,17 +108,17 @@ def place_of(role: str, backend: str) -> str:
 
 def backends_with(role: str) -> list[str]:
     """Return the names of installed backends with a role, except those whose packages are missing."""
-    found: list[str] = []
+    names: list[str] = []
     for backend in sorted(backends()):
         with suppress(BackendError):
-            found += [backend] if role in _table(backend, "ROLES") else []
-    return found
+            names += [backend] if role in _table(backend, "ROLES") else []
+    return names
 
 
 def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
     """Return the schema of a backend's options for a role, None if it has none. BackendError as in `implementation`."""
-    place = _table(backend, "OPTIONS").get(role)
-    return None if place is None else cast("type[BackendOptions]", _loaded(backend, place))
+    path = _table(backend, "OPTIONS").get(role)
+    return None if path is None else cast("type[BackendOptions]", _attribute(backend, path))
 
 
 def models_of(backend: str) -> Models:
@@ -131,16 +131,15 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
 
     Empty if the role takes only one rank. The default is dp. BackendError as in `implementation`.
     """
-    told = cast("Mapping[str, Sequence[str]]", getattr(_module(backend), "AXES", {}))
-    return told.get(role, ("dp",))
+    return cast("Mapping[str, Sequence[str]]", getattr(_module(backend), "AXES", {})).get(role, ("dp",))
 
 
 def function_of(
     backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "FLOPS", "CHAT"]
 ) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
-    place = getattr(_module(backend), name, None)
-    return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))
+    path = getattr(_module(backend), name, None)
+    return None if path is None else cast("Callable[..., object]", _attribute(backend, cast("str", path)))
 
 
 def packages_of(backend: str) -> frozenset[str]:
@@ -148,25 +147,24 @@ def packages_of(backend: str) -> frozenset[str]:
 
     Without such an extra, only the distribution. Empty if the backend is not installed.
     """
-    found: set[str] = set()
-    for entry in entry_points(group=GROUP, name=backend):
-        if entry.dist:
-            found |= {entry.dist.name, *_asked_for(entry.dist.name, entry.dist.requires or (), backend)}
-    return frozenset(found)
+    distributions = [entry.dist for entry in entry_points(group=_GROUP, name=backend) if entry.dist]
+    return frozenset[str]().union(
+        *({each.name, *_packages_of_extra(each.name, each.requires or (), backend)} for each in distributions)
+    )
 
 
-def _asked_for(name: str, requires: Sequence[str], extra: str) -> set[str]:
+def _packages_of_extra(distribution: str, requires: Sequence[str], extra: str) -> set[str]:
     """Return the packages of an extra, including those of other extras of the same distribution that it requires."""
-    found: set[str] = set()
-    for requirement in requires:
-        read = _REQUIREMENT.match(requirement)
-        if read is None or read["extra"] != extra:
+    packages: set[str] = set()
+    for requirement in filter(None, map(_REQUIREMENT.match, requires)):
+        if requirement["extra"] != extra:
             continue
-        if read["name"] != name:
-            found.add(read["name"])
-        for other in (read["others"] or "").split(",") if read["name"] == name else ():
-            found |= _asked_for(name, requires, other.strip())
-    return found
+        if requirement["name"] != distribution:
+            packages.add(requirement["name"])
+        else:
+            for other in (requirement["others"] or "").split(","):
+                packages |= _packages_of_extra(distribution, requires, other.strip())
+    return packages
 
 
 def _table(backend: str, name: str) -> Mapping[str, str]:
@@ -176,23 +174,20 @@ def _table(backend: str, name: str) -> Mapping[str, str]:
 def _module(backend: str) -> ModuleType:
     known = backends()
     if backend not in known:
+        installed = f"There are {', '.join(sorted(known))}"
         hint = did_you_mean(backend, known)
-        there = f"There are {', '.join(sorted(known))}"
-        raise BackendError(f"no backend {backend!r} is installed: {f'{hint} {there}' if hint else there}")
-    with _importing(backend):
-        return import_module(known[backend])
+        raise BackendError(f"no backend {backend!r} is installed: {f'{hint} {installed}' if hint else installed}")
+    return _imported(backend, known[backend])
 
 
-def _loaded(backend: str, place: str) -> object:
-    module, _, attribute = place.partition(":")
-    with _importing(backend):
-        return cast("object", getattr(import_module(module), attribute))
+def _attribute(backend: str, path: str) -> object:
+    module, _, attribute = path.partition(":")
+    return cast("object", getattr(_imported(backend, module), attribute))
 
 
-@contextmanager
-def _importing(backend: str) -> Generator[None]:
+def _imported(backend: str, module: str) -> ModuleType:
     try:
-        yield
+        return import_module(module)
     except ModuleNotFoundError as error:
         raise BackendError(
             f"backend {backend!r} needs the package {error.name!r}, which is not installed: {_remedy(backend)}"
@@ -201,7 +196,7 @@ def _importing(backend: str) -> Generator[None]:
 
 def _remedy(backend: str) -> str:
     """Return what to install for a backend: the extra with its name, of its distribution."""
-    for entry in entry_points(group=GROUP, name=backend):
+    for entry in entry_points(group=_GROUP, name=backend):
         if entry.dist and backend in (entry.dist.metadata.get_all("Provides-Extra") or ()):
             return f"pip install '{entry.dist.name}[{backend}]'"
     return "install it"

@@ -9,7 +9,7 @@ from meshrl.config import Config
 from meshrl.roles.config import RoleConfig
 
 
-class Address(Config):
+class ServerAddress(Config):
     """Address and options of a server, as the user gives them."""
 
     host: str = "127.0.0.1"
@@ -25,7 +25,7 @@ class Address(Config):
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-class ServerConfig(Address, RoleConfig):
+class ServerConfig(ServerAddress, RoleConfig):
     """The configuration of a server."""
 
     role = "Server"

@@ -5,73 +5,63 @@ events. A killed run resumes from a checkpoint. `check` finds mistakes before a 
 guarantees, and `serve` passes a trained model to a server.
 """
 
-from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
-from meshrl.run.artifacts import merge_adapters, newest_model
-from meshrl.run.audit import Audit, audit_run
-from meshrl.run.audit_promises import Verdict
-from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
-from meshrl.run.check_rows import unseen
+from meshrl.run.artifacts import merge_adapters, push, serve
+from meshrl.run.audit import audit_run
+from meshrl.run.background_eval import BackgroundEvaluations, Measurement
+from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistakes
+from meshrl.run.check_inputs import unchecked_rows
 from meshrl.run.checkpoints import newest_checkpoint
-from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.disk import write_whole
-from meshrl.run.fork import Fork, plan_fork
-from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
-from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
-from meshrl.run.mistakes import list_of_mistakes
-from meshrl.run.new import copy_script
-from meshrl.run.periodic import BackgroundMeasurements, Measurement
-from meshrl.run.pins import pin
-from meshrl.run.push import push
-from meshrl.run.restarts import run_job
+from meshrl.run.config import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, RunConfig, tables_of
+from meshrl.run.evaluation import BesideSampling, EvalOptions, evaluate, evaluate_during, evaluate_run, held_out
+from meshrl.run.fork import plan_fork
+from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_job, pin, shipped_configs
+from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
 from meshrl.run.run import Run, Steps
-from meshrl.run.serving import serve
-from meshrl.run.tables import tables_of
-from meshrl.run.train import Trained, train
+from meshrl.run.scaffold import copy_script
+from meshrl.run.train import run_job, train
 
 __all__ = [
     "AlgorithmConfig",
-    "Asked",
-    "Audit",
-    "BackgroundMeasurements",
+    "BackgroundEvaluations",
+    "BesideSampling",
+    "EvalOptions",
     "EvaluationConfig",
-    "Findings",
-    "Fork",
-    "Held",
     "Job",
     "Measurement",
+    "MemoryOptions",
     "MemoryPlan",
     "MeshConfig",
     "RankMemory",
+    "RoleMemory",
     "RolloutConfig",
     "Run",
     "RunConfig",
     "Steps",
-    "Trained",
-    "Verdict",
-    "about",
     "audit_run",
     "copy_script",
+    "description_of",
+    "evaluate",
+    "evaluate_during",
+    "evaluate_run",
     "examine",
     "find_config",
     "find_doubts",
     "find_mistakes",
+    "held_out",
     "is_shipped",
     "list_of_mistakes",
     "load_job",
     "merge_adapters",
     "newest_checkpoint",
-    "newest_model",
     "pin",
     "plan_fork",
     "plan_memory",
     "push",
-    "root_of",
     "run_job",
     "savings_of",
     "serve",
     "shipped_configs",
     "tables_of",
     "train",
-    "unseen",
-    "write_whole",
+    "unchecked_rows",
 ]

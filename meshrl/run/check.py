@@ -1,11 +1,13 @@
 """Find mistakes in a configuration before any model loads."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
-from meshrl.config import Config, dotted
+from meshrl.config import Config, as_list, dotted
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, nearest, shortened
 from meshrl.roles import (
     ModelConfig,
@@ -22,15 +24,20 @@ from meshrl.roles import (
     chosen_options,
     class_for,
     function_of,
+    import_path,
     models_of,
-    place_of,
 )
-from meshrl.run.algorithm_config import AlgorithmConfig
-from meshrl.run.check_model import check_model, checks_of_model
-from meshrl.run.check_rows import find_row_doubts, find_row_mistakes
-from meshrl.run.config import RunConfig
+from meshrl.run.check_inputs import (
+    check_chat,
+    check_dtype,
+    check_model,
+    check_room,
+    check_takes,
+    find_row_doubts,
+    find_row_mistakes,
+)
+from meshrl.run.config import AlgorithmConfig, RunConfig, reads_reference, tables_of
 from meshrl.run.memory import doubts_of_memory
-from meshrl.run.tables import reads_reference, tables_of
 from meshrl.run.trackers import make_tracker
 from meshrl.tasks import (
     EnvironmentConfig,
@@ -71,9 +78,10 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     if not mistakes:  # rows and rewards are only tried with a correct configuration
         mistakes += _mistakes_of_rows(config)
     if not mistakes:
-        wrong, doubts = _tried_reward(config)
+        wrong, doubts = _try_reward(config)
         mistakes += wrong
-        doubts += _doubts_of_rows(config)
+        task, prompts = _table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
+        doubts += find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, pausing=config.evaluation.pause_training)
     mistakes += _mistakes_of_run(config, run)
@@ -97,7 +105,7 @@ def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
 def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
     meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
     compares = reads_reference(config)
-    policy, sampling = _of(config, "policy", PolicyConfig), _of(config, "sampling", Sampling)
+    policy, sampling = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampling", Sampling)
     converses = any(isinstance(table, AgentConfig) for _, table in tables_of(config))
     for path, table in tables_of(config):
         for check in _checks(table, policy, meshes, sampling, compares=compares, converses=converses):
@@ -115,8 +123,8 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             near = nearest(mesh, named - run.meshes.keys() - {_MAIN})  # either of the two may be wrong
             if near:
-                there = ", ".join(f"{key} = {near!r}" for key, name in roles.items() if name == near)
-                hint = f"{there}: write the same name in both"
+                keys = ", ".join(f"{key} = {near!r}" for key, name in roles.items() if name == near)
+                hint = f"{keys}: write the same name in both"
             yield f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}"
     for path, table in tables_of(config):
         if isinstance(table, RoleConfig) and table.mesh in run.meshes:
@@ -133,7 +141,7 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
 
 
 def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
-    policy, sampler = _of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig)
+    policy, sampler = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig)
     if policy and policy.weight_sync == "broadcast" and run.engine == "local":
         yield (
             'policy.weight_sync: "broadcast" sends weights between processes, but with run.engine = "local" ranks are '
@@ -146,7 +154,7 @@ def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
         )
 
 
-def _of(config: Config, name: str, kind: type[C]) -> C | None:
+def _table_of(config: Config, name: str, kind: type[C]) -> C | None:
     """Return a table of the configuration if it has one of this kind."""
     table = getattr(config, name, None)
     return table if isinstance(table, kind) else None
@@ -157,52 +165,37 @@ def find_doubts(config: Config) -> list[str]:
 
     These are `top_p` or `top_k` with a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
     """
-    return [*_doubts_of_sampling(config), *_doubts_of_ahead(config)]
-
-
-def _doubts_of_rows(config: Config) -> list[str]:
-    task, prompts = _of(config, "task", TaskConfig), getattr(config, "prompts", None)
-    return find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
-
-
-def _doubts_of_ahead(config: Config) -> list[str]:
-    policy, sampler = _of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig)
+    doubts: list[str] = []
+    sampling, loss = _table_of(config, "sampling", Sampling), getattr(config, "loss", None)
+    if sampling and "sampler_logprobs" in getattr(loss, "columns", ()):
+        doubts += [
+            f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are sampled from a part of "
+            "the distribution, but the loss reads log-probs and ratios of the whole distribution, and ignores the "
+            f"difference: sampling.{key} = {Sampling.model_fields[key].default:g} avoids this (docs/overlap.md)"
+            for key, is_set in {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}.items()
+            if is_set
+        ]
+    policy, sampler = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig)
     ahead = getattr(config, "ahead", 0)
-    if not ahead or not policy or not sampler or policy.mesh != sampler.mesh:
-        return []
-    if chosen_options(sampler).samples_elsewhere or any(
-        isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config)
-    ):
-        return []  # training continues while the sampler waits for servers or programs
-    doubt = (
-        f"ahead = {ahead}: policy and sampler share the mesh {policy.mesh!r}, so rollout and training take turns: rows "
-        'get older and steps no shorter. Give the sampler a mesh (sampler.mesh = "rollout"), or set ahead = 0 '
-        "(docs/overlap.md)"
-    )
-    return [doubt]
+    if ahead and policy and sampler and policy.mesh == sampler.mesh:
+        # Training continues while a sampler waits for servers or programs.
+        programs = any(isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config))
+        doubt = (
+            f"ahead = {ahead}: policy and sampler share the mesh {policy.mesh!r}, so rollout and training take turns: "
+            'rows get older and steps no shorter. Give the sampler a mesh (sampler.mesh = "rollout"), or set ahead = 0 '
+            "(docs/overlap.md)"
+        )
+        doubts += [] if programs or chosen_options(sampler).samples_elsewhere else [doubt]
+    return doubts
 
 
-def _doubts_of_sampling(config: Config) -> list[str]:
-    sampling, loss = getattr(config, "sampling", None), getattr(config, "loss", None)
-    if not isinstance(sampling, Sampling) or "sampler_logprobs" not in getattr(loss, "columns", ()):
-        return []
-    restricts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
-    return [
-        f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are sampled from a part of the "
-        "distribution, but the loss reads log-probs and ratios of the whole distribution, and ignores the "
-        f"difference: sampling.{key} = {Sampling.model_fields[key].default:g} avoids this (docs/overlap.md)"
-        for key, there in restricts.items()
-        if there
-    ]
-
-
-def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
+def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     """Call the reward functions with the answer of the task's first row, and with an empty completion.
 
     A function that raises on both is a mistake. A user's function that gives the correct answer no reward is a doubt.
     So is one that takes longer than 10 seconds, which is not awaited.
     """
-    task, reward = _of(config, "task", TaskConfig), _of(config, "reward", RewardConfig)
+    task, reward = _table_of(config, "task", TaskConfig), _table_of(config, "reward", RewardConfig)
     mistakes: list[str] = []
     doubts: list[str] = []
     if task is None or reward is None or _models(reward) != "none":
@@ -213,10 +206,10 @@ def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
         errors = [error for _, error in tried if error]
         key = f"reward.functions.{name}" if name else "reward.function"
         if errors and len(errors) == len(tried):
-            told = ", and ".join(dict.fromkeys(map(where_raised, errors)))
+            reasons = ", and ".join(dict.fromkeys(map(where_raised, errors)))
             mistakes.append(
                 f"{key}: it raised on the task's first row, with its answer {shortened(answer)} as the completion and "
-                f"with none: {told}"
+                f"with none: {reasons}"
             )
         elif not tried:
             doubts.append(
@@ -231,12 +224,12 @@ def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
 
 
 def _mistakes_of_rows(config: Config) -> Iterator[str]:
-    models = (_of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig))
+    models = (_table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig))
     reads = next((model for model in models if model and _models(model) != "ignored"), None)
-    task = _of(config, "task", TaskConfig)
+    task = _table_of(config, "task", TaskConfig)
     if task is None:
         return
-    sampling, evaluates = _of(config, "sampling", Sampling), getattr(config, "evaluation", None) is not None
+    sampling, evaluates = _table_of(config, "sampling", Sampling), getattr(config, "evaluation", None) is not None
     try:
         for mistake in find_row_mistakes(task, reads, sampling, evaluates=evaluates):
             yield f"task: {mistake}"
@@ -270,29 +263,39 @@ def _checks(
     `converses`: agents talk to the sampler's model.
     """
     is_read = compares or type(table) is not ReferenceConfig
-    # A role with the policy's model is reported with the policy, if that is read.
-    is_told = policy and table is not policy and (_models(policy) != "ignored" or not is_read)
-    shared = policy.model if policy and is_told else None
+    # A mistake in a model that the policy has too is reported with the policy, if that is read.
+    reads_policy = policy and (_models(policy) != "ignored" or not is_read)
+    shared = policy.model if policy and reads_policy and table is not policy else None
     if isinstance(table, TaskConfig):
-        yield lambda: first_row(table)
+        yield partial(first_row, table)
     if isinstance(table, RoleConfig):
-        yield lambda: _check_backend(table, is_read=is_read)
-        yield lambda: check_axes(table, meshes.get(table.mesh, 1))
+        yield partial(_check_backend, table, is_read=is_read)
+        yield partial(check_axes, table, meshes.get(table.mesh, 1))
     if isinstance(table, TeacherConfig) and policy:
-        yield lambda: check_teacher(policy, table)
+        yield partial(check_teacher, policy, table)
     if isinstance(table, RewardConfig) and _models(table) == "none":
         for function in table.parts.values():
             yield partial(load_function, function)
     if isinstance(table, EnvironmentConfig) and _models(table) == "none":
-        yield lambda: load_environment(table)
+        yield partial(load_environment, table)
     if isinstance(table, AgentConfig):
         yield partial(load_agent, table)
         yield partial(load_reward, table)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
-        publishes = policy if policy and _models(policy) != "ignored" else None
         if isinstance(table.model, str) and table.model != shared:
             yield partial(check_model, table.model)
-        yield from checks_of_model(table, publishes, sampling, converses=converses)
+        yield from _checks_of_model(table, policy, sampling, converses=converses)
+
+
+def _checks_of_model(
+    table: ModelConfig, policy: PolicyConfig | None, sampling: Sampling | None, *, converses: bool
+) -> Iterator[Callable[[], object]]:
+    yield partial(check_chat, table, converses=converses and isinstance(table, SamplerConfig))
+    if isinstance(table, SamplerConfig) and sampling:
+        yield partial(check_room, table, sampling)
+    if isinstance(table, SamplerConfig) and policy and _models(policy) != "ignored":
+        yield partial(check_dtype, table, policy)
+        yield partial(check_takes, table)
 
 
 def _models(table: RoleConfig) -> Models:
@@ -306,6 +309,35 @@ def _check_backend(config: RoleConfig, *, is_read: bool) -> None:
         if needs := function_of(config.backend, "NEEDS"):
             needs(config)
     elif config.role:
-        place_of(config.role, config.backend)
+        import_path(config.role, config.backend)
     elif config.backend not in backends():
         raise BackendError(f"no backend {config.backend!r} is installed: there are {', '.join(sorted(backends()))}")
+
+
+def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[str] = ()) -> str:
+    """Return the findings of `find_mistakes` in a configuration as one text.
+
+    The same mistake of several keys, such as a model that roles share, is reported once with all keys. A mistake in the
+    value of an override is attributed to the command line.
+    """
+    keys: dict[str, list[str]] = {}
+    for mistake in mistakes:
+        key, _, text = mistake.partition(": ")
+        keys.setdefault(text, []).append(key)
+    return as_list(
+        [
+            f"{'command line' if any(_gave(each, key, text) for each in overrides for key in of) else source}: "
+            f"{', '.join(of)}: {text}"
+            for text, of in keys.items()
+        ]
+    )
+
+
+def _gave(override: str, key: str, text: str) -> bool:
+    """True if a mistake at a key comes from an override of it or below it, or names the override itself."""
+    given, value = (each.strip() for each in override.split("=", 1))
+    bare = value.strip("\"'")
+    if f"{given} = {value}" in text or f"{given} = {bare!r}" in text:
+        return True
+    at = re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) if bare else None
+    return at is not None and f"{given}.".startswith(f"{key}.")

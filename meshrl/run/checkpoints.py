@@ -1,11 +1,13 @@
 """Checkpoints: folders that are complete or absent, and the state that a resumed run reads."""
 
 import asyncio
+import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias, TypeVar
@@ -15,7 +17,6 @@ import msgspec
 from meshrl import log
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import Stateful
-from meshrl.run.integrity import check_fingerprints, fingerprint, fingerprints
 from meshrl.tasks import CursorState
 
 S = TypeVar("S", bound=Stateful)
@@ -24,11 +25,9 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 """Valid names for a script's state, distinct from those of actors and files."""
 _METHODS: Final = ("checkpoint", "written", "restore")
 """Methods of a `Stateful` that a checkpoint calls. An actor on a mesh has them too without being an instance."""
-_WHOLE: Final = re.compile(r"step-(\d{6,})")
+_COMPLETE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
-_DAMAGED: Final = "damaged-"
-"""Prefix of a checkpoint whose files are not those that were written."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -143,10 +142,9 @@ class Checkpoints:
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
         try:
-            begun = [actor.checkpoint(str(part / place), wait=False) for place, actor in self._actors.items()]
-            await _all(begun)
+            await _all(actor.checkpoint(str(part / place), wait=False) for place, actor in self._actors.items())
         except BaseException:
-            await self._drop(part)
+            await self._discard(part)
             raise
         self._writing = asyncio.create_task(self._finish(part, name, saved))
         if wait:
@@ -178,20 +176,20 @@ class Checkpoints:
 
     async def _finish(self, part: Path, name: str, saved: Saved) -> None:
         try:
-            await _all([actor.written() for actor in self._actors.values()])
-            told = msgspec.structs.replace(saved, fingerprints=await asyncio.to_thread(fingerprints, part))
-            (part / _RUN).write_bytes(_signed(msgspec.json.encode(told)))
+            await _all(actor.written() for actor in self._actors.values())
+            complete = msgspec.structs.replace(saved, fingerprints=await asyncio.to_thread(_fingerprints, part))
+            (part / _RUN).write_bytes(_signed(msgspec.json.encode(complete)))
             await asyncio.to_thread(_sync, part)
             self._check()
             _announce(part, self._folder / name)
         except BaseException:
-            await self._drop(part)
+            await self._discard(part)
             raise
         for changed in (self._folder, *self._folder.parents[:2]):
             await asyncio.to_thread(_sync_one, changed)
         await asyncio.to_thread(self._clean_up)
 
-    async def _drop(self, part: Path) -> None:
+    async def _discard(self, part: Path) -> None:
         """Remove an incomplete checkpoint after all actors have stopped writing."""
         await asyncio.gather(*(actor.written() for actor in self._actors.values()), return_exceptions=True)
         shutil.rmtree(part, ignore_errors=True)
@@ -199,7 +197,7 @@ class Checkpoints:
     def _clean_up(self) -> None:
         """Remove old checkpoints, and any that are half-written or half-removed."""
         self._check()
-        for old in _whole(self._folder)[: -self._kept]:
+        for old in _complete(self._folder)[: -self._kept]:
             old.rename(old.with_name(f".{old.name}-gone"))  # a half-removed checkpoint must not count as complete
         self._remove_parts()
 
@@ -213,12 +211,12 @@ class Checkpoints:
 
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the folder of a run's newest checkpoint. None if there is none."""
-    return next(reversed(_whole(run.resolve() / _FOLDER)), None)
+    return next(reversed(_complete(run.resolve() / _FOLDER)), None)
 
 
 def checkpoint_until(run: Path, step: int) -> Path | None:
     """Return the folder of a run's newest undamaged checkpoint after at most `step` steps. None if there is none."""
-    for found in reversed(_whole(run.resolve() / _FOLDER)):
+    for found in reversed(_complete(run.resolve() / _FOLDER)):
         if steps_of(found) > step:
             continue
         try:
@@ -230,7 +228,7 @@ def checkpoint_until(run: Path, step: int) -> Path | None:
     return None
 
 
-def deal_anew(checkpoint: Path) -> None:
+def redeal_prompts(checkpoint: Path) -> None:
     """Make a run that resumes here deal its prompts from the beginning, in the order of its seed."""
     saved = _read(checkpoint)
     data = msgspec.structs.replace(saved.data, closed=len(saved.data.deals))
@@ -247,41 +245,41 @@ def steps_of(checkpoint: Path) -> int:
 def as_json(once: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float | str]]:
     """Convert results of `run.once` to a form that JSON can hold."""
     return {
-        name: {key: value if isfinite(value) else str(value) for key, value in told.items()}
-        for name, told in once.items()
+        name: {key: value if isfinite(value) else str(value) for key, value in numbers.items()}
+        for name, numbers in once.items()
     }
 
 
-async def _all(works: Iterable[Awaitable[None]]) -> None:
-    """Wait until all have ended, then raise the first error. None of them is left running."""
-    for failed in await asyncio.gather(*works, return_exceptions=True):
-        if failed is not None:
-            raise failed
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait until all calls have ended, then raise the first error. None of them is left running."""
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if error is not None:
+            raise error
 
 
-def _whole(folder: Path) -> list[Path]:
+def _complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the oldest first."""
-    found = [path for path in folder.iterdir() if _WHOLE.fullmatch(path.name)] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=steps_of)
 
 
 def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
     """Return the newest undamaged checkpoint. Newer, damaged ones are renamed."""
     damaged: list[tuple[Path, DataError]] = []
-    for found in reversed(_whole(folder)):
+    for found in reversed(_complete(folder)):
         try:
             saved = _read(found)
         except DataError as error:
             damaged.append((found, error))
             continue
-        for path, why in damaged:
-            aside = path.rename(path.with_name(f"{_DAMAGED}{path.name}-{secrets.token_hex(4)}"))
-            log.warning(f"a checkpoint is damaged, and is now {aside}; resuming from {found}", error=str(why))
+        for path, reason in damaged:
+            aside = path.rename(path.with_name(f"damaged-{path.name}-{secrets.token_hex(4)}"))
+            log.warning(f"a checkpoint is damaged, and is now {aside}; resuming from {found}", error=str(reason))
         return found, saved
     if damaged:
-        path, why = damaged[0]
+        path, reason = damaged[0]
         raise DataError(
-            f"{why}. There is no earlier checkpoint: restore that file, or remove {path} to start from the beginning"
+            f"{reason}. There is no earlier checkpoint: restore that file, or remove {path} to start from the beginning"
         )
     return None, None
 
@@ -294,19 +292,19 @@ def _read(folder: Path) -> Saved:
         saved = msgspec.json.decode(content, type=Saved)
     except (OSError, RecursionError, ValueError) as error:  # from msgspec and from UTF-8
         raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    found = fingerprints(folder)
-    del found[_RUN]
-    if (saved.fingerprints or sign) and sign != fingerprint(content).encode():
+    present = _fingerprints(folder)
+    del present[_RUN]
+    if (saved.fingerprints or sign) and sign != _fingerprint(content):
         raise DataError(f"{file} is not as it was written: its fingerprint differs")
-    if saved.done != int(folder.name.removeprefix("step-")):
+    if saved.done != steps_of(folder):
         raise DataError(f"{file} is of a checkpoint after {saved.done} steps: the folder was renamed")
     if sign:
-        check_fingerprints(folder, saved.fingerprints, found)
+        _check_fingerprints(folder, saved.fingerprints, present)
     return saved
 
 
 def _signed(content: bytes) -> bytes:
-    return content + b"\n" + fingerprint(content).encode()
+    return content + b"\n" + _fingerprint(content)
 
 
 def _announce(part: Path, name: Path) -> None:
@@ -325,3 +323,40 @@ def _sync_one(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _fingerprint(content: bytes) -> bytes:
+    """Return the fingerprint of bytes: BLAKE2b, 128 bits, in hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
+
+
+def _fingerprints(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of each file below a folder, by path. Raises DataError for links and special files."""
+
+    def of_file(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    for path in files:
+        if path.is_symlink() or not path.is_file():
+            raise DataError(
+                f"{path} is not a plain file, and a checkpoint has only plain files: copy the file that it points to"
+            )
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        names = (path.relative_to(folder).as_posix() for path in files)
+        return dict(zip(names, pool.map(of_file, files), strict=True))
+
+
+def _check_fingerprints(folder: Path, written: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Raise DataError if the files of a folder are not those that were written."""
+    for name in sorted(written.keys() | present.keys()):
+        if name not in present:
+            raise DataError(f"{folder / name} is missing, but was written with this checkpoint")
+        if name not in written:
+            raise DataError(f"{folder / name} was not written with this checkpoint")
+        if written[name] != present[name]:
+            raise DataError(
+                f"{folder / name} differs from what was written with this checkpoint: its fingerprint is "
+                f"{present[name]}, and was {written[name]}"
+            )

@@ -1,21 +1,28 @@
-"""Make the engine of a run, with the modules that its roles need."""
+"""The engine of a run, and waiting for resources after a machine has failed."""
 
+import asyncio
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, cast
 
+from meshrl import log
 from meshrl.engines import make_engine
-from meshrl.errors import BackendError
-from meshrl.mesh import Engine
-from meshrl.roles import packages_of, place_of
+from meshrl.errors import BackendError, NoRoom
+from meshrl.mesh import Engine, Mesh
+from meshrl.roles import import_path, packages_of
 from meshrl.run.config import RunConfig
 
 _CODE: Final = re.compile(r"(?:\w+:)?(?P<file>[^\n]+\.py)(?::\w+)?|(?P<module>[A-Za-z_]\w*)[\w.]*:\w+")
 """References to a user's code: `file.py`, `file.py:name` or `package.module:name`."""
+
+_RETRY_SECONDS: Final = 2.0
+"""Seconds between two attempts to reserve a mesh."""
+_LOG_SECONDS: Final = 60.0
+"""Seconds between two log lines about the wait."""
 
 
 def engine_of(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
@@ -25,12 +32,19 @@ def engine_of(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
         backend = cast("Mapping[str, object]", table).get("backend") if isinstance(table, Mapping) else None
         if isinstance(backend, str):
             with suppress(BackendError):  # reported where the role is spawned
-                modules.add(place_of(name.title().replace("_", ""), backend).partition(":")[0])
+                modules.add(import_path(name.title().replace("_", ""), backend).partition(":")[0])
             options = cast("Mapping[str, object]", table).get(backend)
             if not (isinstance(options, Mapping) and options.get("python")):  # its engine has a separate environment
                 packages |= packages_of(backend)
-    how = config.inline_bytes, sorted(modules), config.shared_memory_mib, config.patience, sorted(packages)
-    return make_engine(config.engine, *how, sorted({path.parent for path in _files_named(resolved)}))
+    return make_engine(
+        config.engine,
+        config.inline_bytes,
+        sorted(modules),
+        config.shared_memory_mib,
+        config.patience,
+        sorted(packages),
+        sorted({path.parent for path in _files_named(resolved)}),
+    )
 
 
 def _files_named(value: object) -> Iterator[Path]:
@@ -42,13 +56,39 @@ def _files_named(value: object) -> Iterator[Path]:
         for each in value:
             yield from _files_named(each)
     elif isinstance(value, str) and (named := _CODE.fullmatch(value)):
-        file = named["file"] or _file_of(named["module"])
+        file, module = named["file"], named["module"]
+        if module and module not in sys.modules:  # imported modules are found without this
+            spec = find_spec(module)  # without importing it
+            file = spec.origin if spec else None
         with suppress(OSError):  # a text that is not a path may exceed the length limit of paths
             if file and Path(file).is_file():
                 yield Path(file)
 
 
-def _file_of(module: str) -> str | None:
-    """Return the file of a package or module, without importing it."""
-    spec = find_spec(module) if module not in sys.modules else None  # else it is found among the imported modules
-    return spec.origin if spec else None
+async def wait_for_resources(reserve: Callable[[], Awaitable[Mesh]], name: str, seconds: float) -> Mesh:
+    """Reserve a mesh, and wait up to `seconds` for room. Raises NoRoom, which says what is missing, after that."""
+    if not seconds:
+        return await reserve()
+    loop = asyncio.get_running_loop()
+    end, logged, missing = loop.time() + seconds, -_LOG_SECONDS, ""
+    try:
+        async with asyncio.timeout_at(end):
+            while True:
+                try:
+                    return await reserve()
+                except NoRoom as error:
+                    missing = str(error)
+                if loop.time() - logged >= _LOG_SECONDS:
+                    logged = loop.time()
+                    log.warning(
+                        f"a machine failed, and the others have no room for the mesh {name!r}: waiting "
+                        f"{end - logged:.0f} s more (run.restart_wait)",
+                        missing=missing,
+                    )
+                await asyncio.sleep(_RETRY_SECONDS)
+    except TimeoutError:
+        raise NoRoom(
+            f"a machine failed, and the mesh {name!r} found no room in the {seconds:g} s of run.restart_wait: "
+            f"{missing or 'what it asks for is taken'}. Restore the machine and resume with run.resume = true, or "
+            "wait longer"
+        ) from None

@@ -1,10 +1,12 @@
-"""The folder of a run: where it starts, what happens to an earlier run's folder, and what a resumed run finds."""
+"""The folder of a run: where it starts, what a resumed run finds there, and errors of its disk."""
 
+import errno
 import os
 import shutil
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -12,28 +14,34 @@ import msgspec
 
 from meshrl import log
 from meshrl.config import Table
-from meshrl.errors import DataError
+from meshrl.errors import DataError, MeshrlError
 from meshrl.observe import table_of
+from meshrl.run.checkpoints import newest_checkpoint
 
-EVENTS: Final = "events.jsonl"
+METRICS: Final = "metrics.jsonl"
+SAMPLES: Final = "samples.jsonl"
+EVALUATIONS: Final = "evaluations.jsonl"
+GROUPS: Final = "groups.jsonl"
+GROWING: Final = (METRICS, SAMPLES, EVALUATIONS, GROUPS)
+"""Files that a run appends to. A resumed run cuts them back to their size at the checkpoint."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def beginning(folder: Path) -> Path:
+def start_folder(folder: Path) -> Path:
     """Return where a run writes until its first step: its folder, or `.NAME.next` if an earlier run's exists.
 
     Removes the `.NAME.next` of a run that made no step.
     """
-    beside = folder.with_name(f".{folder.name}.next")
-    if beside.is_dir():
-        shutil.rmtree(beside)
-    return beside if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) else folder
+    following = folder.with_name(f".{folder.name}.next")
+    if following.is_dir():
+        shutil.rmtree(following)
+    return following if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) else folder
 
 
-def take(folder: Path, begun: Path) -> None:
+def take_over(folder: Path, begun: Path) -> None:
     """Rename an earlier run's folder to the first free of NAME-1, NAME-2, ..., and `begun` to the folder."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
+    aside = _first_free(lambda number: folder.with_name(f"{folder.name}-{number}"))
     folder.rename(aside)
     begun.rename(folder)
     log.info(f"{folder} existed already: the earlier run is now in {aside}")
@@ -41,15 +49,15 @@ def take(folder: Path, begun: Path) -> None:
 
 def was_cut_short(folder: Path) -> bool:
     """True if the run in the folder can resume and did not finish, because it crashed or was interrupted."""
-    summary = folder / "summary.json"
+    file = folder / "summary.json"
     with suppress(OSError, ValueError, msgspec.DecodeError):
-        told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
-        run = table_of(_configuration(folder), "run")
-        return bool(run.get("resume") or run.get("restarts")) and told.get("status") != "finished"
+        summary = msgspec.json.decode(file.read_bytes(), type=dict[str, object]) if file.exists() else {}
+        run = table_of(read_configuration(folder), "run")
+        return bool(run.get("resume") or run.get("restarts")) and summary.get("status") != "finished"
     return False
 
 
-def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
+def restart_warning(folder: Path, checkpoint_every: int | None) -> str | None:
     """The message for a run with `resume` that finds no checkpoint. None for a first run that will write some."""
     if checkpoint_every is not None and not (folder.is_dir() and any(folder.iterdir())):
         return None
@@ -57,50 +65,96 @@ def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
     return f"run.resume = true, but there is no checkpoint in {folder}: the run starts from the beginning{hint}"
 
 
-def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
+def changed_schedules(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
     """Of a resumed run, yield a sentence for each learning-rate schedule whose end has changed."""
     with suppress(OSError, ValueError):
-        earlier = _configuration(folder)
+        earlier = read_configuration(folder)
         for role in resolved:
-            was, now = (table_of(table_of(table, role), "optimizer") for table in (earlier, resolved))
-            ends = was.get("total_steps"), now.get("total_steps")
-            if ends[0] != ends[1] and "constant" not in (was.get("schedule"), now.get("schedule")):
+            before, now = (table_of(table_of(table, role), "optimizer") for table in (earlier, resolved))
+            old, new = before.get("total_steps"), now.get("total_steps")
+            if old != new and "constant" not in (before.get("schedule"), now.get("schedule")):
                 yield (
-                    f"{role}.optimizer.total_steps was {ends[0]} and is {ends[1]}: the learning rate has fallen "
-                    f"toward 0 at {ends[0]}, and continues as if it had fallen toward {ends[1]} from the beginning. A "
-                    f"run that starts with total_steps = {ends[1]} gives other numbers"
+                    f"{role}.optimizer.total_steps was {old} and is {new}: the learning rate has fallen toward 0 at "
+                    f"{old}, and continues as if it had fallen toward {new} from the beginning. A run that starts with "
+                    f"total_steps = {new} gives other numbers"
                 )
 
 
-def _configuration(folder: Path) -> Table:
+def read_configuration(folder: Path) -> Table:
     """Return a run's recorded configuration. Raises OSError or ValueError if it cannot be read."""
     return tomllib.loads((folder / "config.toml").read_text("utf-8"))
 
 
-def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> None:
+def read_json(file: Path) -> Table:
+    """Read a table from a file. Empty if there is no such file, or if it is damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def cut_files(folder: Path, sizes: Mapping[str, int]) -> None:
     """Cut growing files back to the given sizes. Events of the earlier part move to a separate file."""
-    if unknown := sorted(sizes.keys() - set(growing)):
+    if unknown := sorted(sizes.keys() - set(GROWING)):
         raise DataError(
             f"the checkpoint of {folder} names the files {', '.join(unknown)}, but a run only cuts "
-            f"{', '.join(growing)}: it was damaged or changed. Remove it to resume from the checkpoint before it"
+            f"{', '.join(GROWING)}: it was damaged or changed. Remove it to resume from the checkpoint before it"
         )
+    events = folder / "events.jsonl"
     if not sizes:  # discard everything of the earlier attempt
-        for file in (folder / EVENTS, *folder.glob("events.out.tfevents.*")):
+        for file in (events, *folder.glob("events.out.tfevents.*")):
             file.unlink(missing_ok=True)
-    for name in growing:
+    for name in GROWING:
         file, size = folder / name, sizes.get(name, 0)
         if file.is_symlink():
             raise DataError(f"{file} is a link, which a run does not follow: replace it by the file itself")
-        there = file.stat().st_size if file.exists() else 0
-        if there < size:
+        present = file.stat().st_size if file.exists() else 0
+        if present < size:
             raise DataError(
-                f"{file} has {there} bytes, and had {size} when the checkpoint of the resumed run was written: "
+                f"{file} has {present} bytes, and had {size} when the checkpoint of the resumed run was written: "
                 "restore it, or start a run with another name"
             )
-        if there > size:
+        if present > size:
             os.truncate(file, size)
-    if (folder / EVENTS).exists():
-        number = 1
-        while (aside := folder / f"events-{number}.jsonl").exists():
-            number += 1
-        (folder / EVENTS).rename(aside)
+    if events.exists():
+        events.rename(_first_free(lambda number: folder / f"events-{number}.jsonl"))
+
+
+def _first_free(name: Callable[[int], Path]) -> Path:
+    return next(path for path in map(name, count(1)) if not path.exists())
+
+
+def explain_disk_error(error: BaseException, folder: Path) -> DataError | None:
+    """Return an error that explains a disk's failure in a run's folder. None for other errors.
+
+    It recognises failures on a rank too, which writes its part of a checkpoint there.
+    """
+    while isinstance(error, MeshrlError) and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, OSError):
+        return None
+    name: object = error.filename
+    is_inside = isinstance(name, str | Path) and Path(name).absolute().is_relative_to(folder.absolute().parent)
+    if error.errno in _FULL:
+        what, do = "the disk is full", "make room there"
+    elif error.errno == errno.EIO:
+        what, do = "the disk failed", "look into the system's log"
+    elif error.errno in _CLOSED and is_inside:
+        what, do = "writing is not allowed", "let this user write there, or set run.folder to another place"
+    else:
+        return None
+    newest = newest_checkpoint(folder)
+    kept = f"; the newest whole checkpoint is {newest.name}, and run.resume=true continues from it" if newest else ""
+    return DataError(f"{folder}: {what} ({error}): {do}{kept}")
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file atomically: it has the new or the old content, whenever the process ends."""
+    part = part_of(file)
+    part.write_bytes(content)
+    part.replace(file)
+
+
+def part_of(file: Path) -> Path:
+    """Return where `write_whole` writes a file before it is whole."""
+    return file.with_name(f".{file.name}.part")

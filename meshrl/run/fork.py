@@ -4,7 +4,6 @@ import json
 import secrets
 import shlex
 import shutil
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
 from meshrl.observe import table_of
 from meshrl.run.audit import steps_made
-from meshrl.run.checkpoints import checkpoint_until, deal_anew, newest_checkpoint, steps_of
-from meshrl.run.disk import write_whole
-from meshrl.run.recorder import GROWING
+from meshrl.run.checkpoints import checkpoint_until, newest_checkpoint, redeal_prompts, steps_of
+from meshrl.run.folder import GROWING, read_configuration, write_whole
 
 LINEAGE: Final = "fork.json"
 _OWN: Final = ("run", "run.name", "run.folder", "run.resume", "run.deterministic", "run.replay")
@@ -83,12 +81,12 @@ class Fork:
         """If the seed differs, deal prompts in the new seed's order after the common steps."""
         newest = newest_checkpoint(self.folder)
         if self.seed is not None and newest is not None:
-            deal_anew(newest)
+            redeal_prompts(newest)
 
     def note(self, overrides: Sequence[str]) -> None:
         """Write the fork's origin and changed settings into the new folder."""
-        told = {"run": str(self.earlier.resolve()), "step": self.step, "changed": list(overrides)}
-        write_whole(self.folder / LINEAGE, msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+        origin = {"run": str(self.earlier.resolve()), "step": self.step, "changed": list(overrides)}
+        write_whole(self.folder / LINEAGE, msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n")
 
 
 def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[str]) -> Fork:
@@ -100,7 +98,10 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     for override in overrides:
         if (key := _parted(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is set by the fork itself. Name the new run with --name")
-    table = _configuration(earlier)
+    try:
+        table = read_configuration(earlier)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{earlier / 'config.toml'} cannot be read, and a fork needs it: {error}") from None
     run = table_of(table, "run")
     total = table.get("steps")
     if not isinstance(total, int):
@@ -166,10 +167,3 @@ def _seeds(table: Table, seed: str, overrides: Sequence[str]) -> Sequence[str]:
     before = table_of(table, "run").get("seed", 0)
     roles = [key for key in table if "backend" in (role := table_of(table, key)) and role.get("seed") == before]
     return [f"{role}.seed={seed}" for role in roles if f"{role}.seed" not in given]
-
-
-def _configuration(earlier: Path) -> Table:
-    try:
-        return tomllib.loads((earlier / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{earlier / 'config.toml'} cannot be read, and a fork needs it: {error}") from None

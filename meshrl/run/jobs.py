@@ -1,18 +1,23 @@
-"""Find and load algorithm scripts and their configurations, shipped ones included."""
+"""Find and load algorithm scripts and their configurations, and pin what they name on the hub."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar, cast, get_type_hints
+from typing import Annotated, TypeVar, cast, get_type_hints
 
 from pydantic import create_model
 
 from meshrl.config import Config, PathIn, Table, as_list, load_toml, mistakes_in, validate
 from meshrl.errors import ConfigError, did_you_mean
+from meshrl.hub import Kind, Repository, pinned
+from meshrl.roles import ModelConfig, PolicyConfig, ReferenceConfig, models_of
+from meshrl.run.config import RunConfig, reads_reference
+from meshrl.tasks import TaskConfig
 from meshrl.user_code import import_file
 
-R = TypeVar("R", bound=Config)
+C = TypeVar("C", bound=Config)
 Function = Callable[[object, Config], Awaitable[None]]
 """An algorithm: `async def NAME(run: Run, config: ItsConfig) -> None` in NAME.py."""
 
@@ -28,19 +33,19 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Job(Generic[R]):
+class Job:
     """A validated configuration file: what to run, and with which settings."""
 
     source: Path
     script: Script
-    run: R
+    run: RunConfig
     config: Config
     resolved: Table
     """The whole file with defaults and overrides applied, and with absolute paths."""
 
 
-class _Head(Config):
-    """The keys of a file that determine its schema."""
+class _Algorithm(Config):
+    """The key of a file that determines its schema."""
 
     algorithm: Annotated[str, PathIn(r"(.+\.py)")]
 
@@ -59,7 +64,7 @@ def shipped_configs() -> dict[str, Path]:
     return dict(sorted(named.items()))
 
 
-def about(path: Path) -> str:
+def description_of(path: Path) -> str:
     """Return the description of a configuration: its first comment line."""
     first = path.read_text("utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
@@ -75,16 +80,13 @@ def find_config(name: str) -> Path:
         return known[name]
     if path.suffix == ".toml":
         load_toml(path)  # raises, and suggests the file that was probably meant
-    if meant := [str(each) for each in sorted(path.glob("*.toml"))] or [each for each in known if _of(each) == name]:
+    if meant := [str(each) for each in sorted(path.glob("*.toml"))] or [
+        each for each in known if each.startswith(f"{name}/")
+    ]:
         what = "is a folder" if path.is_dir() else "is an algorithm"
         raise ConfigError(f"{name}: {what}, not a configuration; did you mean {' or '.join(meant)}?")
     hint = did_you_mean(name, known, "{}") or f"the shipped ones are {', '.join(known)}"
     raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
-
-
-def _of(config: str) -> str:
-    """Return the algorithm of a shipped configuration: `grpo` of `grpo/quickstart`."""
-    return config.partition("/")[0]
 
 
 def root_of(source: Path) -> Path:
@@ -106,7 +108,7 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
         return path
     known = shipped_scripts()
     if algorithm not in known:
-        hint = did_you_mean(_of(algorithm), known) or f"the shipped ones are {', '.join(known)}"
+        hint = did_you_mean(algorithm.partition("/")[0], known) or f"the shipped ones are {', '.join(known)}"
         where, own = (f"{source}: ", " (a script of your own ends in .py)") if source else ("", "")
         raise ConfigError(f"{where}no algorithm {algorithm!r} is shipped; {hint}{own}")
     return known[algorithm]
@@ -145,52 +147,39 @@ def load_script(path: Path) -> Script:
     return Script(path, cast("Function", function), schema)
 
 
-def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
-    """Read a configuration file: load its script, validate the `[run]` table as `run` and the rest as the script's.
+def load_job(source: Path, overrides: Sequence[str]) -> Job:
+    """Read a configuration file: load its script, and validate the `[run]` table and the script's keys.
 
     Its paths start at `root_of(source)`, and those of overrides at the current folder. Raises one ConfigError with all
     mistakes of the file.
     """
-    return make_job(source, load_toml(source, overrides), run, root_of(source), overrides)
+    return make_job(source, load_toml(source, overrides), root_of(source), overrides)
 
 
-def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: Sequence[str] = ()) -> Job[R]:
+def make_job(source: Path, table: Table, folder: Path, overrides: Sequence[str] = ()) -> Job:
     """Make a job of the tables of a configuration, whose paths start at `folder`.
 
     `source`: the name in error messages. `overrides`: the overrides that the tables contain.
     """
     if not isinstance(table.get("algorithm"), str):
-        raise ConfigError(as_list(_without_algorithm(source, table, run, folder, overrides)))
-    named = validate(_Head, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
+        raise ConfigError(as_list(_without_algorithm(source, table, folder, overrides)))
+    named = validate(_Algorithm, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
     script = load_script(find_script(named, source))
     # One schema for the whole file reports all mistakes together, and searches all keys for the nearest.
-    whole = _whole(script, run)
-    read = validate(whole, {**table, "algorithm": named}, source, overrides, folder)
-    values = {name: getattr(read, name) for name in script.schema.model_fields}
-    return Job(
-        source=source,
-        script=script,
-        run=cast("R", vars(read)["run"]),
-        config=script.schema.model_validate(values),
-        resolved=_placed({"algorithm": named, **read.model_dump(mode="json")}),
-    )
+    whole = validate(_file_schema(script), {**table, "algorithm": named}, source, overrides, folder)
+    values = {name: getattr(whole, name) for name in script.schema.model_fields}
+    run = cast("RunConfig", vars(whole)["run"])
+    resolved: Table = {"algorithm": named, **whole.model_dump(mode="json")}
+    # The folder of runs starts at the current folder, whichever file contains it.
+    resolved["run"] = {**cast("Table", resolved["run"]), "folder": str(Path(run.folder).absolute())}
+    return Job(source, script, run, script.schema.model_validate(values), resolved)
 
 
-def _placed(resolved: Table) -> Table:
-    """Make the folder of runs absolute. It starts at the current folder, whichever file contains it."""
-    run = resolved.get("run")
-    if isinstance(run, dict) and isinstance(folder := run.get("folder"), str):
-        return {**resolved, "run": {**run, "folder": str(Path(folder).absolute())}}
-    return resolved
+def _file_schema(script: Script) -> type[Config]:
+    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(RunConfig, RunConfig()))
 
 
-def _whole(script: Script, run: type[Config]) -> type[Config]:
-    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
-
-
-def _without_algorithm(
-    source: Path, table: Table, run: type[Config], folder: Path, overrides: Sequence[str]
-) -> list[str]:
+def _without_algorithm(source: Path, table: Table, folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the mistakes of a file that names no algorithm, judged by the shipped algorithm that fits it best.
 
     Missing keys of that algorithm are not reported, because another may be meant.
@@ -201,8 +190,35 @@ def _without_algorithm(
     if isinstance(own, dict):  # of another project, whose keys have their own hints
         table = {**table, **{f"algorithm.{key}": value for key, value in own.items()}}
     judged = [
-        mistakes_in(_whole(load_script(path), run), {**table, "algorithm": name}, source, overrides, folder)
+        mistakes_in(_file_schema(load_script(path)), {**table, "algorithm": name}, source, overrides, folder)
         for name, path in scripts.items()
     ]
     wrong = [[each for each in mistakes if not each.endswith(": is missing")] for mistakes in judged]
     return [missing, *(each.replace(", which this algorithm does not have", "") for each in min(wrong, key=len))]
+
+
+def pin(job: Job) -> Job:
+    """Replace each model and dataset of the hub by `ORG/NAME@COMMIT`. Raises ModelError or DataError like `pinned`."""
+    policy: object = getattr(job.config, "policy", None)
+    is_fake = isinstance(policy, PolicyConfig) and models_of(policy.backend) == "ignored"
+    # A fork with another loss may read a reference that this run does not, but not of a fake policy.
+    config = _pinned(job.config, cache(pinned), compares=not is_fake or reads_reference(job.config))
+    if config is job.config:
+        return job
+    return replace(job, config=config, resolved=job.resolved | config.model_dump(mode="json"))
+
+
+def _pinned(config: C, commit: Callable[[str, Kind], str], *, compares: bool) -> C:
+    changed: dict[str, object] = {}
+    for name in type(config).model_fields:
+        value: object = getattr(config, name)
+        if isinstance(value, Config) and (new := _pinned(value, commit, compares=compares)) is not value:
+            changed[name] = new
+    if isinstance(config, ModelConfig) and isinstance(model := config.model, str):
+        is_read = models_of(config.backend) != "ignored" and not Path(model).exists()
+        is_read = is_read and (compares or not isinstance(config, ReferenceConfig))
+        if is_read and Repository.of(model):
+            changed["model"] = commit(model, "model")
+    if isinstance(config, TaskConfig) and config.source.startswith("hf:"):
+        changed["source"] = f"hf:{commit(config.source.removeprefix('hf:'), 'dataset')}"
+    return config.model_copy(update=changed) if changed else config

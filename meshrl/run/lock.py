@@ -85,12 +85,12 @@ class FolderLock:
 
     def check(self) -> None:
         """Raise DataError if another process owns the folder by now, or if the folder was replaced."""
-        owner = _read(self._file)
-        if owner != self._own:
+        content = _read(self._file)
+        if content != self._own:
             raise DataError(
-                f"{self._folder} was taken over by {_told(owner)}: this run no longer writes there. Either it was "
-                f"suspended for more than {_LEASE:g} s, or both started at once on a file system without locks "
-                "between hosts. Give each its own run.name"
+                f"{self._folder} was taken over by {_owner(content) or 'another process'}: this run no longer writes "
+                f"there. Either it was suspended for more than {_LEASE:g} s, or both started at once on a file system "
+                "without locks between hosts. Give each its own run.name"
             )
         if any(not _is_at(self._folder, held) for held in self._descriptors[1:]):
             raise DataError(
@@ -104,7 +104,7 @@ class FolderLock:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 is_locked = _lock(descriptor)
-                if not is_locked:
+                if is_locked is False:
                     self._refuse()
                 before = _owner(_read(self._file))
                 if before and (is_locked is None or before.machine != own.machine):
@@ -130,14 +130,12 @@ class FolderLock:
             touched = now
 
     def _refuse(self) -> None:
-        owner = _read(self._file)
-        there = _owner(owner)
-        gone = (
-            f", or, if that host is gone for good, remove {self._file}" if there and there.machine != _machine() else ""
-        )
+        owner = _owner(_read(self._file))
+        elsewhere = owner is not None and owner.machine != _machine()
+        gone = f", or, if that host is gone for good, remove {self._file}" if elsewhere else ""
         raise ConfigError(
-            f"{self._folder} is being written by {_told(owner)}: wait for the end of that run, or give this one "
-            f"another run.name{gone}"
+            f"{self._folder} is being written by {owner or 'another process'}: wait for the end of that run, or give "
+            f"this one another run.name{gone}"
         )
 
 
@@ -206,7 +204,3 @@ def _owner(content: bytes) -> Owner | None:
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(content, type=Owner)
     return None
-
-
-def _told(content: bytes) -> str:
-    return str(_owner(content) or "another process")

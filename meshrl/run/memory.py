@@ -1,33 +1,33 @@
 """Estimate the memory that the roles of a configuration need on a rank, before anything is allocated."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final
 
 from meshrl.config import Config, dotted
 from meshrl.errors import ConfigError, MeshrlError, described
 from meshrl.roles import (
-    Memory,
+    MemoryEstimate,
+    MemoryTerm,
     ModelConfig,
     PolicyConfig,
     ReferenceConfig,
     SamplerConfig,
     Sampling,
-    Term,
-    Work,
+    Workload,
     memory_of,
     models_of,
 )
-from meshrl.run.check_model import longest_of
-from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.tables import reads_reference, tables_of
+from meshrl.run.check_inputs import longest_of
+from meshrl.run.config import MeshConfig, RunConfig, reads_reference, tables_of
 from meshrl.tasks import TaskConfig
 
 GIB: Final = 2**30
-_A_GPU: Final = 80.0
+_GPU_GIB: Final = 80.0
 """Assumed memory of a GPU in GiB."""
-_CONTEXT: Final = Term("CUDA and NCCL", GIB, "", "about 1 GiB for contexts, libraries and communicators")
+_CONTEXT: Final = MemoryTerm("CUDA and NCCL", GIB, "", "about 1 GiB for contexts, libraries and communicators")
 _PROMPT: Final = 512
 """Assumed tokens of a prompt if nothing limits it."""
 _COMPLETION: Final = 1024
@@ -37,7 +37,7 @@ _TIGHT: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
+class MemoryOptions:
     """Options of `meshrl memory`. None: use the configuration."""
 
     gpus: int | None = None
@@ -51,13 +51,13 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Held:
+class RoleMemory:
     """A role on a rank."""
 
     role: str
     """Its key in the configuration."""
     backend: str
-    memory: Memory | None
+    memory: MemoryEstimate | None
     """None if unknown."""
     unknown: str = ""
     """Why the memory is unknown."""
@@ -75,37 +75,30 @@ class RankMemory:
     has_gpu: bool
     gib: float | None
     """Memory of the rank in GiB. None if not set."""
-    roles: list[Held]
-    beside: list[Term]
+    roles: list[RoleMemory]
+    beside: list[MemoryTerm]
     """Memory outside the roles."""
     overlaps: bool
     """True if rollouts continue while roles of this rank train."""
 
-    def terms(self, *, host: bool) -> Iterator[tuple[str, Term]]:
+    def terms(self, *, host: bool) -> Iterator[tuple[str, MemoryTerm]]:
         """Yield the terms of one of the rank's memories, each with its role."""
-        for held in self.roles:
-            for term in held.memory.terms if held.memory else ():
-                if term.host is host:
-                    yield held.role, term
-        for term in self.beside:
-            if term.host is host:
-                yield "", term
+        terms = [(role.role, term) for role in self.roles if role.memory for term in role.memory.terms]
+        terms += [("", term) for term in self.beside]
+        yield from ((role, term) for role, term in terms if term.host is host)
 
     def peak(self, *, host: bool) -> tuple[int, str]:
         """Return the largest number of bytes held at once, and the call: permanent terms and those of one call."""
-        always, calls = 0, dict[str, int]()
+        always, calls = 0, Counter[str]()
         for role, term in self.terms(host=host):
             if term.during:
-                call = f"{role}.{term.during}"
-                calls[call] = calls.get(call, 0) + term.nbytes
+                calls[f"{role}.{term.during}"] += term.nbytes
             else:
                 always += term.nbytes
         if self.overlaps:  # rows are drawn during other computations
-            drawn = [call for call in calls if call.endswith(".generate")]
-            beside = sum(calls.pop(call) for call in drawn)
-            always += beside
+            always += sum([calls.pop(call) for call in [*calls] if call.endswith(".generate")])
         name = max(calls, key=lambda call: calls[call], default="")
-        return always + calls.get(name, 0), name
+        return always + calls[name], name
 
     @property
     def unknown(self) -> list[str]:
@@ -149,50 +142,52 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: Config, run: RunConfig, asked: Asked = Asked(), known: dict[str, Held] | None = None
+    config: Config, run: RunConfig, options: MemoryOptions = MemoryOptions(), known: dict[str, RoleMemory] | None = None
 ) -> MemoryPlan:
     """Estimate what each mesh's fullest rank holds. Allocates nothing and reads no weights.
 
-    `known` caches estimates of the same tables, and is added to. Raises ConfigError if `asked.gpus` fits several
+    `known` caches estimates of the same tables, and is added to. Raises ConfigError if `options.gpus` fits several
     meshes. What a backend cannot estimate is reported with its role.
     """
     tables = [
         (dotted(path), table)
         for path, table in tables_of(config)
-        if isinstance(table, ModelConfig) and _is_read(config, table)
+        if isinstance(table, ModelConfig) and table.role and models_of(table.backend) not in ("none", "ignored")
+        if type(table) is not ReferenceConfig or reads_reference(config)
     ]
-    meshes = meshes_of(run, sorted({table.mesh for _, table in tables}), asked.gpus)
-    rows = _Rows.of(config, asked)
+    meshes = _meshes(run, sorted({table.mesh for _, table in tables}), options.gpus)
+    rows = _Rows.of(config, options)
+    known = {} if known is None else known
     planned: list[RankMemory] = []
     for name, mesh in meshes.items():
         has_gpu = mesh.gpus > 0
-        gib = asked.gib or mesh.gib or (_A_GPU if has_gpu else None)
+        gib = options.gib or mesh.gib or (_GPU_GIB if has_gpu else None)
         here = [(role, table) for role, table in tables if table.mesh == name]
-        held: list[Held] = []
+        roles: list[RoleMemory] = []
         for role, table in here:
             work = rows.work(table, mesh, gib if has_gpu else None)
             key = f"{role} {table!r} {work!r}"
-            held.append((known or {}).get(key) or _held(role, table, work))
-            if known is not None:
-                known[key] = held[-1]
+            if key not in known:
+                known[key] = _role_memory(role, table, work)
+            roles.append(known[key])
         trains = any(isinstance(table, PolicyConfig) for _, table in here)
         overlaps = trains and int(getattr(config, "ahead", 0)) > 0
         beside = [_CONTEXT] if has_gpu else []
         axes = dict(mesh.axes) or {"dp": mesh.ranks}
-        planned.append(RankMemory(name, mesh.ranks, axes, has_gpu, gib, held, beside, overlaps))
+        planned.append(RankMemory(name, mesh.ranks, axes, has_gpu, gib, roles, beside, overlaps))
     return MemoryPlan(planned, rows.assumed)
 
 
-def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[str, MeshConfig]:
+def _meshes(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[str, MeshConfig]:
     """Return the meshes that roles name. With `gpus`, the only mesh gets this number of ranks with one GPU each."""
     meshes = {name: run.meshes.get(name, MeshConfig()) for name in named}
     if gpus is None:
         return meshes
     if len(meshes) != 1:
-        told = " ".join(f"run.meshes.{name}.ranks=N" for name in meshes)
+        settings = " ".join(f"run.meshes.{name}.ranks=N" for name in meshes)
         raise ConfigError(
             f"--gpus {gpus}: the roles are on {len(meshes)} meshes ({', '.join(meshes)}): set the number of each with "
-            f"{told} instead"
+            f"{settings} instead"
         )
     ((name, mesh),) = meshes.items()
     others = prod(size for axis, size in mesh.axes.items() if axis != "dp")
@@ -209,54 +204,51 @@ def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
     """
     if not any(mesh.gib or mesh.gpus for mesh in run.meshes.values()):
         return []
-    found: list[str] = []
-    for each in plan_memory(config, run).meshes:
-        if each.gib is None:
+    doubts: list[str] = []
+    for mesh in plan_memory(config, run).meshes:
+        if mesh.gib is None:
             continue
-        said = run.meshes[each.mesh].gib is not None
-        _, call = each.peak(host=not each.has_gpu)
-        told = f"run.meshes.{each.mesh}: a rank needs about {each.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
-        look = "`meshrl memory` shows what needs it, and what would save memory"
-        if each.headroom is not None and each.headroom < 0:
-            has = f"has gib = {each.gib:g}" if said else f"is taken to have {each.gib:g}, because no gib is set"
-            found.append(f"{told}, and {has}: {look}")
-        elif said and each.headroom is None:
-            found.append(f"{told}, without that of {', '.join(each.unknown)}, which is unknown: {_why(each)}")
-        elif said and (each.headroom or 0) < _TIGHT * each.gib * GIB:
-            found.append(f"{told}, which leaves less than a twentieth of gib = {each.gib:g}: {look}")
-    return found
+        is_set = run.meshes[mesh.mesh].gib is not None
+        _, call = mesh.peak(host=not mesh.has_gpu)
+        needs = f"run.meshes.{mesh.mesh}: a rank needs about {mesh.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
+        advice = "`meshrl memory` shows what needs it, and what would save memory"
+        if mesh.headroom is not None and mesh.headroom < 0:
+            has = f"has gib = {mesh.gib:g}" if is_set else f"is taken to have {mesh.gib:g}, because no gib is set"
+            doubts.append(f"{needs}, and {has}: {advice}")
+        elif is_set and mesh.headroom is None:
+            reasons = "; ".join(dict.fromkeys(role.unknown for role in mesh.roles if role.memory is None))
+            doubts.append(f"{needs}, without that of {', '.join(mesh.unknown)}, which is unknown: {reasons}")
+        elif is_set and (mesh.headroom or 0) < _TIGHT * mesh.gib * GIB:
+            doubts.append(f"{needs}, which leaves less than a twentieth of gib = {mesh.gib:g}: {advice}")
+    return doubts
 
 
-def _why(mesh: RankMemory) -> str:
-    return "; ".join(dict.fromkeys(held.unknown for held in mesh.roles if held.memory is None))
-
-
-def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str], Asked], MemoryPlan]) -> list[Saving]:
+def savings_of(
+    plan: MemoryPlan, options: MemoryOptions, plan_with: Callable[[Sequence[str], MemoryOptions], MemoryPlan]
+) -> list[Saving]:
     """Return what each setting that a backend names would save, and what more ranks would, the most first.
 
     `plan_with` plans the configuration with further settings. Settings that it refuses are left out.
     """
-    found: list[Saving] = []
+    savings: list[Saving] = []
     for mesh in plan.meshes:
-        tried: list[tuple[str, Sequence[str], Asked]] = []
-        for held in mesh.roles:
-            for knob in held.memory.knobs if held.memory else ():
-                setting = f"{held.role}.{knob}"
-                tried.append((setting, [setting], asked))
-        if asked.gpus:
-            more = 2 * asked.gpus
-            tried.append((f"--gpus {more}", [], Asked(more, asked.gib, asked.prompt, asked.completion)))
+        changes: list[Sequence[str]] = [
+            [f"{role.role}.{knob}"] for role in mesh.roles if role.memory for knob in role.memory.knobs
+        ]
+        tried = [(" ".join(settings), settings, options) for settings in changes]
+        if options.gpus:
+            tried.append((f"--gpus {2 * options.gpus}", [], replace(options, gpus=2 * options.gpus)))
         else:
-            tried += [(" ".join(settings), settings, asked) for settings in _other_shapes(mesh)]
-        for setting, settings, with_these in tried:
+            tried += [(" ".join(settings), settings, options) for settings in _other_shapes(mesh)]
+        for setting, settings, given in tried:
             try:
-                other = plan_with(settings, with_these)
+                plan_then = plan_with(settings, given)
             except MeshrlError:
                 continue
-            then = next(each for each in other.meshes if each.mesh == mesh.mesh)
+            then = next(each for each in plan_then.meshes if each.mesh == mesh.mesh)
             if then.unknown == mesh.unknown and then.needed < mesh.needed:
-                found.append(Saving(setting, mesh.mesh, mesh.needed - then.needed))
-    return sorted(found, key=lambda saving: -saving.nbytes)
+                savings.append(Saving(setting, mesh.mesh, mesh.needed - then.needed))
+    return sorted(savings, key=lambda saving: -saving.nbytes)
 
 
 def _other_shapes(mesh: RankMemory) -> Iterator[Sequence[str]]:
@@ -268,23 +260,16 @@ def _other_shapes(mesh: RankMemory) -> Iterator[Sequence[str]]:
         yield [f"{at}.axes.dp={dp // 2}", f"{at}.axes.tp={2 * mesh.axes.get('tp', 1)}"]
 
 
-def _is_read(config: Config, table: ModelConfig) -> bool:
-    """True if the table is a role's with a model that the algorithm reads."""
-    if not table.role or models_of(table.backend) in ("none", "ignored"):
-        return False
-    return type(table) is not ReferenceConfig or reads_reference(config)
-
-
-def _held(role: str, table: ModelConfig, work: Work) -> Held:
+def _role_memory(role: str, table: ModelConfig, work: Workload) -> RoleMemory:
     try:
         memory = memory_of(table, work)
     except MeshrlError as error:
-        return Held(role, table.backend, None, str(error), isinstance(error, ConfigError))
+        return RoleMemory(role, table.backend, None, str(error), isinstance(error, ConfigError))
     except Exception as error:  # noqa: BLE001 -- an estimate must not end a run: a model's code may do anything in a rehearsal
-        return Held(role, table.backend, None, f"its rehearsal failed: {described(error)}")
+        return RoleMemory(role, table.backend, None, f"its rehearsal failed: {described(error)}")
     if memory is None:
-        return Held(role, table.backend, None, f"the backend {table.backend!r} does not report it")
-    return Held(role, table.backend, memory)
+        return RoleMemory(role, table.backend, None, f"the backend {table.backend!r} does not report it")
+    return RoleMemory(role, table.backend, memory)
 
 
 @dataclass(frozen=True)
@@ -301,14 +286,14 @@ class _Rows:
     assumed: list[str]
 
     @classmethod
-    def of(cls, config: Config, asked: Asked) -> "_Rows":
+    def of(cls, config: Config, options: MemoryOptions) -> "_Rows":
         task, sampling = getattr(config, "task", None), getattr(config, "sampling", None)
         assumed: list[str] = []
-        prompt = asked.prompt or (task.max_prompt_tokens if isinstance(task, TaskConfig) else None)
+        prompt = options.prompt or (task.max_prompt_tokens if isinstance(task, TaskConfig) else None)
         if prompt is None:
             prompt = _PROMPT
             assumed.append(f"prompts of {prompt} tokens: change it with task.max_prompt_tokens or --prompt")
-        completion = asked.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
+        completion = options.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
         if completion is None:
             completion = _COMPLETION
             assumed.append(f"completions of {completion} tokens: change it with --completion")
@@ -316,12 +301,12 @@ class _Rows:
         rows = int(getattr(config, "prompts", None) or getattr(config, "rows", None) or 1) * n
         return cls(prompt, completion, rows, -(-rows // int(getattr(config, "minibatches", 1))), n, assumed)
 
-    def work(self, table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Work:
+    def work(self, table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Workload:
         """Return the work of a role."""
         longest = longest_of(table.model) or self.prompt + self.completion
         completion = min(self.completion, longest - 1)
         rows = self.drawn if isinstance(table, SamplerConfig) else self.updated
-        return Work(
+        return Workload(
             axes=dict(table.axes) or dict(mesh.axes) or {"dp": mesh.ranks},
             prompt=min(self.prompt, longest - completion),
             completion=completion,

@@ -1,4 +1,4 @@
-"""Write the files of a run: configuration, numbers, samples and a summary. Also show its progress line."""
+"""Write the files of a run: configuration, numbers, samples and a summary."""
 
 import asyncio
 import os
@@ -6,35 +6,84 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Self, cast
+from typing import TYPE_CHECKING, BinaryIO, Final, Self, cast
 
 import msgspec
 import numpy as np
 import tomli_w
 
 from meshrl import log
-from meshrl.data import Batch
+from meshrl.algo import effective_sample_size
+from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, described
 from meshrl.events import Event, clock
-from meshrl.run.disk import write_whole
-from meshrl.run.folder import beginning, cut, take
+from meshrl.run.folder import EVALUATIONS, GROUPS, METRICS, SAMPLES, cut_files, start_folder, take_over, write_whole
 from meshrl.run.trackers import Trackers
 from meshrl.tasks import StepAccount
 
 if TYPE_CHECKING:
     from meshrl.run.progress import Progress
 
-
-_SAMPLED = 8
-_METRICS = "metrics.jsonl"
-_SAMPLES = "samples.jsonl"
-_EVALUATIONS = "evaluations.jsonl"
-_GROUPS = "groups.jsonl"
-GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
-"""Files that a run appends to. A resumed run cuts them back to their size at the checkpoint."""
-_PART = "summary.json.part"
-_RESERVED = 16384
+_MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
+"""Columns whose mean is reported, and the metric's name."""
+_SAMPLED: Final = 8
+_PART: Final = "summary.json.part"
+_RESERVED: Final = 16384
 """Bytes reserved on the disk for the summary, in case the disk is full at the end."""
+
+
+def corrected(metrics: Metrics) -> dict[str, float]:
+    """Statistics of an importance-sampling correction."""
+    if "correction" in metrics and "correction_squared" in metrics and "effective_sample_size" not in metrics:
+        return {"effective_sample_size": effective_sample_size(metrics)}
+    return {}
+
+
+def _signal(batch: Batch) -> dict[str, float]:
+    """The share of groups in which all rewards are equal, which give no signal to learn from."""
+    if "groups" not in batch:
+        return {}
+    _, group, counts = np.unique(batch.row("groups"), return_inverse=True, return_counts=True)
+    most, least = np.full(len(counts), -np.inf), np.full(len(counts), np.inf)
+    np.maximum.at(most, group, batch.rewards)
+    np.minimum.at(least, group, batch.rewards)
+    several = counts > 1
+    return {"zero_std_groups": float((most == least)[several].mean())} if several.any() else {}
+
+
+async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
+    """Compute the metrics of a batch of rollouts. Token columns that lie on ranks stay there.
+
+    Raises DataError if the reward failed on every row, because there is nothing to learn from. With `worked`, meaning
+    that programs have succeeded before, all may fail for a while, such as when one of their tools is down.
+    """
+    rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
+    watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
+    if names := [name for name in watched if name in batch]:
+        batch = await batch.load(*names)
+    stats: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
+    if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
+        stats["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
+    elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # episodes have no other tokens
+        stats["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
+    if "rewards" in batch and len(batch):
+        stats["reward"] = float(batch.rewards.mean())
+        stats |= _signal(batch)
+        stats |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
+    if len(batch):
+        stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
+    if "staleness" in batch and len(batch):
+        versions = batch.row("staleness")
+        stats |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
+    if "reward_error" in batch:
+        errors = [error for error in batch.objects("reward_error") if error is not None]
+        if errors and len(errors) == len(batch) and not (worked and "conversation_count" in batch):
+            raise DataError(
+                f"the reward raised on each of the {len(batch)} rows of a step, so nothing can be learned from them: "
+                f"{errors[0]}. A warning above says where"
+            )
+        stats["reward_errors"] = float(len(errors))
+    return stats
 
 
 class Recorder:
@@ -50,7 +99,7 @@ class Recorder:
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
     samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
-    logs/           output of each rank's process, MESH-RANK.log: see `engines.hosting.rank_log`
+    logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.process`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
 
@@ -58,26 +107,26 @@ class Recorder:
         self,
         folder: Path,
         resolved: Mapping[str, object],
-        goes_on: Mapping[str, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
         check: Callable[[], None] = lambda: None,
         trackers: Trackers | None = None,
     ) -> None:
         """Open a run's folder.
 
-        `goes_on`: the `sizes` at the checkpoint of a resumed run. Empty if a run starts again in the folder of an
+        `sizes`: those of the files at the checkpoint of a resumed run. Empty if a run starts again in the folder of an
         attempt without checkpoints. None for a new folder. `check` raises if the folder belongs to another run.
         `trackers` get the numbers and samples too, once the run owns the folder.
         """
         self._trackers = trackers or Trackers(())
-        self._place = folder
-        self.folder: Path = beginning(folder) if goes_on is None else folder
+        self._final = folder
+        self.folder: Path = start_folder(folder) if sizes is None else folder
         """The present folder of the files."""
         self._check = check
         self.began: float = clock()
         """The start of `seconds`, on the event loop's clock."""
         folder = self.folder
-        if goes_on is not None:
-            cut(folder, goes_on, GROWING)
+        if sizes is not None:
+            cut_files(folder, sizes)
         folder.mkdir(parents=True, exist_ok=True)
         self._resolved = _without_none(resolved)
         write_whole(folder / "config.toml", tomli_w.dumps(self._resolved).encode())
@@ -87,13 +136,13 @@ class Recorder:
         self._tokens = 0.0
         self._rewards: list[float] = []
         self._extra: dict[str, object] = {}
-        self._begins = self._recall()
+        self._first_step = self._recall()
         self._progress: Progress | None = None
         self.shows_progress = True
         """True if a user is watching."""
         with ExitStack() as opened:  # closed if a later one fails
             self._metrics, self._samples, self._groups = (
-                opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
+                opened.enter_context((folder / name).open("ab")) for name in (METRICS, SAMPLES, GROUPS)
             )
             self._part = opened.enter_context((folder / _PART).open("wb", buffering=0))
             self._part.write(b" " * _RESERVED)
@@ -101,19 +150,19 @@ class Recorder:
 
     def settle(self) -> None:
         """Take over the run's folder, and rename an earlier run's."""
-        if self.folder != self._place:
+        if self.folder != self._final:
             self._check()
-            take(self._place, self.folder)
-            self.folder = self._place
-        self._trackers.begin(self.folder, self._resolved, self._begins)
+            take_over(self._final, self.folder)
+            self.folder = self._final
+        self._trackers.begin(self.folder, self._resolved, self._first_step)
 
     def _stay(self) -> None:
         """Leave the files of a run without steps where they are."""
-        if self.folder != self._place:
+        if self.folder != self._final:
             log.warning(
-                f"no step was made: {self._place} is the earlier run's, and this one's files are in {self.folder}"
+                f"no step was made: {self._final} is the earlier run's, and this one's files are in {self.folder}"
             )
-            self._place = self.folder
+            self._final = self.folder
 
     def begin(self, count: int, done: int = 0) -> None:
         """Show progress from here on, over `count` steps with `done` of them made."""
@@ -127,9 +176,7 @@ class Recorder:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
         self._check()
-        numbers = {name: float(value) for name, value in values.items()}
-        _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
-        self._trackers.metrics(step, numbers)
+        numbers = self._write_numbers(self._metrics, step, values)
         self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
@@ -142,10 +189,14 @@ class Recorder:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation that began after `step` steps."""
         self._check()
+        with (self.folder / EVALUATIONS).open("ab") as file:
+            self._write_numbers(file, step, values)
+
+    def _write_numbers(self, file: BinaryIO, step: int, values: Mapping[str, float]) -> dict[str, float]:
         numbers = {name: float(value) for name, value in values.items()}
-        with (self.folder / _EVALUATIONS).open("ab") as file:
-            _line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
+        _write_line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
         self._trackers.metrics(step, numbers)
+        return numbers
 
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
@@ -158,7 +209,7 @@ class Recorder:
             columns["reward"] = some.rewards.tolist()
         rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]
         for row in rows:
-            _line(self._samples, {"step": step, **row})
+            _write_line(self._samples, {"step": step, **row})
         self._trackers.samples(step, rows)
 
     def events(self, events: Sequence[Event], began: float) -> None:
@@ -171,10 +222,10 @@ class Recorder:
         for file in (self._metrics, self._samples, self._groups):
             os.fsync(file.fileno())
             sizes[Path(file.name).name] = file.tell()
-        if (self.folder / _EVALUATIONS).exists():
-            with (self.folder / _EVALUATIONS).open("ab") as file:
+        if (self.folder / EVALUATIONS).exists():
+            with (self.folder / EVALUATIONS).open("ab") as file:
                 os.fsync(file.fileno())
-                sizes[_EVALUATIONS] = file.tell()
+                sizes[EVALUATIONS] = file.tell()
         return sizes
 
     def summary(self, **values: object) -> None:
@@ -211,7 +262,17 @@ class Recorder:
         return True
 
     def _write_summary(self, error: BaseException | None) -> None:
-        summary = self._summarise(error)
+        is_interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+        summary: dict[str, object] = {
+            "status": "finished" if error is None else "interrupted" if is_interrupted else "failed",
+            "steps": self._steps,
+            "wall_s": round(self._seconds, 3),
+            "tokens": int(self._tokens),
+            "first_reward": self._rewards[0] if self._rewards else None,
+            "last_reward": self._rewards[-1] if self._rewards else None,
+            **self._extra,
+            **({} if error is None else {"error": described(error)}),
+        }
         folder = None
         try:
             if self._is_own(error):
@@ -222,20 +283,6 @@ class Recorder:
                 folder = self.folder
         finally:
             self._trackers.end(folder, summary)
-
-    def _summarise(self, error: BaseException | None) -> dict[str, object]:
-        summary: dict[str, object] = {
-            "status": _status(error),
-            "steps": self._steps,
-            "wall_s": round(self._seconds, 3),
-            "tokens": int(self._tokens),
-            "first_reward": self._rewards[0] if self._rewards else None,
-            "last_reward": self._rewards[-1] if self._rewards else None,
-            **self._extra,
-        }
-        if error is not None:
-            summary["error"] = described(error)
-        return summary
 
     def __enter__(self) -> Self:
         return self
@@ -251,8 +298,8 @@ class Recorder:
 
     def _recall(self) -> int:
         """Count the steps in the file, and return the number of the next."""
-        begins = 0
-        file = self.folder / _METRICS
+        first_step = 0
+        file = self.folder / METRICS
         for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
             try:
                 numbers = msgspec.json.decode(line, type=dict[str, float | None])
@@ -263,12 +310,12 @@ class Recorder:
                 ) from error
             self._count({name: float("nan") if value is None else value for name, value in numbers.items()})
             self._earlier = numbers.get("seconds") or 0.0
-            begins = int(numbers.get("step") or 0) + 1
-        return begins
+            first_step = int(numbers.get("step") or 0) + 1
+        return first_step
 
     def _write_account(self, account: StepAccount) -> None:
         if account.step is not None or account.happened:
-            _line(self._groups, account)
+            _write_line(self._groups, account)
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         self._steps += 1
@@ -282,25 +329,19 @@ class Recorder:
             self._progress = None
 
 
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    return "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
-
-
 def _without_none(value: object) -> dict[str, object]:
     """Leave out keys without a value, because TOML has no null."""
     plain = msgspec.to_builtins(value, enc_hook=_plain)
 
-    def kept(each: object) -> object:
+    def without(each: object) -> object:
         if isinstance(each, dict):
-            return {key: kept(inner) for key, inner in each.items() if inner is not None}
-        return [kept(inner) for inner in each] if isinstance(each, list | tuple) else each
+            return {key: without(inner) for key, inner in each.items() if inner is not None}
+        return [without(inner) for inner in each] if isinstance(each, list | tuple) else each
 
-    return cast("dict[str, object]", kept(plain))
+    return cast("dict[str, object]", without(plain))
 
 
-def _line(file: BinaryIO, record: Mapping[str, object] | StepAccount) -> None:
+def _write_line(file: BinaryIO, record: Mapping[str, object] | StepAccount) -> None:
     file.write(_encode(record) + b"\n")
     file.flush()
 

@@ -16,19 +16,15 @@ from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
-from meshrl.run.batch_stats import corrected, statistics
+from meshrl.run.background_eval import BackgroundEvaluations, Measurement
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.control import Control
-from meshrl.run.disk import of_the_disk
-from meshrl.run.engine import engine_of
-from meshrl.run.folder import rescheduled, told_anew, was_cut_short
+from meshrl.run.engine import engine_of, wait_for_resources
+from meshrl.run.folder import changed_schedules, explain_disk_error, restart_warning, was_cut_short
+from meshrl.run.live import Control, Watch
 from meshrl.run.lock import FolderLock
-from meshrl.run.periodic import BackgroundMeasurements, Measurement
-from meshrl.run.recorder import Recorder
-from meshrl.run.room import with_room
+from meshrl.run.recorder import Recorder, corrected, statistics
 from meshrl.run.trackers import Trackers
-from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
 
 R = TypeVar("R")
@@ -81,19 +77,19 @@ class Run:
             self._open(folder, resolved or {})
         except BaseException as error:
             self._lock.release()
-            if told := of_the_disk(error, folder):
-                raise told from error
+            if explained := explain_disk_error(error, folder):
+                raise explained from error
             raise
         once = self._saved.once.items() if self._saved else ()
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
         is_kept = bool(config.checkpoint_every or config.resume)
         self._cursor = DataCursor(self._saved.data if self._saved else None, is_kept=is_kept)
-        self._beside = BackgroundMeasurements(self.recorder.evaluation)
+        self._evaluations = BackgroundEvaluations(self.recorder.evaluation)
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
         self._done = 0
         self.waits: float = 0.0
-        """Seconds to wait for room for a mesh."""
+        """Seconds to wait for resources for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
         self._loop = self._step = 0
@@ -114,14 +110,14 @@ class Run:
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
         self._saved = self._checkpoints.saved
         if self._saved:
-            goes_on: Mapping[str, int] | None = self._saved.files
-            for told in rescheduled(folder, resolved):
-                log.warning(told)
+            sizes: Mapping[str, int] | None = self._saved.files
+            for warning in changed_schedules(folder, resolved):
+                log.warning(warning)
         else:
-            goes_on = {} if config.resume and was_cut_short(folder) else None
-            if config.resume and (anew := told_anew(folder, config.checkpoint_every)):
-                log.warning(anew)
-        self.recorder: Recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
+            sizes = {} if config.resume and was_cut_short(folder) else None
+            if config.resume and (message := restart_warning(folder, config.checkpoint_every)):
+                log.warning(message)
+        self.recorder: Recorder = Recorder(folder, resolved or {"run": config.model_dump()}, sizes, check, trackers)
         self._control = Control(lambda: self.recorder.folder)
 
     @property
@@ -157,10 +153,10 @@ class Run:
         # One task per mesh: roles spawned concurrently wait for one reservation.
         reserving = self._meshes.get(config.mesh)
         if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
-            reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
+            reserving = self._meshes[config.mesh] = asyncio.create_task(self._named_mesh(config.mesh))
         mesh, planner = await asyncio.shield(reserving), await planner_of(config)
-        seen = mesh.shape(**config.axes) if config.axes else mesh
-        actor = planned(limited(await seen.spawn(cls, config), config.timeout), planner)
+        shaped = mesh.shape(**config.axes) if config.axes else mesh
+        actor = planned(limited(await shaped.spawn(cls, config), config.timeout), planner)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
@@ -177,8 +173,7 @@ class Run:
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh for your own actors. The run stops it at the end."""
-        name = str(next(self._numbered))
-        return await with_room(partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs), name, self.waits)
+        return await self._reserve(str(next(self._numbered)), ranks, resources)
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """Iterate over the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
@@ -192,7 +187,7 @@ class Run:
             raise DataError(f"run.steps({count}): the number of steps must be at least 0")
         loop, first = next(self._loops), 0
         if self._schedule:
-            self._schedule.loop(Loop(count, self._beside.prepared_every))
+            self._schedule.loop(Loop(count, self._evaluations.prepared_every))
         if self._saved and loop <= self._saved.loop:
             first = self._saved.step if loop == self._saved.loop else count
         return Steps(range(first, count), partial(self._turn, loop, first, count))
@@ -210,7 +205,7 @@ class Run:
 
     def beside(self, measurement: Measurement) -> None:
         """Measure something at regular steps while the run trains, like `evaluate_during`. The loop awaits it."""
-        self._beside.add(measurement)
+        self._evaluations.measurement = measurement
 
     async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
         """Do what is due between two steps of a loop, where nothing in the script is half-done."""
@@ -231,32 +226,32 @@ class Run:
             if every and self._done % every == 0:
                 await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
             await self._control.obey(partial(self._checkpoint, loop, step, wait=True) if every else None)
-        await self._beside.turn(self._done)
-        self._begin_step(loop, step)
+        await self._evaluations.turn(self._done)
+        self._loop, self._step, self._step_began, self._stepping = loop, step, clock(), True
 
     async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
         """End a loop after its last step, or if a resumed run has no step left in it."""
-        goes_on = not after and self._saved is not None and loop == self._saved.loop
-        if goes_on:
+        is_resumed = not after and self._saved is not None and loop == self._saved.loop
+        if is_resumed:
             self._begin_loop(loop, first, count)
         if after and self.config.checkpoint_every:
             await self._checkpoint(loop, count, wait=True)  # a run with more steps resumes from it
-        if after or goes_on:
-            await self._beside.turn(self._done)
-        await self._beside.settle()
+        if after or is_resumed:
+            await self._evaluations.turn(self._done)
+        await self._evaluations.settle()
         if self._schedule:
             self._schedule.end_loop()
 
     async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
         """Write a checkpoint, from which a run resumes with this step of this loop."""
-        await self._beside.wait()  # a run that resumes here has its results, and its error is raised after this
+        await self._evaluations.wait()  # a run that resumes here has its results, and its error is raised after this
         self.recorder.account(self._cursor.account(None))  # prompts dropped by now count as used
         data = self._cursor.reached()  # before anything else continues
         sizes, once = self.recorder.sizes(), as_json(self._once)
         await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
-        if self._expects_evaluation and not self._beside:
+        if self._expects_evaluation and self._evaluations.measurement is None:
             raise ConfigError(
                 "[evaluation] is configured, but the script never evaluates during its steps: call "
                 "`evaluate_during(run, config.evaluation, ...)` before `run.steps`, or leave the table out"
@@ -264,17 +259,13 @@ class Run:
         self._checkpoints.begin(loop)
         if self._saved and loop == self._saved.loop:
             self._done = self._saved.done
-            told = (
-                f"continues after step {first} of {count}"
-                if first < count
-                else f"has {first} steps already, and steps = {count} asks for no more; set steps above {first}"
-            )
-            log.info(f"{self.recorder.folder} {told}")
+            if first < count:
+                log.info(f"{self.recorder.folder} continues after step {first} of {count}")
+            else:
+                no_more = f"steps = {count} asks for no more; set steps above {first}"
+                log.info(f"{self.recorder.folder} has {first} steps already, and {no_more}")
         self._cursor.begun = True
         self.recorder.begin(count, first)
-
-    def _begin_step(self, loop: int, step: int) -> None:
-        self._loop, self._step, self._step_began, self._stepping = loop, step, clock(), True
 
     def _end_step(self) -> None:
         """Record the end of the open step, if any. If a script leaves the loop, its last step ends with the run."""
@@ -292,15 +283,12 @@ class Run:
         row, and the texts of samples.
         """
         step, seconds = self._step, clock() - self._step_began
-        told = await statistics(batch, worked=self._worked) if batch is not None else {}
-        self._worked |= told.get("reward_errors", 0.0) < told.get("rows", 0.0)
-        values = {
-            **metrics.means(),
-            **corrected(metrics),
-            **told,
-            **self._synced(),
-            **numbers,
-        }
+        stats = await statistics(batch, worked=self._worked) if batch is not None else {}
+        self._worked |= stats.get("reward_errors", 0.0) < stats.get("rows", 0.0)
+        gauges = self._events.gauges if self._events else {}
+        # The distance of the sampler from the policy at the last weight sync.
+        synced = {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
+        values = {**metrics.means(), **corrected(metrics), **stats, **synced, **numbers}
         self._settle()
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
@@ -312,11 +300,6 @@ class Run:
         self._lock.hold()
         if self._events:
             self._events.moved(self.recorder.folder)
-
-    def _synced(self) -> dict[str, float]:
-        """Return the distance of the sampler from the policy at the last weight sync."""
-        gauges = self._events.gauges if self._events else {}
-        return {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
 
     def summary(self, **values: float | str) -> None:
         """Add to the run's `summary.json`."""
@@ -341,15 +324,15 @@ class Run:
             reservation.cancel()
         if error is None:  # a script may leave its loop early
             try:
-                await self._beside.settle()
+                await self._evaluations.settle()
             except BaseException as failed:  # noqa: BLE001 -- raised below
                 error = failed
-        told = of_the_disk(error, self.recorder.folder) if error else None
-        if told:
-            told.__cause__ = error
-        raised = told or error
+        explained = explain_disk_error(error, self.recorder.folder) if error else None
+        if explained:
+            explained.__cause__ = error
+        raised = explained or error
         await self._end(raised)
-        if raised is not None and (told or kind is None):
+        if raised is not None and (explained or kind is None):
             raise raised
 
     async def _end(self, error: BaseException | None) -> None:
@@ -357,7 +340,7 @@ class Run:
             ends.callback(self._lock.release)
             ends.push(lambda *raised: self._close_files(raised[1] if error is None else error))
             try:
-                await self._beside.close()
+                await self._evaluations.close()
                 await self._checkpoints.close(error)
             finally:
                 await self.engine.close()
@@ -385,15 +368,15 @@ class Run:
                 raise DataError(f"{what}. Make room on the disk, and run it again, or take it without that") from failed
             log.warning(what)
 
-    async def _reserve(self, name: str) -> Mesh:
+    async def _named_mesh(self, name: str) -> Mesh:
         config = self._mesh_config(name)
-        reserve = partial(Mesh.reserve, self.engine, config.ranks, config.resources, name, self._logs)
-        mesh = await with_room(reserve, name, self.waits)
+        mesh = await self._reserve(name, config.ranks, config.resources)
         return mesh.shape(**config.axes) if config.axes else mesh
 
-    @property
-    def _logs(self) -> str:
-        return str(self.recorder.folder / "logs")
+    async def _reserve(self, name: str, ranks: int, resources: Resources | None) -> Mesh:
+        logs = str(self.recorder.folder / "logs")
+        reserve = partial(Mesh.reserve, self.engine, ranks, resources, name, logs)
+        return await wait_for_resources(reserve, name, self.waits)
 
     def _mesh_config(self, name: str) -> MeshConfig:
         return self.config.meshes.get(name, MeshConfig())

@@ -1,5 +1,6 @@
-"""Train a model on rows with a reward, by a shipped algorithm, in one call."""
+"""Run a job to its end, through restarts. `train` makes the job from a model, rows and a reward."""
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,15 +11,14 @@ from typing import Final, cast
 
 import msgspec
 
+from meshrl import log
 from meshrl.config import Table
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, DataLost, EngineDied, MeshrlError, RankDied, described
+from meshrl.events import Restart, sink
 from meshrl.roles import NewModel
-from meshrl.run.check import find_mistakes
-from meshrl.run.config import RunConfig
-from meshrl.run.jobs import Job, find_script, load_script, make_job
-from meshrl.run.mistakes import list_of_mistakes
-from meshrl.run.pins import pin
-from meshrl.run.restarts import run_job
+from meshrl.run.check import find_mistakes, list_of_mistakes
+from meshrl.run.jobs import Job, find_script, load_script, make_job, pin
+from meshrl.run.run import Run
 from meshrl.tasks import RewardConfig, RewardFunction, numbered_rows
 
 _SOURCE: Final = Path("settings")
@@ -72,24 +72,23 @@ async def train(
         )
     if not (settings is None or isinstance(cast("object", settings), Mapping)):
         raise ConfigError(f"settings are keys with values, such as {{'steps': 50}}, not {settings!r:.80}")
-    given = dict(_flat(settings or {}))
+    keys = dict(_flat(settings or {}))
     if isinstance(rows, str | Path):
-        job = _job(_table(model, str(rows), reward, given), reward)
+        job = _make_job(_table(model, str(rows), reward, keys), reward)
         _check(job)
     else:
-        text = b"\n".join(_line(where, row) for where, row in numbered_rows(rows))
+        text = b"\n".join(_json_line(where, row) for where, row in numbered_rows(rows))
         # Named by their content, so that another call's rows do not overwrite them.
         digest = hashlib.blake2b(text, digest_size=8).hexdigest()
-        source = Path(str(given.get(("run", "folder"), "runs")), f"rows-{digest}.jsonl")
-        job = _job(_table(model, str(source), reward, given), reward)
+        source = Path(str(keys.get(("run", "folder"), "runs")), f"rows-{digest}.jsonl")
+        job = _make_job(_table(model, str(source), reward, keys), reward)
         _write(source, text, partial(_check, job))
-    job = pin(job)
-    run = await run_job(job)
+    run = await run_job(pin(job))
     summary = msgspec.json.decode((run.folder / "summary.json").read_bytes(), type=dict[str, object])
     return Trained(run.folder, summary)
 
 
-def _job(table: Table, reward: object) -> Job[RunConfig]:
+def _make_job(table: Table, reward: object) -> Job:
     """Make the job that the tables describe, with a reward that is a function itself."""
     algorithm = str(table["algorithm"])
     has_reward = "reward" in load_script(find_script(algorithm, _SOURCE)).schema.model_fields
@@ -97,7 +96,7 @@ def _job(table: Table, reward: object) -> Job[RunConfig]:
         raise ConfigError(f"{algorithm} has no reward: leave {reward!r:.80} out")
     if has_reward and "reward" not in table:
         raise ConfigError(f"{algorithm} needs a reward: give a function (prompt, completion, row) -> float")
-    job = make_job(_SOURCE, table, RunConfig, Path())
+    job = make_job(_SOURCE, table, Path())
     if reward is None or isinstance(reward, str):
         return job
     own = cast("RewardConfig", vars(job.config)["reward"]).model_dump(exclude_unset=True)
@@ -131,25 +130,25 @@ def _table(
         **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
     }
     taken = {"task.source", "policy.model", *(("reward.function", "reward.functions") if reward else ())}
-    if said := sorted(taken & {".".join(path[:2]) for path in settings}):
-        raise ConfigError(f"{_SOURCE}: {said[0]} is an argument of train: remove it from the settings")
+    if twice := sorted(taken & {".".join(path[:2]) for path in settings}):
+        raise ConfigError(f"{_SOURCE}: {twice[0]} is an argument of train: remove it from the settings")
     defaults = {"algorithm": "grpo", "run.name": "train", "task.held_out": "all"}
-    given = {tuple(key.split(".")): value for key, value in (defaults | arguments).items()} | dict(settings)
-    table: Table = {}
-    for path, value in given.items():
+    keys = {tuple(key.split(".")): value for key, value in (defaults | arguments).items()} | dict(settings)
+    whole: Table = {}
+    for path, value in keys.items():
         *above, last = path
-        here = table
-        for part in above:
-            below = here.setdefault(part, {})
-            if not isinstance(below, dict):
-                raise ConfigError(f"{_SOURCE}: {'.'.join(path)}: {part} is {below!r} already: give one of the two")
-            here = below
-        if not (value == {} and last in here):
-            here[last] = value
-    return table
+        table = whole
+        for key in above:
+            inner = table.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{_SOURCE}: {'.'.join(path)}: {key} is {inner!r} already: give one of the two")
+            table = inner
+        if not (value == {} and last in table):
+            table[last] = value
+    return whole
 
 
-def _check(job: Job[RunConfig]) -> None:
+def _check(job: Job) -> None:
     """Raise ConfigError with the mistakes that `meshrl check` finds."""
     if mistakes := find_mistakes(job.config, job.run):
         raise ConfigError(list_of_mistakes(_SOURCE, mistakes))
@@ -158,18 +157,18 @@ def _check(job: Job[RunConfig]) -> None:
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
     """Write a file, and remove it if the check that reads it fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part, was_there = file.with_suffix(f".{os.getpid()}.part"), file.exists()
+    part, existed = file.with_suffix(f".{os.getpid()}.part"), file.exists()
     part.write_bytes(text)
     part.replace(file)
     try:
         check()
     except BaseException:
-        if not was_there:
+        if not existed:
             file.unlink()
         raise
 
 
-def _line(where: str, row: Mapping[str, object]) -> bytes:
+def _json_line(where: str, row: Mapping[str, object]) -> bytes:
     try:
         return msgspec.json.encode(row, enc_hook=_plain)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
@@ -180,8 +179,51 @@ def _line(where: str, row: Mapping[str, object]) -> bytes:
 
 def _plain(value: object) -> object:
     """Convert a numpy number or array to plain Python values."""
-    plain = getattr(value, "tolist", None)
+    plain: Callable[[], object] | None = getattr(value, "tolist", None)
     if plain is None:
         raise TypeError(f"it holds a {type(value).__name__}")
-    found: object = plain()
-    return found
+    return plain()
+
+
+async def run_job(job: Job, begun: Callable[[Run], None] = lambda _: None) -> Run:
+    """Run a job's script to its end, and return the ended run.
+
+    While `restarts` are left, a machine's fault does not end the job: the script is called again, with new ranks and
+    roles, in a run that resumes from the newest checkpoint. Any other error is raised. `begun` gets each run as it
+    begins.
+    """
+    config, number, fault = job.run, 0, ""
+    while True:
+        run = Run(config, job.resolved)
+        try:
+            async with run:
+                if number:
+                    run.waits = config.restart_wait
+                    run.summary(restarts=number)
+                    if event_log := sink.get():
+                        event_log.emit(Restart(event_log.now(), number, fault))
+                begun(run)
+                await job.script.function(run, job.config)
+            return run
+        except (MeshrlError, ExceptionGroup) as error:
+            if number == config.restarts or not is_machine_fault(error):
+                raise
+            number, fault = number + 1, described(error)
+        log.warning(
+            f"a machine failed: the run is restarted, number {number} of {config.restarts} (run.restarts)",
+            error=fault,
+        )
+        if run.recorder.folder == Path(config.folder) / config.name:  # else only an earlier run's could be resumed
+            config = config.model_copy(update={"resume": True})
+        del run
+        gc.collect()  # the error and its frames form a cycle, and hold weights in shared memory
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """True if a rank's process, its data or its device is lost. A new attempt may not meet the same fault."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_machine_fault, error.exceptions))
+    if isinstance(error, RankDied | EngineDied | DataLost):
+        return True
+    cause = error.__cause__
+    return isinstance(error, MeshrlError) and cause is not None and is_machine_fault(cause)

@@ -9,32 +9,39 @@ sampler. The backend `function` has roles that call Python functions: a reward, 
 """
 
 from meshrl.tasks import verifiers
-from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
 from meshrl.tasks.builtin import exact_match, finite, overlong_penalty
-from meshrl.tasks.config import MessageTemplate, TaskConfig
-from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
-from meshrl.tasks.environment import Environment, EnvironmentConfig, FunctionEnvironment, load_environment
+from meshrl.tasks.cursor import (
+    APART,
+    CursorState,
+    DataCursor,
+    PromptEvent,
+    Ranges,
+    StepAccount,
+    as_ranges,
+    data_cursor,
+    in_ranges,
+)
+from meshrl.tasks.environment import Environment, EnvironmentConfig, load_environment
 from meshrl.tasks.episodes import Episodes
 from meshrl.tasks.function import (
-    FunctionReward,
     RewardConfig,
     RewardFunction,
+    from_trl,
     gathered,
+    in_thread,
     is_own,
     load_function,
     try_reward,
 )
-from meshrl.tasks.lengths import counted
-from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
-from meshrl.tasks.reasoning import numeric_answer, reasoning_format
-from meshrl.tasks.sandbox import code_tests
-from meshrl.tasks.sources import Row, numbered_rows, read_rows
-from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
-from meshrl.tasks.trl import from_trl
+from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.supervised import answer_pairs, labelled, labelled_steps, least_margins, mismatched, rejected_answers
+from meshrl.tasks.task import Task, counted, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
 
 MODELS = "none"
-ROLES = {"Environment": "meshrl.tasks:FunctionEnvironment", "Reward": "meshrl.tasks:FunctionReward"}
+ROLES = {
+    "Environment": "meshrl.tasks.environment:FunctionEnvironment",
+    "Reward": "meshrl.tasks.function:FunctionReward",
+}
 """The roles of the backend `function`, for the registry."""
 
 __all__ = [
@@ -46,10 +53,7 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episodes",
-    "FunctionEnvironment",
-    "FunctionReward",
-    "Happening",
-    "MessageTemplate",
+    "PromptEvent",
     "Ranges",
     "RewardConfig",
     "RewardFunction",
@@ -59,8 +63,6 @@ __all__ = [
     "TaskConfig",
     "answer_pairs",
     "as_ranges",
-    "code_tests",
-    "corrupted",
     "counted",
     "data_cursor",
     "dialogue",
@@ -73,6 +75,7 @@ __all__ = [
     "from_trl",
     "gathered",
     "in_ranges",
+    "in_thread",
     "is_own",
     "labelled",
     "labelled_steps",
@@ -82,10 +85,8 @@ __all__ = [
     "load_quietly",
     "mismatched",
     "numbered_rows",
-    "numeric_answer",
     "overlong_penalty",
     "read_rows",
-    "reasoning_format",
     "rejected_answers",
     "try_reward",
     "verifiers",

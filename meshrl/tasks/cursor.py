@@ -1,25 +1,93 @@
-"""The position of a run in its data: which prompts it has used, and which it had only drawn.
+"""The position of a run in its data: which prompts it has used, which it had only drawn, and what became of each.
 
-Each prompt of a run has a unique number, in `groups`. A checkpoint stores the numbers of used prompts. A resumed run
-skips them and draws the others, even those in progress. For audits, the fate of each is recorded step by step.
+Each prompt of a run has a unique number, in `groups`: a prompt that is drawn again in a later epoch has another one. A
+checkpoint stores the numbers of used prompts. A resumed run skips them and draws the others, even those in progress.
+For audits, the events of each step are a line in groups.jsonl.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, Literal, Protocol
+from itertools import pairwise
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.errors import DataError
-from meshrl.tasks.account import Happening, StepAccount, as_ranges
 
-Numbers = NDArray[np.int64]
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Ascending numbers as ranges: the first, and the one after the last. A repeated number is in two ranges."""
+Numbers: TypeAlias = NDArray[np.int64]
 
 APART: Final = 1 << 40
 """Distance between the first numbers of two deals of a run."""
+_MOST: Final = 1 << 24
+"""An upper bound of the prompts in a step."""
+
+
+class PromptEvent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """An event of prompts, or of a stream that draws them."""
+
+    what: Literal["begin", "open", "hold", "train", "draw", "deliver", "drop", "publish"]
+    """`begin`: a process of the run began. `open`: a stream was opened. `hold`: the script took prompts itself before
+    its loop. `train`: it took them in the loop, to train on. `draw`: a stream took prompts. `deliver`: it gave groups
+    to the trainer. `drop`: it dropped them. `publish`: weights were published to a stream."""
+    groups: Ranges = ()
+    stream: int | None = None
+    """The number of the stream in its process, in the order of opening."""
+    ahead: int = 0
+    """For `open`: the bound, in published versions."""
+    why: str = ""
+    """For `drop`: `filtered`, `stale`, or `closed` if the stream ended before they were finished."""
+    version: int = 0
+    """For `publish`: the number of the weights. For `deliver`: the number of those that sampled the oldest token."""
+    staleness: int = 0
+    """For `deliver`: how many publications the oldest row is behind the trainer."""
+    counts: bool = True
+    """For `publish`: True if it ages tokens. Publications before the first draw do not."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for invalid ranges."""
+        _check(self.groups)
+
+
+class StepAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The events of a step, or between two steps."""
+
+    step: int | None
+    """None for events between two steps, or after the last one."""
+    happened: Sequence[PromptEvent]
+    under_way: Ranges
+    """Prompts that streams had taken by its end, and neither delivered nor dropped."""
+    dealt: Sequence[int]
+    """The next number of each deal of `Task.batches`."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for invalid ranges."""
+        _check(self.under_way)
+
+
+def as_ranges(numbers: Iterable[int]) -> Ranges:
+    """Convert numbers in any order to ranges."""
+    ordered = sorted(numbers)
+    if not ordered:
+        return ()
+    breaks = [at for at, (one, other) in enumerate(pairwise(ordered), 1) if other != one + 1]
+    return [(ordered[first], ordered[end - 1] + 1) for first, end in pairwise([0, *breaks, len(ordered)])]
+
+
+def in_ranges(ranges: Ranges) -> Iterator[int]:
+    """Yield the numbers of ranges."""
+    return (number for first, end in ranges for number in range(first, end))
+
+
+def _check(ranges: Ranges) -> None:
+    """Check ranges, so that a damaged file raises instead of causing an endless loop."""
+    for first, end in ranges:
+        if not 0 <= first < end <= first + _MOST:
+            raise ValueError(f"[{first}, {end}] is not a range of prompts of a step")
 
 
 class Deal(msgspec.Struct, frozen=True):
@@ -38,8 +106,8 @@ class Deal(msgspec.Struct, frozen=True):
 class CursorState(msgspec.Struct, frozen=True):
     """The part of a checkpoint about a run's data."""
 
-    used: Sequence[tuple[int, int]]
-    """Numbers of used prompts, in ranges: the first, and the one after the last."""
+    used: Ranges
+    """Numbers of used prompts."""
     deals: Sequence[Deal]
     published: Sequence[int]
     """For each stream of rollouts, the number of the weights that were published to it last."""
@@ -78,16 +146,16 @@ class DataCursor:
         """True once the loop has begun. Work before the loop is repeated with the same prompts."""
         self._pulling = False
         self._is_kept = is_kept
-        self._before = before
-        self._left_out = IntervalSet(before.used if before else ())
-        self._used = IntervalSet(before.used if before else ())
+        self._before = before or CursorState((), (), ())
+        self._left_out = IntervalSet(self._before.used)
+        self._used = IntervalSet(self._before.used)
         self._streamed = IntervalSet()
-        self._closed = before.closed if before else 0
-        self._deals = list(before.deals[: self._closed]) if before else []
+        self._closed = self._before.closed
+        self._deals = list(self._before.deals[: self._closed])
         self._streams: list[Stream | int] = []
         """Streams in the order of opening. For a closed one, the number of the weights that were published to it
         last."""
-        self._happened = [Happening("begin")]
+        self._events = [PromptEvent("begin")]
         """Events since the last account."""
         self._next = [number * APART for number in range(self._closed)]
         """The next number of each deal."""
@@ -95,7 +163,7 @@ class DataCursor:
     def deal(self, deal: Deal) -> int:
         """Open a source of prompts, and return its first number. DataError if the checkpoint's was another."""
         number = len(self._deals)
-        if self._before and number < len(self._before.deals) and deal != self._before.deals[number]:
+        if number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(
                 f"this run uses {deal}, but its checkpoint was written with {self._before.deals[number]}: it "
                 "would train on prompts twice and leave others out. Resume with the same task and run.seed, or start "
@@ -111,8 +179,8 @@ class DataCursor:
         All prompts that the script itself takes before its loop are dealt.
         """
         self._next[int(numbers[0]) // APART] = int(numbers[-1]) + 1
-        asked_again = not self.begun and not self._pulling
-        return np.ones(len(numbers), np.bool_) if asked_again else ~self._left_out.has(numbers)
+        is_repeated = not self.begun and not self._pulling
+        return np.ones(len(numbers), np.bool_) if is_repeated else ~self._left_out.has(numbers)
 
     @contextmanager
     def pulling(self) -> Generator[None]:
@@ -124,15 +192,15 @@ class DataCursor:
             self._pulling = False
 
     def use(self, numbers: Numbers) -> None:
-        """Note dealt prompts, int64[prompts]. If the script itself took them in its loop, they are used."""
+        """Record dealt prompts, int64[prompts]. If the script itself took them in its loop, they are used."""
         if self._pulling:
             return
         if self.begun:
             self._used.add(numbers)
-        self._note("train" if self.begun else "hold", numbers.tolist())
+        self._record("train" if self.begun else "hold", numbers.tolist())
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Note the prompts that a stream has, int64[prompts]. The stream reports their use.
+        """Record the prompts that a stream has, int64[prompts]. The stream reports their use.
 
         Returns bool[prompts], True for those not used before the checkpoint. Raises DataError for a number that a
         stream of the run has had already.
@@ -147,15 +215,15 @@ class DataCursor:
         self._streamed.add(numbers)
         self._used.add(numbers)
         left = ~self._left_out.has(numbers)
-        self._note("draw", numbers[left].tolist())
+        self._record("draw", numbers[left].tolist())
         return left
 
     def open(self, stream: Stream, ahead: int) -> int:
         """Open a stream. Returns the number of its last published weights in the checkpoint, a lower bound for it."""
         number = len(self._streams)
         self._streams.append(stream)
-        self._happened.append(Happening("open", stream=number, ahead=ahead))
-        return self._before.published[number] if self._before and number < len(self._before.published) else 0
+        self._events.append(PromptEvent("open", stream=number, ahead=ahead))
+        return self._before.published[number] if number < len(self._before.published) else 0
 
     def close(self, stream: Stream) -> None:
         """Close a stream. Its undelivered prompts are dropped."""
@@ -163,49 +231,43 @@ class DataCursor:
         self._streams = [stream.published if each is stream else each for each in self._streams]
 
     def deliver(self, stream: Stream, groups: Sequence[int], version: int, staleness: int) -> None:
-        """Note the groups of a delivered batch, and the number of the weights that sampled its oldest token."""
-        told = Happening("deliver", as_ranges(groups), self._number(stream), version=version, staleness=staleness)
-        self._happened.append(told)
+        """Record the groups of a delivered batch, and the number of the weights that sampled its oldest token."""
+        self._events.append(
+            PromptEvent("deliver", as_ranges(groups), self._number(stream), version=version, staleness=staleness)
+        )
 
     def drop(self, stream: Stream, groups: Sequence[int], why: str) -> None:
-        """Note groups that a stream will not deliver."""
-        self._note("drop", groups, self._number(stream), why)
+        """Record groups that a stream will not deliver."""
+        if groups:
+            self._events.append(PromptEvent("drop", as_ranges(groups), self._number(stream), why=why))
 
     def publish(self, stream: Stream, version: int, *, counts: bool) -> None:
-        """Note weights of this number that were published to a stream. `counts`: True if this ages tokens."""
-        self._happened.append(Happening("publish", stream=self._number(stream), version=version, counts=counts))
+        """Record weights of this number that were published to a stream. `counts`: True if this ages tokens."""
+        self._events.append(PromptEvent("publish", stream=self._number(stream), version=version, counts=counts))
 
     def account(self, step: int | None) -> StepAccount:
         """Return the events since the last account, and the prompts in progress."""
-        happened, self._happened = self._happened, []
-        return StepAccount(step, happened, as_ranges(self._unfinished()), list(self._next))
+        events, self._events = self._events, []
+        return StepAccount(step, events, as_ranges(self._unfinished()), list(self._next))
 
     def reached(self) -> CursorState:
         """Return the present state, for a checkpoint."""
         published = [each if isinstance(each, int) else each.published for each in self._streams]
-        if self._before:  # those of streams that are not open yet
-            published += self._before.published[len(published) :]
+        published += self._before.published[len(published) :]  # those of streams that are not open yet
         used = self._used.without(self._unfinished()).pairs
         return CursorState(used, self._deals, published, self._closed)
 
     def _unfinished(self) -> list[int]:
         """Return the prompts that open streams have taken, and neither delivered nor dropped."""
-        live = [each for each in self._streams if not isinstance(each, int)]
-        return [number for stream in live for number in stream.unfinished]
+        return [number for each in self._streams if not isinstance(each, int) for number in each.unfinished]
 
     def _number(self, stream: Stream) -> int | None:
         """Return the number of a stream. None if it is closed."""
         return next((number for number, each in enumerate(self._streams) if each is stream), None)
 
-    def _note(
-        self,
-        what: Literal["hold", "train", "draw", "drop"],
-        groups: Sequence[int],
-        stream: int | None = None,
-        why: str = "",
-    ) -> None:
+    def _record(self, what: Literal["hold", "train", "draw"], groups: Sequence[int]) -> None:
         if groups:
-            self._happened.append(Happening(what, as_ranges(groups), stream, why=why))
+            self._events.append(PromptEvent(what, as_ranges(groups)))
 
 
 class IntervalSet:
@@ -241,10 +303,10 @@ class IntervalSet:
 
     def without(self, numbers: Iterable[int]) -> "IntervalSet":
         """Return the set without these numbers."""
-        gone = np.unique(np.fromiter(numbers, np.int64))
-        gone = gone[self.has(gone)]
-        firsts = np.sort(np.concatenate([self._bounds[:, 0], gone + 1]))
-        ends = np.sort(np.concatenate([self._bounds[:, 1], gone]))
+        removed = np.unique(np.fromiter(numbers, np.int64))
+        removed = removed[self.has(removed)]
+        firsts = np.sort(np.concatenate([self._bounds[:, 0], removed + 1]))
+        ends = np.sort(np.concatenate([self._bounds[:, 1], removed]))
         return IntervalSet([pair for pair in zip(firsts.tolist(), ends.tolist(), strict=True) if pair[0] < pair[1]])
 
 

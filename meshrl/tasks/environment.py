@@ -113,37 +113,36 @@ class FunctionEnvironment(Environment):
         """Make an instance for each row."""
         rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
         answers = batch.objects("answer") if "answer" in batch else (None,) * len(batch)
-        prompts = batch.objects("prompt")
+        prompts, numbers = batch.objects("prompt"), _numbers(batch)
 
         async def one(index: int) -> tuple[str, str | None]:
             row = copy.deepcopy(cast("Row", rows[index]))
             row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
             try:
-                instance = self._instances[_number(batch, index)] = self._make()
+                instance = self._instances[numbers[index]] = self._make()
                 return _text(await _awaited(instance.reset(row)), "reset"), None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
-                return str(prompts[index]), await self._broken(_number(batch, index), error)
+                return str(prompts[index]), await self._fail(numbers[index], error)
 
         begun = await gathered(one, len(batch), self._concurrency)
         return batch.assign(prompt=[text for text, _ in begun], reward_error=[error for _, error in begun])
 
     async def step(self, batch: Batch) -> Batch:
         """Call each row's instance, and drop it if the episode is done. DataError if the row has no instance here."""
-        texts = batch.objects("completion")
+        texts, numbers = batch.objects("completion"), _numbers(batch)
 
         async def one(index: int) -> tuple[Step, str | None]:
-            number = _number(batch, index)
+            number = numbers[index]
             if number not in self._instances:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
-                told = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
+                answer = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
             except RAISED as error:
                 unless_cancelled(error)
-                return ("", 0.0, True), await self._broken(number, error)
-            if told[2]:
-                return told, await self._let_go(number)
-            return told, None
+                return ("", 0.0, True), await self._fail(number, error)
+            _, _, done = answer
+            return answer, await self._drop(number) if done else None
 
         steps = await gathered(one, len(batch), self._concurrency)
         return batch.assign(
@@ -155,11 +154,11 @@ class FunctionEnvironment(Environment):
 
     async def close(self, batch: Batch) -> Batch:
         """Drop the rows' instances."""
-        for index in range(len(batch)):
-            await self._let_go(_number(batch, index))
+        for number in _numbers(batch):
+            await self._drop(number)
         return batch
 
-    async def _let_go(self, number: int) -> str | None:
+    async def _drop(self, number: int) -> str | None:
         """Drop an instance. Returns the error of its `close`, if it has one that raised."""
         instance = self._instances.pop(number, None)
         try:
@@ -171,8 +170,8 @@ class FunctionEnvironment(Environment):
             return self._errors.told(error)
         return None
 
-    async def _broken(self, number: int, error: BaseException) -> str:
-        await self._let_go(number)
+    async def _fail(self, number: int, error: BaseException) -> str:
+        await self._drop(number)
         return self._errors.told(error)
 
 
@@ -230,26 +229,25 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
         function = load_function(name)
         return lambda: _OneTurn(function)
     shipped = (*_SHIPPED, "reward:NAME")
-    found = _SHIPPED.get(config.source) or load_name("environment", config.source, shipped, inspect.isclass)
-    if not inspect.isclass(found):
-        raise ConfigError(f"environment {config.source!r}: is {found!r}, not a class")
-    lacks = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if lacks:
+    cls = _SHIPPED.get(config.source) or load_name("environment", config.source, shipped, inspect.isclass)
+    if not inspect.isclass(cls):
+        raise ConfigError(f"environment {config.source!r}: is {cls!r}, not a class")
+    if missing := [name for name in ("reset", "step") if not callable(getattr(cls, name, None))]:
         raise ConfigError(
-            f"environment {config.source!r}: has no {' and no '.join(lacks)}: it needs reset(row) -> prompt and "
+            f"environment {config.source!r}: has no {' and no '.join(missing)}: it needs reset(row) -> prompt and "
             "step(completion) -> (observation, reward, done)"
         )
     try:
-        inspect.signature(found).bind(**config.options)
+        inspect.signature(cls).bind(**config.options)
     except TypeError as error:
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
         ) from error
-    return lambda: cast("EnvironmentInstance", found(**config.options))
+    return lambda: cast("EnvironmentInstance", cls(**config.options))
 
 
-def _number(batch: Batch, index: int) -> int:
-    return int(batch.row("episode")[index])
+def _numbers(batch: Batch) -> list[int]:
+    return cast("list[int]", batch.row("episode").tolist())
 
 
 async def _awaited(value: object) -> object:
@@ -262,8 +260,8 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _checked(told: object) -> Step:
-    if not isinstance(told, tuple) or len(cast("tuple[object, ...]", told)) != 3:
-        raise TypeError(f"step must return (observation, reward, done), not {told!r}")
-    observation, reward, done = cast("tuple[object, object, object]", told)
+def _checked(result: object) -> Step:
+    if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 3:
+        raise TypeError(f"step must return (observation, reward, done), not {result!r}")
+    observation, reward, done = cast("tuple[object, object, object]", result)
     return _text(observation, "the observation that step returns"), finite(reward), bool(done)

@@ -9,7 +9,6 @@ continue after their tokens. The model's text is never encoded again, and the en
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ from meshrl.tasks.environment import Environment, EnvironmentConfig
 
 _RUNNING = ("observation", "turn_start")
 """Columns of running episodes: the text that the next turn begins with, and the number of tokens before that turn."""
-_Call: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 _NEWEST = np.iinfo(np.int32).max
 
 
@@ -50,8 +48,8 @@ class Episodes(Sampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield episodes as they end, those of a turn together. Rows that `abort` stopped continue where they were."""
-        asked = (await prompts.load()).repeat(sampling.n)
-        live, aborts = await self._begin(asked, sampling.beside), self._aborts
+        rows = (await prompts.load()).repeat(sampling.n)
+        live, aborts = await self._begin(rows, sampling.beside), self._aborts
         if not len(live):
             yield live.assign(aborted=np.zeros(0, np.bool_))
         one = sampling.model_copy(update={"n": 1})
@@ -60,7 +58,7 @@ class Episodes(Sampler):
                 live = await self._draw(live, one)
                 stopped = np.asarray(live.row("aborted"), np.bool_)
                 if stopped.any():
-                    yield live.select(stopped).drop("said")
+                    yield live.select(stopped).drop("turn_text")
                     live = live.select(~stopped)
                 over, live = await self._answer(live)
             except Exception:
@@ -110,15 +108,14 @@ class Episodes(Sampler):
         )
 
     async def _draw(self, live: Batch, sampling: Sampling) -> Batch:
-        """Sample a turn of each row, with its text in `said`. The sampler gets everything before it as a prompt."""
-        asked = Batch(dict(live.columns))  # without origins, which would overflow after many turns
+        """Sample a turn of each row, and add its text as `turn_text`. All before it is a prompt for the sampler."""
+        request = Batch(dict(live.columns))  # without origins, which would overflow after many turns
         if "tokens" in live:
-            this_turn = _places(live.tokens) >= np.repeat(
-                np.asarray(live.row("turn_start"), np.int64), live.tokens.lengths
-            )
-            asked = asked.assign(loss_mask=Ragged(_bools(live.loss_mask.values) & this_turn, live.tokens.offsets))
-        asked = asked.part(np.arange(len(asked)))
-        drawn = Batch.join([chunk async for chunk in self._sampler.generate(asked, sampling)])
+            start = np.repeat(np.asarray(live.row("turn_start"), np.int64), live.tokens.lengths)
+            mask = _bools(live.loss_mask.values) & (_places(live.tokens) >= start)
+            request = request.assign(loss_mask=Ragged(mask, live.tokens.offsets))
+        request = request.part(np.arange(len(request)))
+        drawn = Batch.join([chunk async for chunk in self._sampler.generate(request, sampling)])
         if len(drawn) != len(live):
             raise DataError(f"the sampler returned {len(drawn)} rows for a turn of {len(live)} episodes")
         drawn = await drawn.load()
@@ -133,7 +130,7 @@ class Episodes(Sampler):
             sampler_logprobs=Ragged(drawn.sampler_logprobs.values, tokens.offsets, source=Source("sampler")),
             versions=versions,
             oldest_version=_oldest(versions, mask, drawn.row("oldest_version")),
-            said=list(drawn.objects("completion")),
+            turn_text=list(drawn.objects("completion")),
             truncated=drawn.row("truncated"),
             temperature=drawn.row("temperature"),
             aborted=drawn.row("aborted"),
@@ -145,44 +142,45 @@ class Episodes(Sampler):
         """Send a turn to the environment. Returns the rows that are over, and those that continue."""
         broken = np.array([error is not None for error in live.objects("reward_error")], np.bool_)
         full = live.row("turn_start") == live.tokens.lengths  # the sampler had no room for another token
-        asks = np.flatnonzero(~(broken | full))
-        asked = live.select(asks)
-        told = await self._on_its_rank(self._environment.step, asked.assign(completion=list(asked.objects("said"))))
+        sent = np.flatnonzero(~(broken | full))
+        request = live.select(sent)
+        answer = await self._on_its_rank(
+            self._environment.step, request.assign(completion=list(request.objects("turn_text")))
+        )
         done, rewards = np.ones(len(live), np.bool_), np.array(live.rewards)
-        done[asks] = _bools(told.row("done"))
-        rewards[asks] += told.rewards
+        done[sent] = _bools(answer.row("done"))
+        rewards[sent] += answer.rewards
         turns = np.array(live.row("turns"), np.int32)
-        turns[asks] += 1
+        turns[sent] += 1
         errors, shown = list(live.objects("reward_error")), [""] * len(live)
-        for row, error, text in zip(
-            asks.tolist(), told.objects("reward_error"), told.objects("observation"), strict=True
-        ):
+        answers = zip(sent.tolist(), answer.objects("reward_error"), answer.objects("observation"), strict=True)
+        for row, error, text in answers:
             errors[row], shown[row] = error, "" if done[row] else self._template.replace("{observation}", str(text))
         rewards[[error is not None for error in errors]] = 0
         late = ~done & (turns >= self._turns)
-        texts = zip(live.objects("completion"), live.objects("said"), shown, late.tolist(), strict=True)
+        texts = zip(live.objects("completion"), live.objects("turn_text"), shown, late.tolist(), strict=True)
         after = live.assign(
             rewards=rewards,
             reward_error=errors,
             turns=turns,
             truncated=_bools(live.row("truncated")) | late,
-            completion=[f"{before}{said}{'' if end else answer}" for before, said, answer, end in texts],
+            completion=[f"{before}{turn}{'' if end else answer}" for before, turn, answer, end in texts],
             observation=shown,
             turn_start=live.tokens.lengths,
-        ).drop("said")
+        ).drop("turn_text")
         await self._on_its_rank(self._environment.close, after.select(late | full))
         over = done | late
         return after.select(over).drop(*_RUNNING), after.select(~over)
 
-    async def _on_its_rank(self, call: _Call, rows: Batch) -> Batch:
+    async def _on_its_rank(self, call: Callable[[Batch], Awaitable[Batch]], rows: Batch) -> Batch:
         """Call the environment of each row on the episode's rank. Keeps the order."""
-        asked = Batch({name: column for name, column in rows.columns.items() if not isinstance(column, Ragged)})
-        if not len(asked):
-            return asked.assign(
+        request = Batch({name: column for name, column in rows.columns.items() if not isinstance(column, Ragged)})
+        if not len(request):
+            return request.assign(
                 observation=[], rewards=np.zeros(0, np.float32), done=np.zeros(0, np.bool_), reward_error=[]
             )
-        owners = np.asarray(asked.row("episode"), np.int64) % parts(call)
-        return await (await routed(call, owners)(asked)).load()
+        owners = np.asarray(request.row("episode"), np.int64) % parts(call)
+        return await (await routed(call, owners)(request)).load()
 
 
 def _bools(values: Array) -> NDArray[np.bool_]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import importlib
 import importlib.util
 import inspect
 import math
@@ -10,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,7 @@ from meshrl.config import CODE
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
-from meshrl.tasks.builtin import exact_match, finite, reasoning_gym
-from meshrl.tasks.reasoning import numeric_answer, reasoning_format
+from meshrl.tasks.builtin import exact_match, finite, numeric_answer, reasoning_format, reasoning_gym
 from meshrl.tasks.sandbox import check_safe, code_tests
 from meshrl.tasks.sources import Row
 from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
@@ -201,11 +199,11 @@ class FunctionReward(Reward):
         scored = await gathered(one, len(batch) * size, self._concurrency)
         values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
         errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
-        named = {f"reward_{part.name}": values[:, at].astype(np.float32) for at, part in enumerate(self._parts)}
+        names = [part.name for part in self._parts if part.name]
         return batch.assign(
             rewards=(values @ np.array([part.weight for part in self._parts])).astype(np.float32),
             reward_error=["; ".join(texts) or None for texts in errors],
-            **({} if self._parts[0].name == "" else named),
+            **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)},
         )
 
     def _in_time(self, function: RewardFunction, seconds: float) -> RewardFunction:
@@ -215,7 +213,7 @@ class FunctionReward(Reward):
             if inspect.iscoroutinefunction(function):
                 return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
             async with self._turns:
-                value = await wait(in_thread(lambda: function(prompt, completion, row)))
+                value = await wait(in_thread(lambda: function(prompt, completion, row), "meshrl-reward"))
             return await wait(value) if inspect.isawaitable(value) else value
 
         async def wait(answer: Awaitable[T]) -> T:
@@ -231,31 +229,21 @@ class FunctionReward(Reward):
         return limited
 
 
-async def in_thread(call: Callable[[], T]) -> T:
-    """Return the result of a plain function. It runs in a daemon thread, so the process can end before it does."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if answer.done():  # no task waits any more
-            return
-        if error is None:
-            answer.set_result(cast("T", value))
-        else:
-            answer.set_exception(error)
+async def in_thread(call: Callable[[], T], name: str) -> T:
+    """Return the result of a plain function, called in a daemon thread of this name: the process may end before it."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
 
     def work() -> None:
-        value, error = None, None
         try:
-            value = call()
-        except BaseException as raised:  # noqa: BLE001 -- it is raised where the answer is awaited
-            error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, error)
+            result.set_result(call())
+        except StopIteration as error:  # a future of asyncio cannot hold it
+            result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:  # noqa: BLE001 -- it is raised where the result is awaited
+            result.set_exception(error)
 
-    context = copy_context()
-    threading.Thread(target=context.run, args=(work,), name="meshrl-reward", daemon=True).start()
-    return await answer
+    threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 async def boundary(
@@ -276,16 +264,16 @@ def try_reward(
     function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
 ) -> list[tuple[float, BaseException | None]]:
     """Return the results of `boundary` for the completions, computed in a new thread. Empty after `seconds`."""
-    reward, found = load_function(function), list[tuple[float, BaseException | None]]()
+    reward, results = load_function(function), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
         for completion in completions:
-            found.append(await boundary(reward, prompt, completion, copy.deepcopy(row)))
+            results.append(await boundary(reward, prompt, completion, copy.deepcopy(row)))
 
     thread = threading.Thread(target=lambda: asyncio.run(judge()), name="meshrl-reward", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found if len(found) == len(completions) else []
+    return results if len(results) == len(completions) else []
 
 
 async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:
@@ -315,10 +303,10 @@ def is_own(function: str | Callable[..., object]) -> bool:
 
 def load_function(function: str | Callable[..., object]) -> RewardFunction:
     """Return the function that `RewardConfig.function` names or is. ConfigError if there is none."""
+    name = named(function)
     if not isinstance(function, str):
-        _check_parameters(named(function), function)
+        _check_parameters(name, function)
         return cast("RewardFunction", function)
-    name = function
     if "<" in name.rpartition(":")[2]:
         raise ConfigError(
             f"reward function {name!r} existed only in the memory of its program, like lambdas and inner functions: "
@@ -328,11 +316,11 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
         return _SHIPPED[name]
-    found = load_name("reward function", name, _SHIPPED, inspect.isfunction)
-    if not callable(found):
-        raise ConfigError(f"reward function {name!r}: is {found!r}, not a function")
-    _check_parameters(name, found)
-    return cast("RewardFunction", found)
+    own = load_name("reward function", name, _SHIPPED, inspect.isfunction)
+    if not callable(own):
+        raise ConfigError(f"reward function {name!r}: is {own!r}, not a function")
+    _check_parameters(name, own)
+    return cast("RewardFunction", own)
 
 
 def _check_parameters(name: str, function: Callable[..., object]) -> None:
@@ -351,3 +339,35 @@ def _check_parameters(name: str, function: Callable[..., object]) -> None:
         ) from error
     except ValueError:
         return  # a builtin without a signature
+
+
+_Rewards: TypeAlias = Sequence[float | None]
+TrlReward: TypeAlias = Callable[..., _Rewards | Awaitable[_Rewards]]
+"""`reward(prompts, completions, **columns) -> list[float | None]`, async or not."""
+
+
+def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
+    """Convert a TRL reward function into one for meshrl. It is called with one row at a time.
+
+    Its columns are those of the row, and `answer`. With `chat`, prompts and completions are lists of messages. A reward
+    of None, which means "does not apply" in TRL, becomes 0.
+    """
+    takes = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+
+    async def reward(prompt: str, completion: str, row: Row) -> float:
+        texts = {"prompts": _text(prompt, "user", chat), "completions": _text(completion, "assistant", chat)}
+        columns = {**row, **texts}
+        values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
+        if inspect.isawaitable(values):
+            values = await values
+        (value,) = values
+        return 0.0 if value is None else value
+
+    for own in ("__module__", "__name__", "__qualname__"):
+        setattr(reward, own, getattr(function, own, getattr(reward, own)))
+    return reward
+
+
+def _text(text: str, role: str, chat: bool) -> object:
+    return [{"role": role, "content": text}] if chat else text

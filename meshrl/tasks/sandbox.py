@@ -104,30 +104,35 @@ _CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
 """The first of the unused user ids. As root, each sandbox gets another one, so its processes count separately."""
+_REPORTED: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
+_LONGEST: Final = 256
+"""Most bytes of a reported outcome."""
+_START: Final = 1.0
+"""Seconds that the process may take to start."""
 
 
 @cache
 def enforced() -> Enforced:
     """Return the limits that hold on this machine. It tries them once for each process, and logs missing ones."""
     root = sys.platform == "linux" and os.getuid() == 0
-    found = Enforced(
+    limits = Enforced(
         _spaces(root), sandbox_kernel.landlock_version() > 0, sandbox_kernel.architecture() is not None, root
     )
-    lacking = {
-        "namespaces (its files are bounded one by one, and processes count with this user's)": found.prefix,
-        "Landlock (it reads this user's files, and writes what others may write)": found.files,
-        "seccomp (it may open sockets and signal this user's processes)": found.calls or found.prefix,
+    held = {
+        "namespaces (its files are bounded one by one, and processes count with this user's)": limits.prefix,
+        "Landlock (it reads this user's files, and writes what others may write)": limits.files,
+        "seccomp (it may open sockets and signal this user's processes)": limits.calls or limits.prefix,
     }
-    if not all(lacking.values()):
-        without = "; ".join(what for what, there in lacking.items() if not there)
-        log.warning(f"the sandbox for a model's code must do without {without}")
-    return found
+    if missing := "; ".join(name for name, is_held in held.items() if not is_held):
+        log.warning(f"the sandbox for a model's code must do without {missing}")
+    return limits
 
 
 def _spaces(root: bool) -> tuple[str, ...]:
+    """Return the command that makes namespaces here. Empty if none does."""
     unshare = shutil.which("unshare")
-    for way in ((), _OWN_USER) if root else (_OWN_USER,) if unshare else ():
-        prefix = (str(unshare), *way, *_SPACES)
+    for user in ((), _OWN_USER) if root else (_OWN_USER,) if unshare else ():
+        prefix = (str(unshare), *user, *_SPACES)
         with suppress(OSError, subprocess.TimeoutExpired):
             tried = subprocess.run([*prefix, "true"], capture_output=True, timeout=10, check=False)  # noqa: S603
             if tried.returncode == 0:
@@ -154,8 +159,8 @@ def _is_python_for_all() -> bool:
 
 def code_of(completion: str) -> str:
     """Return the first fenced block of Python, or the whole text if there is none."""
-    found = _BLOCK.search(completion)
-    return found[1] if found else completion
+    block = _BLOCK.search(completion)
+    return block[1] if block else completion
 
 
 async def run_tests(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
@@ -168,11 +173,8 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
     """Return 1.0 if the completion's code passes the row's `tests`: Python with `assert`, a text or a list of them."""
     tests = row.get("tests")
     listed = [tests] if isinstance(tests, str) else tests
-    if (
-        not isinstance(listed, list)
-        or not listed
-        or not all(isinstance(test, str) for test in cast("list[object]", listed))
-    ):
+    are_texts = isinstance(listed, list) and all(isinstance(test, str) for test in cast("list[object]", listed))
+    if not are_texts or not listed:
         raise ValueError(f"the row has no `tests` to run: Python with assert, a text or a list of them, not {tests!r}")
     result = await run_tests(code_of(completion), cast("list[str]", listed))
     if result.outcome == "error":
@@ -181,12 +183,12 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
 
 
 def _run(code: str, tests: list[str], limits: Limits) -> Result:
-    began, holds, secret = time.monotonic(), enforced(), secrets.token_hex(16)
-    other = holds.other_user and "--user" not in holds.prefix
-    uid = _FIRST_UID + secrets.randbelow(1 << 29) if other else 0
-    if not (holds.files or other):
+    began, held, secret = time.monotonic(), enforced(), secrets.token_hex(16)
+    other_user = held.other_user and "--user" not in held.prefix
+    uid = _FIRST_UID + secrets.randbelow(1 << 29) if other_user else 0
+    if not (held.files or other_user):
         sandbox_kernel.hide()
-    told, tells = os.pipe()  # held by the judge, so that code cannot replace it
+    read_end, write_end = os.pipe()  # held by the judge, so that code cannot replace it
     folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
     try:
         inside = Path(folder) / "work"
@@ -198,26 +200,26 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
         job = {
             "code": code,
             "tests": tests,
-            "result": tells,
+            "result": write_end,
             "secret": secret,
             "uid": uid,
             "reads": bool(uid) and not _is_python_for_all(),
-            "spaces": bool(holds.prefix),
-            "own_count": bool(uid or holds.prefix),
-            "hidden": ["/dev/shm", *(() if holds.files else _without_python(_TEMPORARY))],  # noqa: S108
+            "spaces": bool(held.prefix),
+            "own_count": bool(uid or held.prefix),
+            "hidden": ["/dev/shm", *(() if held.files else _without_python(_TEMPORARY))],  # noqa: S108
             "timeout": limits.timeout,
             "memory": limits.memory_mib << 20,
             "processes": limits.processes,
             "file_bytes": 16 * limits.output_bytes,
             "files": limits.files_mib << 20,
         }
-        code_or_none = _spawn((*holds.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, tells)
+        exit_code = _spawn((*held.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, write_end)
         with printed.open("rb") as output:
             text = output.read(limits.output_bytes).decode("utf-8", "replace")
-        return Result(_outcome(code_or_none, told, secret, text), text, time.monotonic() - began)
+        return Result(_outcome(exit_code, read_end, secret, text), text, time.monotonic() - began)
     finally:
-        os.close(told)
-        os.close(tells)
+        os.close(read_end)
+        os.close(write_end)
         _remove(folder)
 
 
@@ -243,7 +245,7 @@ def _remove(folder: str) -> None:
     Path(folder).rmdir()
 
 
-def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, tells: int) -> int | None:
+def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, pipe: int) -> int | None:
     """Run a process to its end and kill its remains. Returns the exit code, or None after a timeout."""
     environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with printed.open("wb") as output:
@@ -254,7 +256,7 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
             stderr=subprocess.STDOUT,
             cwd=inside,
             env=environment,
-            pass_fds=[tells],
+            pass_fds=[pipe],
             start_new_session=True,
         )
         try:
@@ -271,23 +273,16 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
     return process.returncode
 
 
-def _outcome(code: int | None, told: int, secret: str, text: str) -> Outcome:
+def _outcome(code: int | None, read_end: int, secret: str, text: str) -> Outcome:
     if code is None or code == 128 + signal.SIGXCPU:
         return "timeout"
-    os.set_blocking(told, False)  # a process that has left its session may hold the other end
-    found = b""
+    os.set_blocking(read_end, False)  # a process that has left its session may hold the other end
+    report = b""
     with suppress(BlockingIOError):
-        found = os.read(told, _LONGEST)
-    for outcome in _TOLD:
-        if found == f"{secret} {outcome}".encode():
+        report = os.read(read_end, _LONGEST)
+    for outcome in _REPORTED:
+        if report == f"{secret} {outcome}".encode():
             return outcome
     if "MemoryError" in text:
         return "memory"
     return "failed" if code > 128 else "error"
-
-
-_TOLD: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
-_LONGEST: Final = 256
-"""Most bytes of a reported outcome."""
-_START: Final = 1.0
-"""Seconds that the process may take to start."""

@@ -1,4 +1,4 @@
-"""The inside of a sandbox: a script that runs a job from standard input, under limits. See `rewards.sandbox`.
+"""The inside of a sandbox: a script that runs a job from standard input, under limits. See `sandbox.py`.
 
 The first process gives up its rights, starts a second one that runs the code, and waits for it. It adopts orphans, and
 ends all of them at its end.

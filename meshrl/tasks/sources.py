@@ -1,31 +1,102 @@
-"""Sources of a task's rows: files, the hub, the built-in task, and other packages."""
+"""Where a task's rows come from: its table, and the readers of files, the hub, the built-in task and other packages."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import lzma
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Final, Protocol, cast, get_type_hints
+from random import Random
+from typing import Annotated, Final, Literal, Protocol, cast, get_type_hints
 
 import msgspec
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
-from meshrl.config import DEEPEST, too_deep, validate
+from meshrl.config import DEEPEST, Config, PathIn, too_deep, validate
 from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
 from meshrl.hub import dataset_rows
+from meshrl.roles import ModelConfig
 from meshrl.tasks import verifiers
-from meshrl.tasks.config import TaskConfig
-from meshrl.tasks.spelling import NAME, SpellingConfig, spelling_rows
 
 Row = dict[str, object]
+_Length = Annotated[int, Field(ge=3, le=8)]
 
+SPELLING: Final = "meshrl:spell_backward"
 _MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark that some editors write at the start of UTF-8 files."""
-_TOLD: Final = 3
+_NAMED: Final = 3
 """Number of lines with mistakes that an error names."""
-_LOOKED_AT: Final = 20_000
+_CHECKED: Final = 20_000
 """Number of lines after the first mistake that are checked for more."""
 _MOST: Final = 10_000_000
 """Most rows of a generated task. All of them are in memory."""
+
+
+class MessageTemplate(Config):
+    """A template for one message of a dialogue."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    """Role of the message's author."""
+    content: str
+    """Template of the message's text, in the format of `TaskConfig.prompt`."""
+
+
+class TaskConfig(Config):
+    """Where the rows of data come from, and the templates that turn a row into a prompt and an answer."""
+
+    source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
+    """Where the rows come from: a .jsonl or .parquet file, a dataset of the hub (`hf:ORG/NAME` or
+    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
+    options: Mapping[str, JsonValue] = Field(default={})
+    """Options of the source. For spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000) and `seed`
+    (0). For reasoning_gym: `size`, `seed` and the dataset's own options. For verifiers: arguments for loading the
+    environment. For the hub: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration, and
+    `split` ("train")."""
+    prompt: str = "{question}"
+    """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
+    table, and `{{` is a brace."""
+    answer: str = "{answer}"
+    """Template of the answer, in the same format. If the row's answer is null, the answer is the empty text."""
+    dialogues: tuple[tuple[MessageTemplate, ...], ...] = ()
+    """Templates of dialogues, which rows use in turn, instead of prompt and answer. `sft` learns the assistant's
+    messages in the policy's chat template. Default: no dialogues."""
+    max_prompt_tokens: int | None = Field(default=None, gt=0)
+    """Leave out prompts with more tokens than this. Tokens are counted in the chat template of the policy, or of the
+    first role with a model if there is no policy. By default no prompt is left out."""
+    reader: ModelConfig | None = None
+    """The model that counts tokens for `max_prompt_tokens`. The algorithm's configuration fills it in."""
+    held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512
+    """Number of prompts to hold out from training. "all" holds out every prompt of `held_out_fraction`, and 0 trains on
+    every prompt."""
+    held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the prompts that `held_out` is drawn from. A hash of the prompt decides, so it is the same in every
+    run."""
+
+
+class SpellingConfig(Config):
+    """The keys of `task.options`. Equal options give the same rows as `spell_backward` of reasoning_gym."""
+
+    min_word_len: _Length = 3
+    max_word_len: _Length = 8
+    size: Annotated[int, Field(ge=1, le=_MOST)] = 10_000
+    seed: int = 0
+
+
+def spelling_rows(config: SpellingConfig) -> Iterator[dict[str, object]]:
+    """Yield rows with a `question`, an `answer` and the `word`, with replacement. None if no length is allowed."""
+    words = [word for word in _words() if config.min_word_len <= len(word) <= config.max_word_len]
+    for number in range(config.size if words else 0):
+        word = Random(config.seed + number).choice(words)
+        question = f"Spell this word backward (example: sun -> nus): {word}"
+        yield {"question": question, "answer": word[::-1], "word": word}
+
+
+@cache
+def _words() -> list[str]:
+    """Read the English words of 3 to 8 letters in reasoning_gym's list `words3to10.txt` (Apache License 2.0)."""
+    return lzma.decompress(files("meshrl.tasks").joinpath("words.txt.xz").read_bytes()).decode().split()
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
@@ -33,18 +104,46 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
 
     Raises DataError for an unknown source, a file that is missing or has options, and a row that cannot be read.
     """
-    if config.source == NAME:
-        options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
-        return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)
     source, _, name = config.source.partition(":")
-    if source == "hf":
-        items = enumerate(dataset_rows(name, config.options, rows))
-        return _some(((f"{config.source}, row {number}", row) for number, row in items), config.source)
-    if source == "reasoning_gym":
-        return _reasoning_gym(name, config.options, rows)
-    if source == verifiers.NAME:
-        found = enumerate(verifiers.rows(name, config.options, rows))
-        return _some(((f"{config.source}, row {number}", row) for number, row in found), config.source)
+    items: Iterable[Row]
+    if config.source == SPELLING:
+        items = spelling_rows(validate(SpellingConfig, config.options, f"{SPELLING}: task.options"))
+    elif source == "hf":
+        items = dataset_rows(name, config.options, rows)
+    elif source == "reasoning_gym":
+        items = _reasoning_gym(name, config.options, rows)
+    elif source == verifiers.NAME:
+        items = verifiers.rows(name, config.options, rows)
+    else:
+        return _some(_file_rows(config), config.source)
+    return _numbered(items, config.source)
+
+
+def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
+    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping."""
+
+    def copies() -> Iterator[Row]:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
+            yield dict(cast("Mapping[str, object]", row))
+
+    return _numbered(copies(), "rows")
+
+
+def _numbered(rows: Iterable[Row], source: str) -> Iterator[tuple[str, Row]]:
+    return _some(((f"{source}, row {number}", row) for number, row in enumerate(rows)), source)
+
+
+def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, Row]]:
+    """Return the rows. DataError if there are none."""
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"task source {source!r}: it has no rows")
+    return itertools.chain([first], rows)
+
+
+def _file_rows(config: TaskConfig) -> Iterator[tuple[str, Row]]:
     path = Path(config.source)
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
     if path.is_dir():
@@ -53,33 +152,14 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
         raise DataError(f"task source {config.source!r}: is a folder, but rows are read from one file: {hint}")
     if path.suffix not in readers:
         raise DataError(
-            f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {NAME}, "
+            f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {SPELLING}, "
             "reasoning_gym:NAME or verifiers:ENV_ID"
         )
     if config.options:
         raise DataError(f"task source {config.source!r}: a file takes no options: write task.options = {{}}")
     if not path.is_file():
         raise DataError(f"task source {config.source!r}: there is no file {path.resolve()}")
-    return _some(readers[path.suffix](path), config.source)
-
-
-def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
-    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping."""
-
-    def numbered() -> Iterator[tuple[str, Row]]:
-        for number, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
-            yield f"rows, row {number}", dict(cast("Mapping[str, object]", row))
-
-    return _some(numbered(), "rows")
-
-
-def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, Row]]:
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"task source {source!r}: it has no rows")
-    return itertools.chain([first], rows)
+    return readers[path.suffix](path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
@@ -97,17 +177,15 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _with_others(first: DataError, rest: Iterable[tuple[int, bytes]]) -> DataError:
     """Return the error of a line, with those of later lines. If there are many, they are only counted."""
-    told, more = [str(first)], 0
-    for number, line in itertools.islice(rest, _LOOKED_AT):
+    messages = [str(first)]
+    for number, line in itertools.islice(rest, _CHECKED):
         try:
             if line.strip():
                 _json_row(line, f"line {number}")
         except DataError as error:
-            if len(told) < _TOLD:
-                told.append(str(error))
-            else:
-                more += 1
-    return DataError("; ".join([*told, *([f"and {more:,} lines more"] if more else [])]))
+            messages.append(str(error))
+    more = len(messages) - _NAMED
+    return DataError("; ".join([*messages[:_NAMED], *([f"and {more:,} lines more"] if more > 0 else [])]))
 
 
 def _json_row(line: bytes, where: str) -> Row:
@@ -138,13 +216,7 @@ def _not_utf8(line: bytes) -> str:
 
 
 def _kind(value: object) -> str:
-    names: dict[type, str] = {
-        list: "a list",
-        str: "a text",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-    }
+    names: dict[type, str] = {list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
@@ -158,7 +230,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         # Otherwise a damaged page with a checksum would be read as other text.
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(path, file.schema_arrow)
+            _check_columns(path, file.schema_arrow.names, file.schema_arrow.types)
             for part in file.iter_batches():
                 for row in part.to_pylist():
                     yield f"{path}, row {number}", row
@@ -181,21 +253,14 @@ class _Field(Protocol):
     type: _Kind
 
 
-class _Schema(Protocol):
-    names: list[str]
-
-    def field(self, name: str) -> _Field: ...
-
-
-def _check_columns(path: Path, schema: _Schema) -> None:
+def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[_Kind]) -> None:
     """Raise DataError if a column has a type that rows cannot hold, or if two have the same name."""
-    for name in schema.names:
-        if schema.names.count(name) > 1:
-            raise DataError(f"{path}: {schema.names.count(name)} columns have the name {name!r}: rename all but one")
-        field = schema.field(name)
-        if alien := _alien(field.type):
+    for name, kind in zip(names, kinds, strict=True):
+        if names.count(name) > 1:
+            raise DataError(f"{path}: {names.count(name)} columns have the name {name!r}: rename all but one")
+        if alien := _alien(kind):
             raise DataError(
-                f"{path}: column {name!r} is of {field.type}, and a row cannot hold {alien}: rows are of texts, "
+                f"{path}: column {name!r} is of {kind}, and a row cannot hold {alien}: rows are of texts, "
                 "numbers, true, false, null, lists and tables. Write the column as text, or leave it out"
             )
 
@@ -204,23 +269,16 @@ def _alien(kind: _Kind) -> str:
     """Return the part of a column's type that rows cannot hold. Empty if there is none."""
     from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
 
-    if types.is_temporal(kind):
-        return "a date or time"
-    if types.is_decimal(kind):
-        return "a decimal"
-    if types.is_map(kind):
-        return "a map"
+    tests = {"a date or time": types.is_temporal, "a decimal": types.is_decimal, "a map": types.is_map}
+    if alien := next((name for name, test in tests.items() if test(kind)), ""):
+        return alien
     inner = [kind.field(index).type for index in range(kind.num_fields)]
     if value := getattr(kind, "value_type", None):  # of a dictionary column
         inner.append(value)
     return next(filter(None, map(_alien, inner)), "")
 
 
-class _Dataset(Protocol):
-    def __iter__(self) -> Iterator[Row]: ...
-
-
-def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None) -> Iterator[tuple[str, Row]]:
+def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None) -> Iterator[Row]:
     source = f"reasoning_gym:{name}"
     try:
         import reasoning_gym  # noqa: PLC0415 -- an extra, and slow to import
@@ -236,11 +294,10 @@ def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None
     given: dict[str, object] = {"seed": 0, "size": 10_000, **options}
     _check_options(source, options, DATASETS[name][1])
     try:
-        dataset: _Dataset = reasoning_gym.create_dataset(name, **given)
+        dataset = cast("Iterable[Row]", reasoning_gym.create_dataset(name, **given))
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"{source}: its options {given} do not fit: {error}") from error
-    items = itertools.islice(iter(dataset), rows)
-    return _some(((f"{source}, row {number}", item) for number, item in enumerate(items)), source)
+    return itertools.islice(dataset, rows)
 
 
 def _check_options(source: str, options: Mapping[str, JsonValue], schema: type) -> None:
@@ -263,10 +320,8 @@ def _check_options(source: str, options: Mapping[str, JsonValue], schema: type) 
 
 
 def _fits(default: object, kind: object) -> bool:
-    if default is dataclasses.MISSING:
+    with suppress(msgspec.ValidationError, TypeError):
+        if default is not dataclasses.MISSING:
+            msgspec.convert(msgspec.to_builtins(default), kind)
         return True
-    try:
-        msgspec.convert(msgspec.to_builtins(default), kind)
-    except (msgspec.ValidationError, TypeError):
-        return False
-    return True
+    return False

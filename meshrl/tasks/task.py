@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import DataError, did_you_mean
-from meshrl.tasks.config import TaskConfig
+from meshrl.errors import ConfigError, DataError, did_you_mean
+from meshrl.roles import count_tokens
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
-from meshrl.tasks.lengths import short_enough
-from meshrl.tasks.sources import Row, numbered_rows, read_rows
+from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 
 
 class _Filled(NamedTuple):
@@ -39,7 +39,7 @@ class Task:
     @classmethod
     def load(cls, config: TaskConfig) -> "Task":
         """Read the source, drop repeated prompts, and separate the held-out ones."""
-        return cls._made(config, read_rows(config))
+        return _task(config, read_rows(config))
 
     @classmethod
     def of(
@@ -58,34 +58,7 @@ class Task:
         config = TaskConfig(
             source="rows", prompt=prompt, answer=answer, held_out=held_out, held_out_fraction=held_out_fraction
         )
-        return cls._made(config, numbered_rows(rows))
-
-    @classmethod
-    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]], *, quiet: bool = False) -> "Task":
-        every: dict[str, _Filled] = {}
-        for where, row in found:
-            prompt = fill_prompt(config, row, where)
-            if prompt not in every:
-                answer = fill_answer(config, row, where)
-                every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
-        rows = short_enough(config, every, quiet=quiet)
-        # A hash of the prompt decides, so another order, size or seed of the source moves no prompt between the parts.
-        places = {prompt: _place(prompt) for prompt in rows}
-        apart = sorted(
-            (prompt for prompt in rows if config.held_out and places[prompt] < config.held_out_fraction),
-            key=places.__getitem__,
-        )
-        wanted = len(apart) if config.held_out == "all" else config.held_out
-        if len(apart) < wanted:
-            raise DataError(
-                f"{config.source}: held_out = {wanted}, but held_out_fraction = "
-                f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} apart: set "
-                'task.held_out = "all" to hold out these, or raise task.held_out_fraction'
-            )
-        train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]
-        if not train:
-            raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
-        return cls(train=_batch(rows, train), held_out=_batch(rows, apart[:wanted]))
+        return _task(config, numbered_rows(rows))
 
     def batches(self, rows: int, seed: int) -> Iterator[Batch]:
         """Yield batches of `rows` training prompts forever. Each epoch has a new order, which `seed` decides.
@@ -95,11 +68,11 @@ class Task:
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
-        here = data_cursor.get()
-        first = here.deal(Deal(len(self.train), self._digest(), seed)) if here else 0
-        return self._deal(rows, seed, first, here)
+        cursor = data_cursor.get()
+        first = cursor.deal(Deal(len(self.train), self._digest(), seed)) if cursor else 0
+        return self._batches(rows, seed, first, cursor)
 
-    def _deal(self, rows: int, seed: int, first: int, here: DataCursor | None) -> Iterator[Batch]:
+    def _batches(self, rows: int, seed: int, first: int, cursor: DataCursor | None) -> Iterator[Batch]:
         size = len(self.train)
 
         @lru_cache(maxsize=2)
@@ -112,9 +85,9 @@ class Task:
             while len(numbers) < rows:
                 fresh = np.arange(end, end + rows - len(numbers), dtype=np.int64)
                 end += len(fresh)
-                numbers = np.concatenate([numbers, fresh[here.left(fresh)] if here else fresh])
-            if here:
-                here.use(numbers)
+                numbers = np.concatenate([numbers, fresh[cursor.left(fresh)] if cursor else fresh])
+            if cursor:
+                cursor.use(numbers)
             places = (divmod(number - first, size) for number in numbers.tolist())
             yield self.train.select([order(epoch)[place] for epoch, place in places]).assign(groups=numbers)
 
@@ -127,7 +100,63 @@ class Task:
 
 def load_quietly(config: TaskConfig) -> Task:
     """Load a task like `Task.load`, without logging what is left out."""
-    return Task._made(config, read_rows(config), quiet=True)  # noqa: SLF001 -- of this module
+    return _task(config, read_rows(config), quiet=True)
+
+
+def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool = False) -> Task:
+    """Make a task of rows and their places. `quiet`: do not log what is left out."""
+    every: dict[str, _Filled] = {}
+    for where, row in source:
+        prompt = fill_prompt(config, row, where)
+        if prompt not in every:
+            answer = fill_answer(config, row, where)
+            every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
+    rows = _short_enough(config, every, quiet)
+    # A hash of the prompt decides, so another order, size or seed of the source moves no prompt between the parts.
+    places = {prompt: text_hash(prompt) / 2**64 for prompt in rows}
+    fraction = config.held_out_fraction if config.held_out else 0
+    apart = sorted((prompt for prompt in rows if places[prompt] < fraction), key=places.__getitem__)
+    wanted = len(apart) if config.held_out == "all" else config.held_out
+    if len(apart) < wanted:
+        raise DataError(
+            f"{config.source}: held_out = {wanted}, but held_out_fraction = "
+            f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} apart: set "
+            'task.held_out = "all" to hold out these, or raise task.held_out_fraction'
+        )
+    train = [prompt for prompt in rows if places[prompt] >= fraction]
+    if not train:
+        raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
+    return Task(train=_batch(rows, train), held_out=_batch(rows, apart[:wanted]))
+
+
+def _short_enough(config: TaskConfig, rows: Mapping[str, _Filled], quiet: bool) -> Mapping[str, _Filled]:
+    """Drop rows whose prompt has more than `config.max_prompt_tokens` tokens. DataError if none is left."""
+    if config.max_prompt_tokens is None:
+        return rows
+    counts = zip(rows, counted(config, list(rows)), strict=True)
+    short = [prompt for prompt, count in counts if isinstance(count, str) or count <= config.max_prompt_tokens]
+    if not short:
+        raise DataError(
+            f"{config.source}: each of its {len(rows)} prompts has more than "
+            f"task.max_prompt_tokens = {config.max_prompt_tokens} tokens"
+        )
+    if (dropped := len(rows) - len(short)) and not quiet:
+        log.info(
+            f"{config.source}: {dropped} of {len(rows)} prompts are left out: they have more than "
+            f"{config.max_prompt_tokens} tokens"
+        )
+    return {prompt: rows[prompt] for prompt in short}
+
+
+def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
+    """Count tokens like `count_tokens`, with the reader for `config.max_prompt_tokens`. ConfigError if none can."""
+    counts = count_tokens(config.reader, prompts) if config.reader else None
+    if counts is None:
+        raise ConfigError(
+            f"task.max_prompt_tokens = {config.max_prompt_tokens}: there is no tokenizer to count tokens with: "
+            "give the folder of a model, or remove task.max_prompt_tokens"
+        )
+    return counts
 
 
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
@@ -219,9 +248,9 @@ def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
     return [(text, key) for text, key, _, _ in pieces] if is_plain else None
 
 
-def _place(prompt: str) -> float:
-    """Return a number in [0, 1) that depends only on the prompt."""
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) / 2**64
+def text_hash(text: str) -> int:
+    """Return a number below 2**64 that depends only on the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _batch(rows: Mapping[str, _Filled], prompts: list[str]) -> Batch:

@@ -40,16 +40,6 @@ class _Environment(Protocol):
     ) -> Mapping[str, object]: ...
 
 
-class _Library(Protocol):
-    def load_environment(self, env_id: str, **env_args: object) -> _Environment: ...
-
-
-class _Clients(Protocol):
-    """The members of `verifiers.clients` that are used here."""
-
-    OpenAIChatCompletionsClient: Callable[[object], object]
-
-
 def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str, object]]:
     """Yield the environment's training rows: texts `question` and `system`, `answer`, and `verifiers`, its row.
 
@@ -58,12 +48,12 @@ def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str
     environment = _load(env_id, options)
     for number, given in enumerate(environment.get_dataset(n=count or -1)):
         try:
-            said = _conversation(given["prompt"])
+            messages = _conversation(given["prompt"])
         except (TypeError, KeyError) as error:
             raise DataError(f"{NAME}:{env_id}, row {number}: {described(error)}") from error
         yield {
-            "question": "\n\n".join(text for role, text in said if role != "system"),
-            "system": "\n\n".join(text for role, text in said if role == "system"),
+            "question": "\n\n".join(text for role, text in messages if role != "system"),
+            "system": "\n\n".join(text for role, text in messages if role == "system"),
             "answer": given.get("answer", ""),
             NAME: dict(given),
         }
@@ -80,35 +70,25 @@ def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str
             f"{source}: its rubric judges the rollouts of a prompt together, but meshrl judges each episode alone: "
             "use its reward functions for single rollouts"
         )
-    clients = cast("_Clients", import_module(f"{NAME}.clients"))
+    adapt = cast("Callable[[object], object]", import_module(f"{NAME}.clients").OpenAIChatCompletionsClient)
 
     async def solve(client: object, row: Mapping[str, object]) -> float:
-        return await _reward(environment, _given(row, source), clients.OpenAIChatCompletionsClient(client))
+        given = row.get(NAME)
+        if not isinstance(given, dict):
+            raise DataError(f'the row has no {NAME!r}: set task.source = "{source}", as of the environment')
+        state = await environment.rollout(cast("dict[str, object]", given), adapt(client), "policy", {})
+        try:
+            error = state.get("error")
+            if isinstance(error, Exception):
+                raise error
+            if not environment.score_rollouts:
+                return 0.0
+            await environment.rubric.score_rollout(state)
+            return cast("float", state["reward"])
+        finally:
+            await environment.rubric.cleanup(state)
 
     return solve
-
-
-def _given(row: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the library's row inside a task's row."""
-    given = row.get(NAME)
-    if not isinstance(given, dict):
-        raise DataError(f'the row has no {NAME!r}: set task.source = "{source}", as of the environment')
-    return cast("dict[str, object]", given)
-
-
-async def _reward(environment: _Environment, given: dict[str, object], client: object) -> float:
-    """Return the rubric's reward of a rollout. Errors of the rollout are raised."""
-    state = await environment.rollout(given, client, "policy", {})
-    try:
-        error = state.get("error")
-        if isinstance(error, Exception):
-            raise error
-        if not environment.score_rollouts:
-            return 0.0
-        await environment.rubric.score_rollout(state)
-        return cast("float", state["reward"])
-    finally:
-        await environment.rubric.cleanup(state)
 
 
 def _load(env_id: str, options: _Options) -> _Environment:
@@ -127,7 +107,7 @@ def _load(env_id: str, options: _Options) -> _Environment:
         **{**vars(signal), "signal": lambda *_: None}
     )
     try:
-        return cast("_Library", library).load_environment(env_id, **options)
+        return cast("Callable[..., _Environment]", library.load_environment)(env_id, **options)
     except Exception as error:
         raise ConfigError(f"{source}: cannot be loaded with options {dict(options)}: {described(error)}") from error
 
@@ -136,10 +116,10 @@ def _conversation(messages: object) -> list[tuple[str, str]]:
     """Return the role and the text of each message."""
     if isinstance(messages, str):
         return [("text", messages)]
-    return [_told(each) for each in cast("Iterable[object]", messages)]
+    return [_role_and_text(each) for each in cast("Iterable[object]", messages)]
 
 
-def _told(message: object) -> tuple[str, str]:
+def _role_and_text(message: object) -> tuple[str, str]:
     fields = cast("Mapping[str, object]", message if isinstance(message, Mapping) else vars(message))
     role, content = str(fields["role"]), fields.get("content")
     parts = cast("Iterable[object]", content) if isinstance(content, list) else ()

@@ -6,17 +6,22 @@ This runs a whole script on the backend `fake`.
 """
 
 from meshrl.testing.clock import Deadlock, LeftRunning, VirtualLoop, simulate
-from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
-from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
+from meshrl.testing.fakes import (
+    FakeCritic,
+    FakePolicy,
+    FakeReference,
+    FakeReward,
+    FakeRewardModel,
+    FakeRun,
+    FakeSampler,
+    StateOfUpdates,
+)
 from meshrl.testing.faulty_files import FaultyFiles
-from meshrl.testing.json_state import State, read_state
+from meshrl.testing.invariant_checker import PromiseBroken, Witness
 from meshrl.testing.kills import KillPoints, Remains
 from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
-from meshrl.testing.reward_model import FakeRewardModel
-from meshrl.testing.run import FakeRun
 from meshrl.testing.scripted import ScriptedChat, ScriptedSampler
-from meshrl.testing.witness import PromiseBroken, Witness
 
 __all__ = [
     "MODELS",
@@ -42,7 +47,7 @@ __all__ = [
     "ScheduleFailed",
     "ScriptedChat",
     "ScriptedSampler",
-    "State",
+    "StateOfUpdates",
     "VirtualLoop",
     "Witness",
     "crashing",
@@ -50,7 +55,6 @@ __all__ = [
     "explore",
     "per_row",
     "per_token",
-    "read_state",
     "simulate",
 ]
 

@@ -13,15 +13,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10_000, help="number of seeds to explore (10000)")
     parser.add_argument("--workers", type=int, default=1, help="number of processes (1)")
     parser.add_argument("--time-limit", type=float, help="virtual seconds")
-    told = parser.parse_args()
-    scenario = load_scenario(told.scenario)
-    if told.seed is None:
-        explore(scenario, told.seeds, workers=told.workers, time_limit=told.time_limit)
-        done = f"{told.seeds} seeds"
+    options = parser.parse_args()
+    scenario = load_scenario(options.scenario)
+    if options.seed is None:
+        explore(scenario, options.seeds, workers=options.workers, time_limit=options.time_limit)
+        done = f"{options.seeds} seeds"
     else:
-        replay(scenario, told.seed, time_limit=told.time_limit)
-        done = f"seed {told.seed}"
-    print(f"{told.scenario} holds under {done}")  # noqa: T201 -- a command line
+        replay(scenario, options.seed, time_limit=options.time_limit)
+        done = f"seed {options.seed}"
+    print(f"{options.scenario} holds under {done}")  # noqa: T201 -- a command line
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ When nothing is ready, time jumps to the next timer. Without a timer, nothing ca
 import asyncio
 import gc
 import heapq
+import sysconfig
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextvars import Context
+from pathlib import Path
 from random import Random
-from types import BuiltinMethodType, MethodType
-from typing import Never, TypeVar, TypeVarTuple, cast
+from types import AsyncGeneratorType, BuiltinMethodType, CoroutineType, FrameType, GeneratorType, MethodType
+from typing import Any, Never, TypeVar, TypeVarTuple, cast
 
 from meshrl.errors import MeshrlError
-from meshrl.testing.wait_graph import Standing, describe, standing_tasks
+from meshrl.events import Pending
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -25,6 +27,13 @@ _SPIN = 1_000_000
 """Callbacks at one instant after which the loop reports an endless cycle."""
 _COLLECT = 100_000
 """Callbacks between two garbage collections. `simulate` triggers them itself, always at the same places."""
+_STDLIB = sysconfig.get_path("stdlib")
+_CORE = str(Path(__file__).parents[1])
+_BOUND = (BuiltinMethodType, MethodType)
+_ALONE = (
+    "virtual time has one thread and no real input and output: reserve meshes with Resources(cpus=0), which run in the "
+    "caller's own loop, and give the program fakes instead of what reads files and sockets"
+)
 
 
 class Deadlock(MeshrlError):
@@ -131,24 +140,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             future.set_exception(error)
         return future
 
-    def add_reader(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Raises `Deadlock`: there is no real input and output in virtual time."""
-        _no_files()
+    def _no_files(self, *args: Any, **kwargs: Any) -> Never:
+        raise Deadlock(f"the program waits for a file, a socket or a process; {_ALONE}")
 
-    def add_writer(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Raises `Deadlock`: there is no real input and output in virtual time."""
-        _no_files()
-
-    async def sock_connect(self, sock: object, address: object) -> None:
-        """Raises `Deadlock`: there is no real input and output in virtual time."""
-        _no_files()
-
-    def _make_socket_transport(self, *args: object, **kwargs: object) -> Never:
-        # A hook of asyncio: every connection, server and pipe comes here.
-        _no_files()
-
-    _make_datagram_transport = _make_subprocess_transport = _make_socket_transport
-    _make_read_pipe_transport = _make_write_pipe_transport = _make_socket_transport
+    # Hooks of asyncio: every connection, server and pipe comes to one of them.
+    add_reader = add_writer = sock_connect = _make_socket_transport = _make_datagram_transport = _no_files
+    _make_subprocess_transport = _make_read_pipe_transport = _make_write_pipe_transport = _no_files
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         # A hook of asyncio. Many timers are cancelled long before they are due, such as timeouts.
@@ -216,7 +213,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _stall(self, what: str) -> Never:
         threads = [thread.name for thread in threading.enumerate() if thread not in self._around]
         aside = f"\n  other threads run besides the loop's ({', '.join(threads)}); {_ALONE}" if threads else ""
-        raise Deadlock(f"at {self._now:g} s of virtual time {what}:\n{describe(self)}{aside}")
+        lines = [f"  {each}" for each in (*Pending.of(self), *_standing(self.left()))] or ["  no task is left"]
+        graph = "\n".join(lines)
+        raise Deadlock(f"at {self._now:g} s of virtual time {what}:\n{graph}{aside}")
 
     def create_task(self, coro: Coroutine[object, object, T], **options: object) -> asyncio.Task[T]:  # type: ignore[override]
         """As in asyncio. A task without a name gets its number on this loop, which is the same in each run."""
@@ -225,22 +224,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             options["name"] = f"task {self._created}"
         return cast("asyncio.Task[T]", super().create_task(coro, **options))  # type: ignore[arg-type]
 
-    def left(self) -> list[Standing]:
-        """The tasks that have not ended."""
-        return standing_tasks(self)
-
-
-_ALONE = (
-    "virtual time has one thread and no real input and output: reserve meshes with Resources(cpus=0), which run in the "
-    "caller's own loop, and give the program fakes instead of what reads files and sockets"
-)
-
-
-def _no_files() -> Never:
-    raise Deadlock(f"the program waits for a file, a socket or a process; {_ALONE}")
-
-
-_BOUND = (BuiltinMethodType, MethodType)
+    def left(self) -> list[tuple[str, str]]:
+        """The tasks that have not ended, by name, and where each waits."""
+        tasks = [(task.get_name(), _where(task)) for task in asyncio.all_tasks(self) if not task.done()]
+        return sorted(tasks, key=lambda task: (len(task[0]), task[0]))
 
 
 def _wakes_a_task(callback: object) -> bool:
@@ -254,6 +241,44 @@ def _future(handle: asyncio.Handle) -> asyncio.Future[object] | None:
     """The future whose callback this is, if any."""
     arguments = handle._args  # noqa: SLF001 -- asyncio has no other access
     return arguments[0] if arguments and len(arguments) == 1 and isinstance(arguments[0], asyncio.Future) else None
+
+
+def _standing(tasks: list[tuple[str, str]]) -> list[str]:
+    return [f"{name} stands at {where}" for name, where in tasks]
+
+
+def _where(task: asyncio.Task[object]) -> str:
+    """The innermost line outside Python and asyncio. If it is meshrl's, also the script's line that called it."""
+    frames = [frame for frame in _frames(task.get_coro()) if not frame.f_code.co_filename.startswith(_STDLIB)]
+    if not frames:
+        return repr(task.get_coro())
+    scripts = [frame for frame in frames if not frame.f_code.co_filename.startswith(_CORE)]
+    if scripts and scripts[-1] is not frames[-1]:
+        return f"{_line(frames[-1])}, called from {_line(scripts[-1])}"
+    return _line(frames[-1])
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def _frames(waiting: object) -> Iterator[FrameType]:
+    """The frames of a chain of awaits, outermost first."""
+    while waiting is not None:
+        frame: FrameType | None = None
+        inner: object = None
+        if isinstance(waiting, CoroutineType):
+            frame, inner = waiting.cr_frame, waiting.cr_await
+        elif isinstance(waiting, AsyncGeneratorType):
+            frame, inner = waiting.ag_frame, waiting.ag_await
+        elif isinstance(waiting, GeneratorType):
+            frame, inner = waiting.gi_frame, waiting.gi_yieldfrom
+        elif not isinstance(waiting, asyncio.Future):  # `__anext__()` and similar objects do not expose what they await
+            inside = gc.get_referents(waiting)
+            inner = next((each for each in inside if isinstance(each, AsyncGeneratorType | CoroutineType)), None)
+        if frame is not None:
+            yield frame
+        waiting = inner
 
 
 def simulate(
@@ -288,7 +313,8 @@ def _settle(loop: VirtualLoop) -> None:
             break
         loop.run_until_complete(asyncio.sleep(0))
     if left := loop.left():
-        raise LeftRunning(_lines("the program has ended, but these tasks have not: await or cancel them", left))
+        tasks = "\n  ".join(_standing(left))
+        raise LeftRunning(f"the program has ended, but these tasks have not: await or cancel them:\n  {tasks}")
     generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
     for _ in range(10):  # the end of one may release the next
         if not generators:
@@ -306,10 +332,6 @@ def _settle(loop: VirtualLoop) -> None:
         raise LeftRunning(f"nobody saw this failure: {loop.unseen[0].get('message')}: {error!r}") from (
             error if isinstance(error, BaseException) else None
         )
-
-
-def _lines(what: str, tasks: list[Standing]) -> str:
-    return "\n".join([f"{what}:", *(f"  {task}" for task in tasks)])
 
 
 def _end(loop: VirtualLoop) -> None:

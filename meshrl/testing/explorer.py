@@ -30,7 +30,7 @@ Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
 """`async def scenario(seed: int) -> None`: it draws random numbers only from the seed, and asserts what must hold."""
 
 _CHUNK = 50
-_TELL_SECONDS: Final = 5.0
+_LOG_SECONDS: Final = 5.0
 
 
 class ScheduleFailed(AssertionError):
@@ -85,17 +85,17 @@ class _Progress:
     """Says how many seeds hold so far, now and then."""
 
     def __init__(self, seeds: int) -> None:
-        self._seeds, self._held = seeds, 0
-        self._began = self._told = time.perf_counter()
+        self._seeds, self._holding = seeds, 0
+        self._began = self._logged = time.perf_counter()
 
     def held(self, seeds: int) -> None:
         """Count more seeds under which the scenario holds."""
-        self._held += seeds
+        self._holding += seeds
         now = time.perf_counter()
-        if now - self._told >= _TELL_SECONDS:
-            self._told = now
-            left = (now - self._began) / self._held * (self._seeds - self._held)
-            log.info(f"{self._held:,} of {self._seeds:,} seeds hold", left=f"{left:.0f}s")
+        if now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            left = (now - self._began) / self._holding * (self._seeds - self._holding)
+            log.info(f"{self._holding:,} of {self._seeds:,} seeds hold", left=f"{left:.0f}s")
 
 
 def _first_failing(

@@ -1,38 +1,53 @@
-"""Fake roles. They keep the roles' guarantees about columns, versions and order, and they learn.
+"""Fake roles, which learn and keep the guarantees about columns, versions and order, and a fake run.
 
-The only weight is a skill from 0 to 1, the probability that the sampler gives the right answer. An update with any
-advantage other than zero raises it.
+The only weight of a policy is a skill from 0 to 1, the probability that the sampler gives the right answer. An update
+with any advantage other than zero raises it.
 """
 
 import hashlib
+import shutil
+import tempfile
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from types import TracebackType
+from typing import ClassVar, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algo import Loss, check_predicts, check_sources
+from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
 from meshrl.data import Batch, Metrics, Ragged, Source, Weights
-from meshrl.errors import DataError, ModelError
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import BackendError, DataError, ModelError
+from meshrl.mesh import Actor, Engine, Mesh, Resources
 from meshrl.roles import (
+    Critic,
+    CriticConfig,
     ModelConfig,
     Policy,
     PolicyConfig,
     Reference,
     ReferenceConfig,
     Reward,
+    RewardModel,
     RewardModelConfig,
+    RewardTrainingConfig,
+    RoleConfig,
     SamplerConfig,
     Sampling,
+    Stateful,
     SteppingSampler,
 )
+from meshrl.run import BackgroundEvaluations, Measurement, Run, RunConfig, Steps
 from meshrl.tasks import RewardConfig
-from meshrl.testing.json_state import State, read_state
-from meshrl.testing.scripted import END, reply, said
+from meshrl.testing.scripted import END, cut_answer, reply
+
+R = TypeVar("R")
+S = TypeVar("S", bound=Stateful)
 
 _SKILL = "skill"
 _ONE_BY_ONE, _LOTS = 12, 4
@@ -45,25 +60,84 @@ def count_prompts(_config: ModelConfig, prompts: Sequence[str]) -> list[int]:
     return [len(prompt) for prompt in prompts]
 
 
-class FakePolicy(Policy):
-    """A policy whose skill starts at `skill` and rises by `rate` per update."""
+class State(msgspec.Struct, frozen=True):
+    """The whole state of a role without a model, which checkpoints hold as JSON."""
 
-    def __init__(self, config: PolicyConfig, skill: float = 0.2, rate: float = 0.1) -> None:
-        self.skill: float = skill
-        self.rate = rate
+    role: str
+    updates: int
+    """Number of updates."""
+    skill: float | None = None
+    """Of a fake policy."""
+
+
+class StateOfUpdates:
+    """Mixin for roles without a model, whose whole state is the number of their updates."""
+
+    state_of: ClassVar[str]
+    """Names the role in its checkpoints."""
+    version: int = 0
+    """Number of all updates, including those before a restore."""
+
+    def _state(self) -> State:
+        return State(self.state_of, self.version)
+
+    def _set_state(self, state: State) -> None:
+        self.version = state.updates
+
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        """Write `state.json`."""
+        _write(folder, "state.json", msgspec.json.encode(self._state()))
+
+    async def restore(self, folder: str) -> None:
+        """Read `state.json`. Raises DataError if it belongs to another role."""
+        self._set_state(_read_state(folder, self.state_of))
+
+
+class _Learner(StateOfUpdates):
+    """Mixin for fakes that are trained."""
+
+    def __init__(self) -> None:
         self.updates: deque[Batch] = deque(maxlen=256)
         """The last batches that this rank was given."""
-        self._made = 0
-        """Number of all updates, including those before a restore."""
 
-    @property
-    def version(self) -> int:
-        """Number of updates that made its skill."""
-        return self._made
+    def _set_state(self, state: State) -> None:
+        super()._set_state(state)
+        self.updates.clear()
+
+    async def save(self, folder: str) -> None:
+        """Write the number of updates as text."""
+        _write(folder, "updates", str(self.version).encode())
+
+    def _count(self, batch: Batch, loss: Loss) -> None:
+        """Note an update. Raises DataError for a missing column of the loss."""
+        for name in loss.columns:
+            if name != "rows":
+                batch[name]
+        self.updates.append(batch)
+        self.version += 1
+
+
+class FakePolicy(_Learner, Policy):
+    """A policy whose skill starts at `skill` and rises by `rate` per update."""
+
+    state_of = "fake policy"
+
+    def __init__(self, config: PolicyConfig, skill: float = 0.2, rate: float = 0.1) -> None:
+        super().__init__()
+        self.skill: float = skill
+        self.rate = rate
+
+    def _state(self) -> State:
+        return State(self.state_of, self.version, self.skill)
+
+    def _set_state(self, state: State) -> None:
+        super()._set_state(state)
+        self.skill = self.skill if state.skill is None else state.skill
 
     async def encode(self, batch: Batch) -> Batch:
         """Encode one token per character."""
-        return _encoded(batch, cast("tuple[str, ...]", batch.objects("completion")))
+        completions = [f"{completion}{END}" for completion in batch.objects("completion")]
+        return _with_tokens(batch, cast("tuple[str, ...]", batch.objects("prompt")), completions)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Learn if there is a signal.
@@ -80,14 +154,9 @@ class FakePolicy(Policy):
             )
         check_predicts(loss, "logprobs")
         check_sources(batch, loss, version)
-        for name in loss.columns:
-            if name != "rows":
-                batch[name]
-        signal = [_any(batch, name) for name in loss.columns if name == "advantages"]
-        if all(signal):
+        self._count(batch, loss)
+        if "advantages" not in loss.columns or _has_signal(batch, "advantages"):
             self.skill = min(1.0, self.skill + self.rate)
-        self.updates.append(batch)
-        self._made += 1
         tokens = float(batch.loss_mask.values.sum())
         return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(float(len(batch)), 1.0))
 
@@ -101,18 +170,34 @@ class FakePolicy(Policy):
 
     async def save(self, folder: str) -> None:
         """Write the skill as JSON."""
-        _write(Path(folder), self.skill)
+        _write(folder, "skill.json", msgspec.json.encode(self.skill))
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the skill and the number of updates."""
-        State("fake policy", self.version, self.skill).write(folder)
 
-    async def restore(self, folder: str) -> None:
-        """Read the skill and the number of updates."""
-        state = read_state(folder, "fake policy")
-        self._made = state.updates
-        self.updates.clear()
-        self.skill = self.skill if state.skill is None else state.skill
+class FakeCritic(_Learner, Critic):
+    """A critic whose values are 0. What follows from them is real."""
+
+    state_of = "fake critic"
+
+    def __init__(self, config: CriticConfig) -> None:
+        super().__init__()
+
+    async def advantages(self, batch: Batch, gae: Gae) -> Batch:
+        """Return values of zero, and the advantages and returns that follow from the rewards."""
+        return with_advantages(batch, _zeros(batch), gae)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Learn nothing, and return the metrics of `ValueLoss`.
+
+        Raises DataError for a policy's loss, and for a missing column or one from another source than it says.
+        """
+        check_predicts(loss, "values")
+        check_sources(batch, loss)
+        self._count(batch, loss)
+        returns = np.asarray(batch.ragged("returns").values, np.float64)
+        tokens = float(np.sum(batch.loss_mask.values))
+        squares = float(returns @ returns)
+        means = {"value": 0.0, "return": float(returns.sum()), "return_squared": squares, "value_error": squares}
+        return Metrics({name: (total, tokens) for name, total in {"loss": squares / 2, **means}.items()})
 
 
 class FakeReference(Reference):
@@ -172,7 +257,7 @@ class FakeSampler(SteppingSampler):
                     call.end()
                 yield self._finished(rows.select(now), numbers[now].tolist(), sampling)
         if waiting:
-            yield _described(rows.select(waiting), [""] * len(waiting), version).assign(
+            yield _with_completions(rows.select(waiting), [""] * len(waiting), version).assign(
                 aborted=np.ones(len(waiting), np.bool_)
             )
 
@@ -185,8 +270,8 @@ class FakeSampler(SteppingSampler):
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
         limits = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
         texts = self._completions(rows, numbers, sampling)
-        answers = [said(text, sampling.stop, limit) for text, limit in zip(texts, limits, strict=True)]
-        return _described(rows, [answer.drawn for answer in answers], self.weights.version).assign(
+        answers = [cut_answer(text, sampling.stop, limit) for text, limit in zip(texts, limits, strict=True)]
+        return _with_completions(rows, [answer.drawn for answer in answers], self.weights.version).assign(
             completion=[answer.completion for answer in answers],
             truncated=np.array([answer.truncated for answer in answers], np.bool_),
         )
@@ -220,17 +305,156 @@ class FakeReward(Reward):
         return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
 
 
-def _write(folder: Path, skill: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "skill.json").write_bytes(msgspec.json.encode(skill))
+class FakeRewardModel(_Learner, RewardModel):
+    """A reward model whose scores grow by `rate` per update: positive for texts like `answer`, negative for others.
+
+    Before its first update all scores are 0.
+    """
+
+    state_of = "fake reward model"
+
+    def __init__(self, config: RewardTrainingConfig, rate: float = 0.1) -> None:
+        super().__init__()
+        self.rate = rate
+
+    async def encode(self, batch: Batch) -> Batch:
+        """Encode one token per character, and one at the end."""
+        tokens: list[list[int]] = []
+        masks: list[list[bool]] = []
+        for prompt, steps in zip(_texts(batch, "prompt"), _steps(batch), strict=True):
+            tokens.append([*map(ord, prompt + "".join(steps)), 0])
+            ends = len(prompt) - 1 + np.cumsum([len(step) for step in steps])
+            scored = {*ends[:-1].tolist(), len(tokens[-1]) - 1}
+            masks.append([at in scored for at in range(len(tokens[-1]))])
+        return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+    async def score(self, batch: Batch) -> Batch:
+        """Compare `completion` with `answer`."""
+        pairs = zip(_texts(batch, "completion"), _texts(batch, "answer"), strict=True)
+        rewards = np.array([self._score(one == other) for one, other in pairs], np.float32)
+        return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
+
+    async def token_scores(self, batch: Batch) -> Batch:
+        """Compare the text up to the end of each step, or of the completion, with `answer`."""
+        scores: list[float] = []
+        for steps, answer in zip(_steps(batch), _texts(batch, "answer"), strict=True):
+            begun = ["".join(steps[: at + 1]) for at in range(len(steps))]
+            right = [answer.startswith(text) for text in begun[:-1]]
+            scores += [self._score(each) for each in (*right, begun[-1] == answer)]
+        mask = batch.loss_mask
+        values = np.zeros(len(mask.values), np.float32)
+        values[np.asarray(mask.values, np.bool_)] = scores
+        return batch.assign(token_scores=Ragged(values, mask.offsets))
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Learn. Raises DataError for another kind of model's loss, or a missing column."""
+        check_predicts(loss, "scores")
+        self._count(batch, loss)
+        count = float(np.sum(batch.loss_mask.values))
+        return Metrics.of(loss=(count * np.exp(-self.rate * self.version), count), rows=(float(len(batch)), 1.0))
+
+    def _score(self, right: bool) -> float:
+        return self.rate * self.version * (1 if right else -1)
 
 
-def _encoded(batch: Batch, completions: Sequence[str]) -> Batch:
-    prompts = cast("tuple[str, ...]", batch.objects("prompt"))
-    return _written(batch, prompts, [f"{completion}{END}" for completion in completions])
+class FakeRun(Run):
+    """A `Run` without files and progress line: `await algorithm(FakeRun(policy, sampler, reward), config)`.
+
+    `spawn` returns the actor that implements the role, whatever backend the configuration names. Meshes of the run have
+    no threads, so it works in virtual time.
+    """
+
+    def __init__(self, *actors: Actor, seed: int = 0, engine: Engine | None = None) -> None:
+        self.config: RunConfig = RunConfig(seed=seed)
+        self.engine: Engine | LocalEngine = engine or LocalEngine()
+        self._folder: Path | None = None
+        self.actors = actors
+        self.recorded: list[dict[str, float]] = []
+        """The numbers of each `record`."""
+        self.told: dict[str, float | str] = {}
+        """The values given to `summary`."""
+        self.evaluated: list[dict[str, float]] = []
+        """Results of evaluations, with the `step` after which they began."""
+        self._evaluations = BackgroundEvaluations(
+            lambda step, numbers: self.evaluated.append({"step": step, **numbers})
+        )
+
+    @property
+    def folder(self) -> Path:
+        """A new private folder, which is removed with the run."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="meshrl-fake-run-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
+        """Return the first actor that is of this role. Raises BackendError if there is none."""
+        for actor in self.actors:
+            if isinstance(role, type) and isinstance(actor, role):
+                return cast("R", actor)
+        has = ", ".join(type(actor).__name__ for actor in self.actors) or "nothing"
+        name = getattr(role, "__name__", str(role))
+        raise BackendError(f"the script spawns a {name}, and this FakeRun was given {has}: give it one")
+
+    async def keep(self, name: str, state: S) -> S:
+        """Return the same object. Nothing is kept."""
+        return state
+
+    async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
+        """Return ranks in the caller's own loop."""
+        return await Mesh.reserve(self.engine, ranks, Resources(cpus=0))
+
+    def steps(self, count: int) -> AsyncIterator[int]:
+        """Iterate over the steps, 0 to count - 1."""
+        return Steps(range(count), lambda step: self._between(count if step is None else step, last=step is None))
+
+    async def _between(self, done: int, *, last: bool) -> None:
+        """Begin due evaluations between two steps. Nothing is written."""
+        await self._evaluations.turn(done)
+        if last:
+            await self._evaluations.settle()
+
+    def beside(self, measurement: Measurement) -> None:
+        """Measure at regular steps."""
+        self._evaluations.measurement = measurement
+
+    async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
+        """Return the measured numbers."""
+        return await measure()
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        """Keep the numbers."""
+        self.recorded.append({**metrics.means(), **numbers})
+
+    def summary(self, **values: float | str) -> None:
+        """Keep the values."""
+        self.told |= values
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._evaluations.close()
+        await self.engine.close()
 
 
-def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
+def _read_state(folder: str, role: str) -> State:
+    state = msgspec.json.decode(Path(folder, "state.json").read_bytes(), type=State)
+    if state.role != role:
+        raise DataError(
+            f"{folder} holds the state of a {state.role}, not of a {role}: restore each role from its own folder"
+        )
+    return state
+
+
+def _write(folder: str, name: str, content: bytes) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, name).write_bytes(content)
+
+
+def _with_tokens(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
     """Rows of one token per character: given tokens, then learned ones."""
     text = "".join(chain.from_iterable(zip(given, learned, strict=True)))
     lengths = np.array([[len(before), len(after)] for before, after in zip(given, learned, strict=True)], np.int64)
@@ -241,16 +465,17 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
     return batch.assign(tokens=Ragged(tokens, offsets), loss_mask=Ragged(mask, offsets))
 
 
-def _described(rows: Batch, learned: Sequence[str], version: int) -> Batch:
+def _with_completions(rows: Batch, learned: Sequence[str], version: int) -> Batch:
     """Rows with these completions, after their previous tokens and observations, which are not learned."""
     goes_on = "observation" in rows and "tokens" in rows
-    given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
-    done = _written(_anew(rows).assign(completion=[""] * len(rows)), given, learned)
+    given = _earlier_texts(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
+    without_tokens = rows.drop(*(name for name in _TOKENS if name in rows))
+    done = _with_tokens(without_tokens.assign(completion=[""] * len(rows)), given, learned)
     mask = done.loss_mask
     versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
     return done.assign(
         sampler_logprobs=_zeros(done, Source("sampler")),
-        versions=_kept(versions, rows.versions) if goes_on else versions,
+        versions=_with_earlier(versions, rows.versions) if goes_on else versions,
         oldest_version=np.full(len(done), version, np.int32),
         temperature=np.ones(len(done), np.float32),
         truncated=np.zeros(len(done), np.bool_),
@@ -272,28 +497,34 @@ def _ended(rows: Batch) -> NDArray[np.bool_]:
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
 
 
-def _seen(rows: Batch) -> list[str]:
+def _earlier_texts(rows: Batch) -> list[str]:
     """The texts of the rows' tokens and observations."""
     old = ["".join(map(chr, tokens.tolist())) for tokens in rows.tokens]
     return [f"{text}{observation or ''}" for text, observation in zip(old, rows.objects("observation"), strict=True)]
 
 
-def _kept(versions: Ragged, had: Ragged) -> Ragged:
-    """Versions of the rows' tokens. `had`: those of the first tokens of each row."""
-    return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, had, strict=True)], np.int32)
+def _with_earlier(versions: Ragged, earlier: Ragged) -> Ragged:
+    """Versions of the rows' tokens. `earlier`: those of the first tokens of each row."""
+    return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, earlier, strict=True)], np.int32)
 
 
-def _anew(rows: Batch) -> Batch:
-    """The rows without their previous tokens."""
-    return rows.drop(*(name for name in _TOKENS if name in rows))
-
-
-def _zeros(batch: Batch, source: Source) -> Ragged:
+def _zeros(batch: Batch, source: Source | None = None) -> Ragged:
     return Ragged(np.zeros(len(batch.tokens.values), np.float32), batch.tokens.offsets, source=source)
 
 
-def _any(batch: Batch, name: str) -> bool:
+def _has_signal(batch: Batch, name: str) -> bool:
     column = batch[name]
     if not len(batch):  # a rank without rows learns like those with some
         return True
     return bool(np.any(column.values if isinstance(column, Ragged) else batch.row(name)))
+
+
+def _texts(batch: Batch, name: str) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", batch.objects(name)) if len(batch) else ()
+
+
+def _steps(batch: Batch) -> list[tuple[str, ...]]:
+    """The steps of each row. A completion is one step."""
+    if "steps" in batch:
+        return [tuple(cast("tuple[str, ...]", steps)) for steps in (batch.objects("steps") if len(batch) else ())]
+    return [(text,) for text in _texts(batch, "completion")]

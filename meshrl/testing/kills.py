@@ -89,7 +89,7 @@ class KillPoints:
         return result
 
     def _step(self) -> None:
-        self.awaits.update(task.where for task in cast("VirtualLoop", asyncio.get_running_loop()).left())
+        self.awaits.update(where for _, where in cast("VirtualLoop", asyncio.get_running_loop()).left())
         self._note()
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
@@ -61,8 +62,8 @@ class Recorded(Latency):
         If the run recorded no ranks, the durations that callers saw. Raises DataError if there is no such call.
         """
         decoder = msgspec.json.Decoder(Event)
-        found = [decoder.decode(line) for line in Path(events).read_bytes().splitlines() if line]
-        calls = [each for each in found if isinstance(each, Call | Span)]
+        recorded = [decoder.decode(line) for line in Path(events).read_bytes().splitlines() if line]
+        calls = [each for each in recorded if isinstance(each, Call | Span)]
         named = [each for each in calls if f"{each.actor}.{each.endpoint}" == endpoint]
         spans = [each for each in named if isinstance(each, Span)] or named
         if not spans:
@@ -111,8 +112,13 @@ def delayed(role: C, /, *, seed: int = 0, **latencies: Latency | float) -> C:
     """
 
     def pausing(name: str, latency: Latency) -> Before:
+        key = f"delayed {name} {seed}"
+
         async def pause(actor: Actor, batch: Batch | None) -> None:
-            await asyncio.sleep(latency.draw(_random(actor, f"delayed {name} {seed}"), batch))
+            generators: dict[str, Random] = vars(actor).setdefault("_meshrl_random", {})
+            if key not in generators:  # each rank has its own
+                generators[key] = Random(f"{key} {current_rank().index}")
+            await asyncio.sleep(latency.draw(generators[key], batch))
 
         return pause
 
@@ -128,14 +134,13 @@ def crashing(role: C, /, *, seed: int = 0, **crashes: Collection[int] | float) -
     """
 
     def failing(name: str, when: Collection[int] | float) -> Before:
-        given = 0
+        values = itertools.count(1)
         random = Random(f"crashing {name} {seed}")
 
         async def fail(_: Actor, __: Batch | None) -> None:
-            nonlocal given
-            given += 1
-            if random.random() < when if isinstance(when, int | float) else given in when:
-                raise Crash(f"{role.__name__}.{name} was told to crash at its value {given}")
+            value = next(values)
+            if random.random() < when if isinstance(when, int | float) else value in when:
+                raise Crash(f"{role.__name__}.{name} was told to crash at its value {value}")
 
         return fail
 
@@ -144,14 +149,6 @@ def crashing(role: C, /, *, seed: int = 0, **crashes: Collection[int] | float) -
 
 def _latency(latency: Latency | float) -> Latency:
     return latency if isinstance(latency, Latency) else _Constant(latency)
-
-
-def _random(actor: Actor, key: str) -> Random:
-    """The actor's random generator for a purpose. Each rank has a different one."""
-    generators: dict[str, Random] = vars(actor).setdefault("_meshrl_random", {})
-    if key not in generators:
-        generators[key] = Random(f"{key} {current_rank().index}")
-    return generators[key]
 
 
 def _derived(role: C, befores: dict[str, Before]) -> C:

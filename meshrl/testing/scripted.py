@@ -44,26 +44,26 @@ def reply(text: str) -> str:
     *lines, last = text.split(f"{END}\n")
     if not lines:
         return last.removesuffix(_ASSISTANT)
-    role, _, told = lines[-1].partition(": ")
+    role, _, message = lines[-1].partition(": ")
     if not lines[0].startswith(_TOOLS) or role == "tool":
-        return told
+        return message
     function = json.loads(lines[0].removeprefix(_TOOLS))[0]["function"]
-    arguments = dict.fromkeys((function.get("parameters") or {}).get("properties") or (), told)
+    arguments = dict.fromkeys((function.get("parameters") or {}).get("properties") or (), message)
     return json.dumps({"name": function["name"], "arguments": arguments}, separators=(",", ":"))
 
 
-class Said(NamedTuple):
-    """What a sampler draws of a text."""
+class Answer(NamedTuple):
+    """A text as a sampler draws it."""
 
     drawn: str
-    """A token for each character, the end of the text and the text that stopped it among them."""
+    """One token per character, including the end of the text and the text that stopped it."""
     completion: str
-    """What a reader gets: without those."""
+    """The text without those."""
     truncated: bool
 
 
-def said(text: str, stop: Sequence[str], max_tokens: int) -> Said:
-    """A text as it is drawn: to its end, a text that stops it, or the limit, whichever comes first."""
+def cut_answer(text: str, stop: Sequence[str], max_tokens: int) -> Answer:
+    """Cut a text at its end, a stop text, or the limit, whichever comes first."""
     whole = f"{text}{END}"
     for each in stop:
         whole = whole[: whole.find(each) + len(each)] if each in whole else whole
@@ -71,7 +71,7 @@ def said(text: str, stop: Sequence[str], max_tokens: int) -> Said:
     completion = drawn.replace(END, "")
     for each in stop:
         completion = completion.partition(each)[0]
-    return Said(drawn, completion, len(whole) > max_tokens)
+    return Answer(drawn, completion, len(whole) > max_tokens)
 
 
 def read_chat(_config: ModelConfig) -> ScriptedChat:
@@ -86,7 +86,7 @@ class ScriptedSampler(SteppingSampler):
     """
 
     def __init__(self, script: Callable[[str], str] | Iterable[str]) -> None:
-        self._script = script if callable(script) else _next_of(script)
+        self._script = script if callable(script) else _in_order(script)
         self._version = 0
         self.asked: list[str] = []
         """The text of each prompt."""
@@ -107,8 +107,10 @@ class ScriptedSampler(SteppingSampler):
 
     def _row(self, row: Batch, sampling: Sampling, aborted: bool) -> Batch:
         given = row.tokens[0].tolist() if "tokens" in row else list(map(ord, str(row.objects("prompt")[0])))
-        most = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
-        answer = Said("", "", False) if aborted else said(self._say("".join(map(chr, given))), sampling.stop, most)
+        limit = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
+        answer = (
+            Answer("", "", False) if aborted else cut_answer(self._say("".join(map(chr, given))), sampling.stop, limit)
+        )
         tokens = list(map(ord, answer.drawn))
         logprobs = [-0.5] * len(tokens)
         drawn = Completion(answer.completion, given, tokens, logprobs, truncated=answer.truncated, aborted=aborted)
@@ -119,10 +121,6 @@ class ScriptedSampler(SteppingSampler):
         return self._script(prompt)
 
 
-def _next_of(texts: Iterable[str]) -> Callable[[str], str]:
-    left = list(texts)
-
-    def say(_: str) -> str:
-        return left.pop(0)
-
-    return say
+def _in_order(texts: Iterable[str]) -> Callable[[str], str]:
+    remaining = list(texts)
+    return lambda _: remaining.pop(0)

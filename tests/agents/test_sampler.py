@@ -13,7 +13,7 @@ from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
 from meshrl.errors import DataError
 from meshrl.roles import Completion, completed
 from meshrl.run import Run, RunConfig
-from meshrl.run.batch_stats import statistics
+from meshrl.run.recorder import statistics
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, delayed, simulate
 
 AGENT = """

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshrl.algo import ClippedLoss, Correction, effective_sample_size, importance_weights
+from meshrl.algo import ClippedLoss, Correction, effective_sample_size
+from meshrl.algo.policy_loss import importance_weights
 from meshrl.data import Metrics
 
 Tokens: TypeAlias = list[tuple[float, float, float, float, int]]

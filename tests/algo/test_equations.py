@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 import meshrl as rl
-from meshrl.algo import Correction, Loss, TokenLoss, WithKl, pair_margins, sequence_ratios, token_weights
+from meshrl.algo import Correction, Loss, TokenLoss, WithKl, token_weights
+from meshrl.algo.policy_loss import sequence_ratios
+from meshrl.algo.preference import pair_margins
 from meshrl.data import Ragged
 
 Floats: TypeAlias = NDArray[np.float64]

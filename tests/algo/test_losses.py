@@ -20,9 +20,9 @@ from meshrl.algo import (
     kl_k1,
     kl_k2,
     kl_k3,
-    reverse_kl,
     token_weights,
 )
+from meshrl.algo.policy_loss import reverse_kl
 from meshrl.config import Config, validate
 from meshrl.data import Metrics, Ragged
 from meshrl.errors import ConfigError, DataError

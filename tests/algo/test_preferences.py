@@ -13,18 +13,19 @@ from numpy.typing import ArrayLike
 from meshrl import labelled_steps, least_margins, mismatched, reference_point, score_columns, with_labels
 from meshrl.algo import (
     best_and_worst,
-    log_ratios,
-    pair_margins,
     pair_metrics,
     preference_columns,
     score_metrics,
     step_score_metrics,
 )
+from meshrl.algo.kl import log_ratios
+from meshrl.algo.preference import pair_margins
 from meshrl.config import validate
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import PairSampling
-from meshrl.tasks import answer_pairs, corrupted, labelled, rejected_answers
+from meshrl.tasks import answer_pairs, labelled, rejected_answers
+from meshrl.tasks.supervised import corrupted
 
 SUMS = Batch.of(
     prompt=["1+1=", "2+2=", "3+3="],

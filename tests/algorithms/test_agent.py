@@ -11,7 +11,7 @@ import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, Task
 from meshrl.data import Weights
-from meshrl.run.batch_stats import statistics
+from meshrl.run.recorder import statistics
 from meshrl.testing import FakePolicy, FakeRun, ScriptedSampler, delayed, simulate
 from tests.algorithms.pages import FAKE, meshrl, numbers, play
 

@@ -12,8 +12,8 @@ import pytest
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, SamplerConfig, Task
 from meshrl.algo import Loss
 from meshrl.errors import DataError, MeshrlError, RankFailed
-from meshrl.observe.content import make_content
-from meshrl.observe.reading import read_run
+from meshrl.observe.page import make_content
+from meshrl.observe.run_files import read_run
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
 from tests.algorithms.pages import FAKE, FAKES, lines, numbers, play
 

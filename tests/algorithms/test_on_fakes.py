@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.config import validate
 from meshrl.errors import ConfigError
-from meshrl.observe.quantities import quantity
+from meshrl.observe.metric_info import metric_info
 from tests.algorithms.pages import FAKE, NAMES, Ran, lines, run_page, script, write_task
 
 ROLES: dict[str, object] = {
@@ -98,7 +98,7 @@ def check(name: str, ran: Ran, page: Page) -> None:
     count = page.table["steps"]
     assert (summary["status"], summary["steps"], len(steps)) == ("finished", count, count)
     assert {"loss", "rows", *page.told} - set(steps[0]) == set()
-    assert [number for number in steps[-1] if not quantity(number).meaning] == [], "numbers that no page explains"
+    assert [number for number in steps[-1] if not metric_info(number).meaning] == [], "numbers that no page explains"
     if name in ("reward_model", "process_reward"):
         assert summary["held_out_accuracy_before"] < 1 == summary["held_out_accuracy_after"]
         assert not (ran.folder / "evaluations.jsonl").exists()

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 from structlog.testing import capture_logs
 
-from meshrl import RunConfig
 from meshrl.run import audit_run, run_job
 from meshrl.run.jobs import load_job
 from tests.algorithms.pages import lines, meshrl, write_task
@@ -104,7 +103,7 @@ async def test_a_run_whose_policy_is_killed_goes_on_by_itself(engine: str, reque
 
     async def run(name: str) -> Path:
         settings = ["steps=5", "run.log=[]", "run.restarts=1", f"run.engine={engine}", f"run.name={name}"]
-        return (await run_job(load_job(Path("grpo.toml"), [*MORE["grpo"], *settings], RunConfig))).folder.absolute()
+        return (await run_job(load_job(Path("grpo.toml"), [*MORE["grpo"], *settings]))).folder.absolute()
 
     with capture_logs() as logged:
         whole = await run("whole")

@@ -89,7 +89,7 @@ def test_a_loop_without_a_stream_and_streams_keep_their_promises(played: Mapping
         assert found.drawn == found.trained + sum(found.dropped.values())
         left = found.dropped.get("closed", 0)
         assert left <= (ahead + 2) * SIZE
-        assert (f"{left} left over" in found.verdicts[0].told) == (left > 0)
+        assert (f"{left} left over" in found.verdicts[0].numbers) == (left > 0)
         assert max(map(len, (played[ahead] / "groups.jsonl").read_text().splitlines())) < 1000, "bounded in size"
 
 

@@ -168,7 +168,7 @@ def test_one_interrupt_ends_a_run_whose_reward_hangs(tmp_path: Path, engine: str
 
 @pytest.mark.process
 async def test_a_process_that_is_stopped_is_an_error_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.engines.hosting.reservation.GRACE", 0.1)
+    monkeypatch.setattr("meshrl.engines.remote.engine.GRACE", 0.1)
     engine = ProcessEngine()
     slow = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Slow)
     pid = await slow.pid()

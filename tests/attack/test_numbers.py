@@ -89,7 +89,7 @@ async def test_a_reward_beyond_float32_is_an_error_of_its_row() -> None:
 def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
     config.write_text(f"{SHIPPED.read_text('utf-8')}\n[reference]\nseed = 5\n", "utf-8")
-    job = load_job(config, ["run.seed=3", "sampler.seed=4"], rl.RunConfig)
+    job = load_job(config, ["run.seed=3", "sampler.seed=4"])
     roles = {name: getattr(job.config, name).seed for name in ("policy", "sampler", "reference")}
     assert roles == {"policy": 3, "sampler": 4, "reference": 5}
     policy = cast("dict[str, object]", job.resolved["policy"])

@@ -95,6 +95,17 @@ def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, _: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    lock = FolderLock(tmp_path / "mine")
+    lock.check()
+    lock.release()
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_killed_run_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """On another host, once its lease has ended."""

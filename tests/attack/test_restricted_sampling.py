@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrl.run import RunConfig, find_doubts, load_job, shipped_configs
+from meshrl.run import find_doubts, load_job, shipped_configs
 from meshrl_vllm.whole import tell_whole
 
 
@@ -46,7 +46,7 @@ def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
 
 
 def doubts(config: str, *overrides: str) -> list[str]:
-    return find_doubts(load_job(shipped_configs()[config], list(overrides), RunConfig).config)
+    return find_doubts(load_job(shipped_configs()[config], list(overrides)).config)
 
 
 def test_a_restricted_draw_under_a_loss_with_ratios_is_warned_of_by_name() -> None:

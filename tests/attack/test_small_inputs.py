@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.config import load_toml
 from meshrl.errors import ConfigError, DataError
-from meshrl.run import RunConfig, find_config, load_job
+from meshrl.run import find_config, load_job
 from meshrl.tasks import Task, TaskConfig, first_row
 
 GOOD = b'{"question": "a", "answer": "b"}\n'
@@ -120,4 +120,4 @@ def test_numbers_that_no_machine_holds_are_refused_before_memory_is_taken() -> N
         "run.meshes.main.ranks=1000000000": r"run\.meshes\.main\.ranks = 1000000000: must be less than or equal to",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            load_job(find_config("grpo/quickstart"), [override], RunConfig)
+            load_job(find_config("grpo/quickstart"), [override])

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from meshrl.errors import ModelError
-from meshrl.roles import Address
+from meshrl.roles import ServerAddress
 from meshrl.run import serve
 from meshrl_vllm import guard
 
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 async def served(run: Path, **given: object) -> str:
     """What serving says that fails."""
     with pytest.raises(ModelError) as raised:
-        await serve(run, Address.model_validate({"port": 18_471, **given}), lambda _: None)
+        await serve(run, ServerAddress.model_validate({"port": 18_471, **given}), lambda _: None)
     return str(raised.value)
 
 

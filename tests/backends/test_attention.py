@@ -22,9 +22,8 @@ from transformers import MistralConfig
 from meshrl import ClippedLoss, PolicyConfig
 from meshrl.errors import ConfigError
 from meshrl_megatron.roles import MegatronPolicy
-from meshrl_torch.model import kernels
-from meshrl_torch.model.attention import Packed
-from meshrl_torch.model.kernels import Kernel
+from meshrl_torch.model import attention as kernels
+from meshrl_torch.model.attention import Kernel, Packed
 from meshrl_torch.options import Attention
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.roles import TrainedPolicy
@@ -117,7 +116,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise PackageNotFoundError(name)
             return "1"
 
-        kernels._here.cache_clear()
+        kernels._kernels.cache_clear()
         for name, (module, function, told) in PLACES.items():
             there = SimpleNamespace()
             if name in installed or name == "varlen":

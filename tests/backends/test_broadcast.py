@@ -23,19 +23,26 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from meshrl import PolicyConfig
 from meshrl.errors import ConfigError, ModelError
-from meshrl_inference.assembly import read
-from meshrl_inference.naming import Naming
+from meshrl_inference.engine_side.loading import Naming, read_broadcast
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.weights import live_weights
 from meshrl_torch.weights import sender as broadcast
-from meshrl_torch.weights.live_weights import LiveWeights, offered
+from meshrl_torch.weights.live_weights import LiveWeights, offer_weights
 from meshrl_torch.wire import collective, fp8
-from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, Asked, Flight, Line
-from meshrl_torch.wire.fingerprints import fingerprint
-from meshrl_torch.wire.handover import Desk, Handing, Slots, Taking, Unopened, desk_of, open_slots
-from meshrl_torch.wire.locality import Where, on_gpus, routes
+from meshrl_torch.wire.bucket_bytes import fingerprint
+from meshrl_torch.wire.bucket_server import (
+    BucketClient,
+    BucketServer,
+    OpenError,
+    ReaderConnections,
+    Slots,
+    open_slots,
+    server_name,
+)
+from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, InFlightBuckets
 from meshrl_torch.wire.manifest import FP8, SCALE
+from meshrl_torch.wire.plan import Locality, ReadRequest, StoreConnection, on_gpus, routes
 from meshrl_torch.wire.reader import Reader
 from tests.backends.material import GPT2, SHAPE, ModelOf
 from tests.senders import Senders, sending
@@ -47,8 +54,8 @@ GLOO, MEMORY = "by gloo", "through shared memory"
 def received(reader: Reader, weights: LiveWeights, places: Mapping[str, Tensor]) -> str:
     """How a reader got weights, at its first attempt."""
     failed: list[str] = []
-    model = live_weights._InPlace(places, lambda: None)
-    way = reader.read(weights.offer, 1, model, lambda _, error: failed.append(error))
+    model = live_weights.InPlace(places, lambda: None)
+    way = reader.read(weights.manifest, 1, model, lambda _, error: failed.append(error))
     assert not failed
     return way
 
@@ -61,7 +68,7 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     with sending(KEPT + 1, LIMIT) as made:
         if request.param == "through the first rank":
             for sender in made.each:
-                sender._policy[1:] = [Where("elsewhere")] * KEPT
+                sender._policy[1:] = [Locality("elsewhere")] * KEPT
         yield made
 
 
@@ -81,7 +88,9 @@ def test_weights_come_whole_to_readers_in_turn_and_at_once_into_tensors_of_any_s
     versions = [tensors(version, len(policy.each)) for version in range(2)]
     for version, known in enumerate(versions):
         weights = policy.offer(known, version)
-        assert max(layout.nbytes for each in weights.offer.sources for layout in each.layouts) <= 2 * LIMIT // IN_FLIGHT
+        assert (
+            max(layout.nbytes for each in weights.manifest.sources for layout in each.layouts) <= 2 * LIMIT // IN_FLIGHT
+        )
         for number, reader in enumerate([*readers, Reader()]):
             places = {name: torch.zeros_like(each) for name, each in known.items()}
             if number % 2:
@@ -100,9 +109,9 @@ def test_weights_come_whole_to_readers_in_turn_and_at_once_into_tensors_of_any_s
 def test_ranks_with_more_buckets_than_others_keep_nobody_waiting_and_round_to_their_dtype(policy: Senders) -> None:
     parts = [torch.randn(3000), *(torch.randn(2, dtype=torch.bfloat16) for _ in policy.each[1:])]
     boxes = [Box(str(rank), tuple(each.shape), (0,), each) for rank, each in enumerate(parts)]
-    offers = [offered(sender, 0, None, [box]) for sender, box in zip(policy.each, boxes, strict=True)]
+    offers = [offer_weights(sender, 0, None, [box]) for sender, box in zip(policy.each, boxes, strict=True)]
     places = {str(rank): torch.zeros(each.shape) for rank, each in enumerate(parts)}
-    LiveWeights.join(offers).pour(places, lambda: None)
+    LiveWeights.join(offers).load_into(places, lambda: None)
     assert all(torch.equal(place, part.float()) for place, part in zip(places.values(), parts, strict=True))
 
 
@@ -118,8 +127,8 @@ def test_damaged_tensors_are_named_and_others_arrive(policy: Senders, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(broadcast, "fingerprint", of_others)
         with pytest.raises(ModelError, match=r"version 0 did not .* sent: tensors in damaged buckets: 1 \(second\)"):
-            policy.offer(known, 0).pour(places, lambda: None)
-    policy.offer(known, 1).pour(places, lambda: None)
+            policy.offer(known, 0).load_into(places, lambda: None)
+    policy.offer(known, 1).load_into(places, lambda: None)
     assert all(torch.equal(place, known[name]) for name, place in places.items())
 
 
@@ -134,23 +143,23 @@ def test_an_engine_loads_whole_layers_as_they_are_in_files(policy: Senders, tmp_
     def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
         loaded.append(dict(tensors))
 
-    offer = policy.offer(known, 0).offer
-    outcome = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
-    assert (outcome.begun, outcome.way in (GLOO, MEMORY)) == (True, True)
+    offer = policy.offer(known, 0).manifest
+    outcome = read_broadcast(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert (outcome.begun, outcome.transport in (GLOO, MEMORY)) == (True, True)
     came = {name: tensor for each in loaded for name, tensor in each.items()}
-    assert {name: list(each.shape) for name, each in came.items()} == naming.filed()
+    assert {name: list(each.shape) for name, each in came.items()} == naming.file_shapes()
     for name, tensor in naming.in_files(known.items()):
         assert torch.equal(came[name], tensor)
     layers = [each for each in loaded if any(".layers." in name for name in each)]
     assert len(layers) == 2
     policy.end()
-    gone = read(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
-    assert (gone.way, gone.begun, gone.lost) == ("", False, "the policy's ranks")
+    gone = read_broadcast(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
+    assert (gone.transport, gone.begun, gone.lost) == ("", False, "the policy's ranks")
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.booleans(), st.booleans()), max_size=40))
 def test_memory_of_buckets_in_flight_is_not_written_until_they_are_done(sizes: list[tuple[int, bool, bool]]) -> None:
-    flight, order, done, told = Flight(), list[int](), list[int](), list[int]()
+    flight, order, done, told = InFlightBuckets(), list[int](), list[int](), list[int]()
     flight.begin(max((nbytes for nbytes, _, _ in sizes), default=0), torch.device("cpu"), shared=True)
 
     def look(seen: list[int], content: Tensor, number: int) -> None:
@@ -185,10 +194,11 @@ class Dying:
 def test_a_reader_that_dies_while_it_asks_does_not_hold_up_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     with sending(KEPT + 1, LIMIT) as policy:
         policy.offer(tensors(0, len(policy.each)), 0)
-        line, said = Line(policy.each[0].place), json.dumps(Asked("reader/0", 2, [], Where.of(torch.device("cpu"))))
-        line.store = cast("Any", Dying(line.store))
+        connection = StoreConnection(policy.each[0].address)
+        request = json.dumps(ReadRequest("reader/0", 2, [], Locality.of(torch.device("cpu"))))
+        connection.store = cast("Any", Dying(connection.store))
         with suppress(KeyboardInterrupt):
-            line.ask("names/1", said)
+            connection.push_request("names/1", request)
         for module in (broadcast, collective):
             monkeypatch.setattr(module, "STUCK", timedelta(seconds=1))  # the sender waits for it, because it has asked
         policy.end()
@@ -246,9 +256,9 @@ def test_an_engine_gets_matrices_in_fp8_with_their_layers_and_others_refuse_them
         size = sum(each.numel() * (1 if name in naming.matrices else 4) for name, each in known.items())
         scales = sum(len(known[name]) * 4 for name in naming.matrices)
         assert weights.nbytes == size + scales
-        outcome = read(weights.offer, 1, naming, torch.device("cpu"), came.clear, came.update)
-        assert outcome.way
-        for refused in (lambda: weights.pour(known, lambda: None), lambda: weights.tensors):
+        outcome = read_broadcast(weights.manifest, 1, naming, torch.device("cpu"), came.clear, came.update)
+        assert outcome.transport
+        for refused in (lambda: weights.load_into(known, lambda: None), lambda: weights.tensors):
             with pytest.raises(ModelError, match=r"version 1 come in FP8, .* Remove policy.weight_sync_dtype"):
                 refused()
     assert came.keys() == known.keys() | {name + SCALE for name in naming.matrices}
@@ -260,7 +270,7 @@ CPU = torch.device("cpu")
 LONG = 600.0
 """Seconds that nothing takes."""
 places = st.builds(
-    lambda machine, gpu, seen: Where(machine, machine + gpu, [machine + each for each in {gpu, *seen}]),
+    lambda machine, gpu, seen: Locality(machine, machine + gpu, [machine + each for each in {gpu, *seen}]),
     st.sampled_from(["", "host1", "host2"]),
     st.sampled_from("abc"),
     st.lists(st.sampled_from("abc")),
@@ -268,7 +278,7 @@ places = st.builds(
 
 
 @given(st.lists(places, min_size=1, max_size=4), st.lists(places, min_size=1, max_size=4), st.booleans())
-def test_readers_get_buckets_of_memory_they_open(policy: list[Where], readers: list[Where], gpus: bool) -> None:
+def test_readers_get_buckets_of_memory_they_open(policy: list[Locality], readers: list[Locality], gpus: bool) -> None:
     for reader, route in zip(readers, routes(policy, readers, gpus), strict=True):
         near = [rank for rank, each in enumerate(policy) if reader.opens(each, gpus)]
         assert len(route) == (len(policy) if near else 0)
@@ -280,7 +290,7 @@ def test_readers_get_buckets_of_memory_they_open(policy: list[Where], readers: l
             assert len({by for rank, by in enumerate(route) if rank not in near}) <= 1
 
 
-HERE, THERE = [Where("here", f"gpu{each}", [f"gpu{each}"]) for each in range(2)], Where("there", "gpu9", ["gpu9"])
+HERE, THERE = [Locality("here", f"gpu{each}", [f"gpu{each}"]) for each in range(2)], Locality("there", "gpu9", ["gpu9"])
 
 
 def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
@@ -290,8 +300,8 @@ def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
         (HERE, [THERE, HERE[0]], True),
         (HERE, [THERE, THERE], False),  # two members of each group on one GPU
         (HERE, [HERE[0]._replace(machine="")], False),  # on a rank's GPU, and it may not open its memory
-        (HERE, [Where("here")], False),
-        ([Where("here")], HERE, False),
+        (HERE, [Locality("here")], False),
+        ([Locality("here")], HERE, False),
         ([HERE[0], HERE[0]], HERE[:1], True),  # no group is needed
         ([HERE[0], HERE[0]], [THERE], False),
     ):
@@ -299,21 +309,21 @@ def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
 
 
 class Ranks(NamedTuple):
-    """Desks of a policy's ranks in this process, each of which admits in a thread."""
+    """Servers of a policy's ranks in this process, each of which admits in a thread."""
 
     names: str
     threads: ThreadPoolExecutor
 
-    def admit(self, *tokens: str, rank: int = 0, seconds: float = LONG) -> "Future[Handing]":
-        """Make a rank's desk, and admit readers to three slots, whose bytes are 10, 11 and 12."""
+    def admit(self, *tokens: str, rank: int = 0, seconds: float = LONG) -> "Future[ReaderConnections]":
+        """Make a rank's server, and admit readers to three slots, whose bytes are 10, 11 and 12."""
         slots = Slots(3, 64, CPU, shared=True)
         slots.tensor.copy_(torch.arange(10, 13, dtype=torch.uint8)[:, None])
-        desk = Desk(desk_of(self.names, rank))
-        return self.threads.submit(desk.admit, "key", tokens, slots, seconds)
+        server = BucketServer(server_name(self.names, rank))
+        return self.threads.submit(server.admit, "key", tokens, slots, seconds)
 
-    def taking(self, token: str) -> Taking:
-        """A reader at the first rank's desk."""
-        made = Taking(desk_of(self.names, 0), "key", token, CPU, LONG)
+    def client(self, token: str) -> BucketClient:
+        """A reader at the first rank's server."""
+        made = BucketClient(server_name(self.names, 0), "key", token, CPU, LONG)
         made.open()
         return made
 
@@ -325,16 +335,16 @@ def ranks() -> Ranks:
 
 def test_buckets_that_come_before_their_turn_are_kept_and_freed_by_slot(ranks: Ranks) -> None:
     admitted = ranks.admit("a")
-    with ranks.taking("a") as reader, admitted.result() as handing:
+    with ranks.client("a") as reader, admitted.result() as connections:
         for slot, (rank, number) in enumerate([(1, 0), (0, 0), (1, 1)]):
-            handing.give(["a"], rank, number, slot)
+            connections.give(["a"], rank, number, slot)
         assert reader.bucket(0, 0, 5).tolist() == [11] * 5
         reader.done()
-        handing.wait(["a"], 1)
+        connections.wait(["a"], 1)
         assert reader.bucket(1, 0, 64).tolist() == [10] * 64
         assert reader.bucket(1, 1, 1).tolist() == [12]
         reader.done()
-        handing.wait(["a"], 2)
+        connections.wait(["a"], 2)
 
 
 def test_strangers_and_readers_of_earlier_passes_are_sent_away(ranks: Ranks) -> None:
@@ -343,12 +353,12 @@ def test_strangers_and_readers_of_earlier_passes_are_sent_away(ranks: Ranks) -> 
     said += [len(each).to_bytes(4, "little") + each for each in (b'["key", "b"]', b'["old", "a"]', b'["key"]')]
     for each in said:
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(f"\0{desk_of(ranks.names, 0)}")
+            stranger.connect(f"\0{server_name(ranks.names, 0)}")
             stranger.sendall(each)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
-    with ranks.taking("a") as reader, admitted.result() as handing:
-        handing.give(["a"], 0, 0, 2)
+    with ranks.client("a") as reader, admitted.result() as connections:
+        connections.give(["a"], 0, 0, 2)
         assert reader.bucket(0, 0, 1).tolist() == [12]
 
 
@@ -356,19 +366,19 @@ def test_another_users_processes_are_sent_away(ranks: Ranks, monkeypatch: pytest
     monkeypatch.setattr("os.getuid", lambda: 123456)
     admitted = ranks.admit("a", seconds=0.2)
     with pytest.raises(ConnectionError, match="belongs to another user"):
-        ranks.taking("a")
+        ranks.client("a")
     with pytest.raises(TimeoutError):
         admitted.result()
 
 
 def test_each_side_sees_that_the_other_is_gone(ranks: Ranks) -> None:
     admitted = ranks.admit("a", "b")
-    with ranks.taking("a") as reader:
-        with ranks.taking("b"):
-            handing = admitted.result()
-            handing.give(["a", "b"], 0, 0, 0)
-        with handing, pytest.raises(ConnectionError, match="a reader has ended its part"):
-            handing.wait(["b"], 0)
+    with ranks.client("a") as reader:
+        with ranks.client("b"):
+            connections = admitted.result()
+            connections.give(["a", "b"], 0, 0, 0)
+        with connections, pytest.raises(ConnectionError, match="a reader has ended its part"):
+            connections.wait(["b"], 0)
         reader.bucket(0, 0, 64)
         with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
             reader.bucket(0, 1, 64)
@@ -376,13 +386,13 @@ def test_each_side_sees_that_the_other_is_gone(ranks: Ranks) -> None:
 
 def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(ranks: Ranks) -> None:
     admitted = ranks.admit("a")
-    with ranks.taking("a") as reader:
-        handing = admitted.result()
+    with ranks.client("a") as reader:
+        connections = admitted.result()
         child = os.fork()
         if not child:
             signal.pause()
         try:
-            with handing:  # the rank ends its part
+            with connections:  # the rank ends its part
                 pass
             with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
                 reader.bucket(0, 0, 64)
@@ -393,13 +403,13 @@ def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(ranks: Ranks) -
 
 def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(ranks: Ranks) -> None:
     waiting = [ranks.admit("a", rank=rank) for rank in (0, 2)]
-    with ExitStack() as stack, pytest.raises(Unopened, match=r"cannot be opened: .* refused"):
+    with ExitStack() as stack, pytest.raises(OpenError, match=r"cannot be opened: .* refused"):
         open_slots(stack, ranks.names, range(3), "key", "a", CPU, LONG)
 
-    def use(admitted: "Future[Handing]") -> None:
-        with admitted.result() as handing:
-            handing.give(["a"], 0, 0, 0)
-            handing.wait(["a"], 0)
+    def use(admitted: "Future[ReaderConnections]") -> None:
+        with admitted.result() as connections:
+            connections.give(["a"], 0, 0, 0)
+            connections.wait(["a"], 0)
 
     for each in waiting:
         with pytest.raises(ConnectionError):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from meshrl.errors import ModelError
 from meshrl_torch.checkpoint.boxes import Box, Boxes, Ranges, write_boxes
-from meshrl_torch.weights.buckets import planned
+from meshrl_torch.weights.buckets import make_buckets
 from meshrl_torch.wire import fp8
-from meshrl_torch.wire.collective import Flight, copy, place_in, view
-from meshrl_torch.wire.fingerprints import fingerprint
+from meshrl_torch.wire.bucket_bytes import copy, fingerprint, place_in, view
+from meshrl_torch.wire.collective import InFlightBuckets
 from meshrl_torch.wire.manifest import SCALE
 from tests.backends.material import Watched
 
@@ -50,8 +50,8 @@ def boxes() -> list[Box]:
     ("dtype", "limit"), [(torch.float32, LIMIT), (torch.bfloat16, LIMIT), (torch.bfloat16, 1 << 16)]
 )
 def test_buckets_have_every_number_once_keep_to_their_size_and_round_whole_rows(dtype: torch.dtype, limit: int) -> None:
-    came, flight, numbers = dict[str, Tensor](), Flight(), Counter[str]()
-    plan = planned(boxes(), dtype, limit, QUANTISED)
+    came, flight, numbers = dict[str, Tensor](), InFlightBuckets(), Counter[str]()
+    plan = make_buckets(boxes(), dtype, limit, QUANTISED)
     flight.begin(max(bucket.layout.nbytes for bucket in plan), torch.device("cpu"))
     for bucket in plan:
         assert bucket.layout.nbytes <= limit
@@ -77,7 +77,7 @@ def test_buckets_have_every_number_once_keep_to_their_size_and_round_whole_rows(
         elif tensor.numel():
             assert torch.equal(came[name][there], tensor)  # a rank with some columns does not know the rows' scales
     assert numbers == +expected
-    assert planned([], dtype, limit) == []
+    assert make_buckets([], dtype, limit) == []
 
 
 def test_copies_that_need_others_between_devices_are_small() -> None:

@@ -150,7 +150,7 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     updated, waited = Event(), list[bool]()
     for place, write in (
         ("meshrl_torch.checkpoint.state.save_file", save_file),
-        ("meshrl_torch.checkpoint.spread_state.write_boxes", write_boxes),
+        ("meshrl_torch.checkpoint.state.write_boxes", write_boxes),
     ):
 
         def later(*arguments: Any, write: Callable[..., None] = write) -> None:

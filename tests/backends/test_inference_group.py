@@ -22,28 +22,40 @@ import torch
 from meshrl import Actor, Mesh, current_rank, each, endpoint
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Same
-from meshrl_inference.group import Place, gather_gpus, together
-from meshrl_inference.mapped import mapped
-from meshrl_inference.messages import Done, Generate, Leave, Load, Row, Rows, Start, encode, to_sampler
-from meshrl_inference.worker import Worker
-from meshrl_sglang.proof import read_back
+from meshrl_inference.engine_side.loading import mapped
+from meshrl_inference.engine_side.protocol import (
+    IN_SHARED_MEMORY,
+    Abort,
+    Done,
+    Generate,
+    Load,
+    Outcome,
+    Row,
+    Rows,
+    Start,
+    encode,
+    to_sampler,
+)
+from meshrl_inference.engine_side.worker import Worker
+from meshrl_inference.group import RankGpus, gather_gpus, join_gpus
+from meshrl_sglang.transfer import read_back
 from tests.backends.material import on_ranks
 
 
 def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:
-    assert together({0: Place("a", ("3",)), 1: Place("a", ("0",))}) == ["3", "0"]
-    assert together({0: Place("a", ()), 1: Place("a", ())}) == []
+    assert join_gpus({0: RankGpus("a", ("3",)), 1: RankGpus("a", ("0",))}) == ["3", "0"]
+    assert join_gpus({0: RankGpus("a", ()), 1: RankGpus("a", ())}) == []
 
 
 def test_ranks_that_cannot_share_an_engine_are_told() -> None:
     for one, other, message in (
-        (Place("a 1", ("0",)), Place("b 1", ("0",)), "rank 2 is on a; rank 5 is on b: use a smaller tp"),
-        (Place("a 1", ("0",)), Place("a 2", ("0",)), "on one machine"),  # machines of one name
-        (Place("a", ("0",)), Place("a", ("0",)), "rank 2 has 0; rank 5 has 0: set gpus = 1"),
-        (Place("a", ("0",)), Place("a", ()), "rank 2 has 0; rank 5 has none: set gpus = 1"),
+        (RankGpus("a 1", ("0",)), RankGpus("b 1", ("0",)), "rank 2 is on a; rank 5 is on b: use a smaller tp"),
+        (RankGpus("a 1", ("0",)), RankGpus("a 2", ("0",)), "on one machine"),  # machines of one name
+        (RankGpus("a", ("0",)), RankGpus("a", ("0",)), "rank 2 has 0; rank 5 has 0: set gpus = 1"),
+        (RankGpus("a", ("0",)), RankGpus("a", ()), "rank 2 has 0; rank 5 has none: set gpus = 1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            together({2: one, 5: other})
+            join_gpus({2: one, 5: other})
     assert gather_gpus(Rank(1, 2, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 2})) == []
     with pytest.raises(ConfigError, match=r"2 engines of 2 ranks each.*set run.engine = 'ray'"):
         gather_gpus(Rank(0, 4, {"dp": 0, "tp": 0}, {"dp": 2, "tp": 2}))
@@ -102,7 +114,7 @@ class Steps:
     version, tokens, steps = "stand-in", 100, 0
 
     def __init__(self, told: Connection) -> None:
-        self.told, self.processes, self.left = told, list[BaseProcess](), list[Done]()
+        self.told, self.processes, self.finished = told, list[BaseProcess](), list[Done]()
         self.rows, self.asleep = dict[int, int](), set[str]()
 
     def note(self, what: str) -> None:
@@ -125,14 +137,14 @@ class Steps:
     def add(self, order: Generate, salt: str) -> None:
         self.rows.update({row.number: 2 if row.number < 100 else sys.maxsize for row in order.rows})
 
-    def leave(self, rows: list[int], *, told: bool) -> None:
+    def abort(self, rows: list[int], *, wanted: bool) -> None:
         for number in rows:
             del self.rows[number]
 
-    def take(self, order: Load) -> str:
+    def load(self, order: Load) -> Outcome:
         assert "weights" not in self.asleep
         self.note("take")
-        return ""
+        return IN_SHARED_MEMORY
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         assert not self.asleep
@@ -143,7 +155,7 @@ class Steps:
         assert not self.asleep
         self.rows = {number: left - 1 for number, left in self.rows.items()}
         ended = [number for number, left in self.rows.items() if not left]
-        self.left += [Done(number, b"", b"", [], "length") for number in ended]
+        self.finished += [Done(number, b"", b"", [], "length") for number in ended]
         for number in ended:
             del self.rows[number]
 
@@ -176,8 +188,8 @@ class Sampler(NamedTuple):
 def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sampler]:
     """Of an engine that sleeps, unless a test asks for one that does not."""
     ours, theirs = Pipe()
-    naming = MagicMock(return_value=SimpleNamespace(held=lambda dtype: {}))
-    monkeypatch.setattr("meshrl_inference.naming.Naming", naming)
+    naming = MagicMock(return_value=SimpleNamespace(specs=lambda dtype: {}))
+    monkeypatch.setattr("meshrl_inference.engine_side.loading.Naming", naming)
     start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={})
 
     def run() -> None:
@@ -197,7 +209,7 @@ def test_it_sleeps_before_the_last_rows_are_told_and_wakes_for_others(sampler: S
         sampler.generate(number, number + 1)
         assert sampler.hear(4) == ["wake weights kv_cache", "sleep", f"row {number}", f"row {number + 1}"]
     sampler.generate(100, 101)
-    sampler.connection.send_bytes(encode(Leave([100, 101], told=False)))  # nobody wants its rows
+    sampler.connection.send_bytes(encode(Abort([100, 101], wanted=False)))  # nobody wants its rows
     assert sampler.hear(2) == ["wake weights kv_cache", "sleep"]
 
 

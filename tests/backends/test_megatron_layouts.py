@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 import meshrl as rl
 from meshrl.errors import ModelError, RankFailed
 from meshrl_megatron.roles import MegatronCritic, MegatronPolicy, MegatronReference
-from meshrl_megatron.vocabulary import logprobs as shared_logprobs
+from meshrl_megatron.stage import logprobs as shared_logprobs
 from meshrl_megatron.world import World
 from meshrl_torch.train.fsdp.roles import FsdpCritic, FsdpPolicy
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference

@@ -15,7 +15,6 @@ from meshrl import Batch, PolicyConfig, Ragged
 from meshrl.data import Source
 from meshrl.mesh import Rank, rank_context
 from meshrl_megatron.model import Model, build
-from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_torch.model.scoring import logprobs
 from tests.backends.material import SHAPE, ModelOf, Watched
@@ -78,7 +77,7 @@ def row(length: int) -> Batch:
 
 def built(folder: str, dtype: str) -> Model:
     config = PolicyConfig.model_validate({"model": folder, "dtype": dtype})
-    return build(config, MegatronConfig(), Rank(threads=1))
+    return build(config, Rank(threads=1))
 
 
 def scored(model: Model, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, Qwen3Config
 import meshrl as rl
 from meshrl.errors import ConfigError
 from meshrl.mesh import Same
-from meshrl.roles import Memory, Work, memory_of, with_options
+from meshrl.roles import MemoryEstimate, Workload, memory_of, with_options
 from meshrl_inference.memory import parameters_of
 from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.estimate.flops import flops_of
@@ -29,7 +29,7 @@ from tests.backends.material import ModelOf, changed, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
-WORK = Work({"dp": 1}, PROMPT, COMPLETION, ROWS, N, gpu=0)
+WORK = Workload({"dp": 1}, PROMPT, COMPLETION, ROWS, N, gpu=0)
 LLAMA = rl.NewModel(
     characters="".join(map(chr, range(0x4E00, 0x4E00 + 1500))),
     hidden_size=96, ffn_size=256, layers=5, heads=4, max_tokens=128,
@@ -89,7 +89,7 @@ async def measured(work: Coroutine[None, None, None]) -> int:
     return most(profiled)
 
 
-def told(memory: Memory | None) -> int:
+def told(memory: MemoryEstimate | None) -> int:
     """What is held always, and the call that takes most."""
     assert memory is not None
     assert min(term.nbytes for term in memory.terms) > 0
@@ -170,7 +170,7 @@ def test_real_models_have_as_many_parameters_as_their_cards_say() -> None:
 
 def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share() -> None:
     config = rl.SamplerConfig(model=str(MODELS / "llama-8b"), backend="vllm", dtype="bfloat16")
-    memory = memory_of(config, Work({"dp": 4, "tp": 2}, **ASKED))
+    memory = memory_of(config, Workload({"dp": 4, "tp": 2}, **ASKED))
     assert memory is not None
     terms = {term.name: term.nbytes for term in memory.terms}
     assert terms["weights"] == 8_030_261_248
@@ -178,7 +178,7 @@ def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share
     a_token = 2 * 32 * 4 * 128 * 2  # keys and values, layers, heads of this rank, dims, bytes
     (note,) = memory.notes
     assert f"{terms['KV cache'] // (a_token * 2560)} rows of 2560 tokens fit, of 128 at once" in note
-    small = memory_of(with_options(config, VllmConfig(quantization="fp8")), Work({"dp": 4, "tp": 2}, **ASKED))
+    small = memory_of(with_options(config, VllmConfig(quantization="fp8")), Workload({"dp": 4, "tp": 2}, **ASKED))
     assert small is not None
     linear = 32 * 2 * (4096 + 1024) * 4096 + 32 * 3 * 14336 * 4096  # q and o, k and v; the feed-forward three
     rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
@@ -186,7 +186,7 @@ def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share
     assert small.terms[0].formula == "all parameters in bfloat16, and matrices in fp8, over tp = 2"
     tight = config.model_copy(update={"vllm": VllmConfig(memory_share=0.05)})
     with pytest.raises(ConfigError, match=r"memory_share = 0.05 .* leaves nothing for keys and values"):
-        memory_of(tight, Work({"dp": 4, "tp": 2}, **ASKED))
+        memory_of(tight, Workload({"dp": 4, "tp": 2}, **ASKED))
 
 
 SIZES: dict[str, Any] = {"vocab_size": 53, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -262,7 +262,7 @@ class Measured(rl.Actor):
         return np.array([await taken_by(MegatronPolicy, config, rows)])
 
     @rl.endpoint
-    async def before(self, config: rl.PolicyConfig, work: Work) -> Same[int]:
+    async def before(self, config: rl.PolicyConfig, work: Workload) -> Same[int]:
         """What is told of a policy before it is made."""
         return told(memory_of(config, work))
 
@@ -290,7 +290,7 @@ async def test_a_split_policys_memory_is_told_within_a_tenth(
         model, axes, changes = CASES[case]
         table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}
         config = rl.PolicyConfig.model_validate(table)
-        before = await teller.before(config, Work(axes, PROMPT, COMPLETION, ROWS, N, gpu=0))
+        before = await teller.before(config, Workload(axes, PROMPT, COMPLETION, ROWS, N, gpu=0))
         taken = await (await four.shape(**axes).spawn(Measured)).taken(config, ROWS // axes["dp"])
         measured = int(np.mean(taken) if model == "experts" else np.max(taken))
         if before != pytest.approx(measured, rel=0.1):

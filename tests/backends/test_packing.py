@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, CrossEntropy, PolicyConfig, Ragged
 from meshrl.roles import OptimizerConfig
-from meshrl_megatron.balance import Balance
 from meshrl_megatron.parts import Part, part_of
+from meshrl_megatron.passes import Balance
 from meshrl_torch.model import packing
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from meshrl import RunConfig
 from meshrl.planning import simulate_job
 from meshrl.run import load_job, plan_memory, shipped_configs
 from meshrl_inference.memory import parameters_of
@@ -40,7 +39,7 @@ def tell() -> None:
     """In a process of its own, that is in no process group: what the recipes take."""
     found: dict[str, object] = {}
     for name in RECIPES:
-        made = load_job(shipped_configs()[name], [], RunConfig)
+        made = load_job(shipped_configs()[name], [])
         meshes = plan_memory(made.config, made.run).meshes
         found[name] = [{**asdict(mesh), "headroom": mesh.headroom, "unknown": mesh.unknown} for mesh in meshes]
     json.dump(found, sys.stdout)
@@ -50,7 +49,7 @@ def test_recipes_run_in_virtual_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     save_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in RECIPES:
-        made = load_job(shipped_configs()[name], ["steps=5", "task.options.size=6000"], RunConfig)
+        made = load_job(shipped_configs()[name], ["steps=5", "task.options.size=6000"])
         assert simulate_job(made, rollout=40, train=25).step_seconds > 0, name
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from meshrl import Batch, CrossEntropy, NewModel, PolicyConfig, SamplerConfig, Sampling
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import ModelConfig
-from meshrl_torch.model.encode import encode_messages
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import ready
-from meshrl_torch.model.text import END, Words, character_tokenizer, encode_completions, encode_prompts
+from meshrl_torch.model.text import END, Words, character_tokenizer, encode_completions, encode_messages, encode_prompts
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL

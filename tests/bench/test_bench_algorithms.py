@@ -1,7 +1,6 @@
 """The benchmark of all pages: budgets, counts and tables; what it measures is not run here."""
 
 from bench.algorithms import Result, budget, completions, config, figures, markdown, pages, ranked, seeds
-from meshrl import RunConfig
 from meshrl.events import Call, Event, Step
 from meshrl.run import find_config, load_job
 from meshrl.run.jobs import shipped_scripts
@@ -17,7 +16,7 @@ def overrides(name: str) -> list[str]:
 
 def test_a_budget_of_512_completions_fits_each_page() -> None:
     for name in pages(None):
-        job = load_job(find_config(f"{name}/quickstart"), overrides(name), RunConfig)
+        job = load_job(find_config(f"{name}/quickstart"), overrides(name))
         assert (vars(job.config)["steps"], job.run.seed) == (40, 3), name
     budgets = {
         "grpo": "prompts=64",

@@ -113,7 +113,7 @@ def test_a_users_error_has_no_traceback_and_a_bug_the_lines_of_the_script_or_the
         ("column", "the batch has no column `advantage`", 'Batch.of(prompt=["1"])["advantage"]'),
     ):
         found = refused("run", "count.toml", f"then={then}")
-        line = 1 + SCRIPT.splitlines().index(f"        {source}")
+        line = 1 + [each.strip() for each in SCRIPT.splitlines()].index(source)
         assert f"error: {told}" in found
         assert found.endswith(f" ({page}, line {line})")
         assert summary()["status"] == "failed"

@@ -18,7 +18,7 @@ class Sampler(TorchSampler):
 
     @endpoint
     async def ways(self) -> Same[str]:
-        return ", ".join(sorted(self._arrivals._said))
+        return ", ".join(sorted(self._arrivals.routes))
 
 
 async def broadcast(engine: RayEngine, hosts: list[str], versions: int) -> object:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import meshrl_torch
 from meshrl.errors import MeshrlError
 from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
@@ -82,8 +83,8 @@ async def missed(
 def planted(plant: pytest.MonkeyPatch, bug: type) -> str:
     """Make a backend of this class, and torch's for the roles beside it. Returns its name."""
     module = ModuleType("planted")
-    roles = {"Policy": "policy", "Critic": "critic", "Reference": "reference"}
-    torch_roles = {role: f"meshrl_torch.{name}:Torch{role}" for role, name in roles.items()}
+    roles = ("Policy", "Critic", "Reference")
+    torch_roles = {role: meshrl_torch.ROLES[role] for role in roles}
     (own,) = [role for role in (*roles, "Sampler") if f"Torch{role}" in {base.__name__ for base in bug.__mro__}]
     others = {} if own == "Sampler" else torch_roles
     vars(module).update(ROLES={**others, own: "planted:Planted"}, Planted=bug)

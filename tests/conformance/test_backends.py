@@ -9,15 +9,15 @@ from meshrl import ClippedLoss, Resources
 from meshrl.algo import TokenLoss
 from meshrl.errors import RankFailed
 from meshrl.testing import conformance
-from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, refusals, state
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, numbers, refusals, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 WITHOUT_A_MODEL: Sequence[Check] = [
     refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
-    state.the_same_bits, state.a_cancelled_update, state.calls_at_once, state.roles_side_by_side, *checkpoints.POLICY,
-    *checkpoints.CRITIC, judging.a_reward_model_goes_on, judging.what_a_reward_model_refuses,
+    state.the_same_bits, state.a_cancelled_update, state.calls_at_once, state.roles_side_by_side,
+    state.a_policy_goes_on, state.a_policy_made_again, *state.CRITIC, *state.REWARD_MODEL, *refusals.REWARD_MODEL,
 ]  # fmt: skip
 """What can be asked of roles that compute nothing."""
 
@@ -52,7 +52,13 @@ async def adapters(trial: Trial) -> None:
         await trial.own.policy(lora={"rank": 4})
 
 
-ALL: Sequence[Check] = [*conformance.CHECKS, *judging.CHECKS, adapters, a_loss_that_raises, log_probs_of_transformers]
+ALL: Sequence[Check] = [
+    *conformance.CHECKS,
+    *conformance.REWARD_MODEL,
+    adapters,
+    a_loss_that_raises,
+    log_probs_of_transformers,
+]
 GROUPED: Sequence[Check] = [
     *numbers.POLICY[3:5], numbers.uneven_rows, *numbers.CRITIC, *conformance.REFERENCE, state.weights, state.saving,
     log_probs_of_transformers,
@@ -62,18 +68,18 @@ GROUPED: Sequence[Check] = [
 ALONE: Sequence[Check] = [
     *numbers.POLICY[3:5], numbers.token_advantages, numbers.encoding, state.a_new_model,
     refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
-    refusals.a_column_that_does_not_fit, refusals.what_a_critic_refuses, judging.what_a_reward_model_refuses,
+    refusals.a_column_that_does_not_fit, refusals.what_a_critic_refuses, refusals.what_a_reward_model_refuses,
 ]  # fmt: skip
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
     numbers.POLICY[1], numbers.uneven_rows, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], adapters, state.saving,
-    checkpoints.a_policy_goes_on,
+    state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided."""
 
 MIXED: Sequence[Check] = [
-    log_probs_of_transformers, numbers.POLICY[0], checkpoints.a_policy_goes_on, numbers.uneven_rows, state.saving,
+    log_probs_of_transformers, numbers.POLICY[0], state.a_policy_goes_on, numbers.uneven_rows, state.saving,
     numbers.critic_updates,
 ]  # fmt: skip
 REPLICATE = {"fsdp": {"replicate": 2}}
@@ -86,7 +92,7 @@ CASES = [
     *asked(Subject("fsdp", {"dp": 2}, "processes", REPLICATE), AXIS, ALL),
     *asked(
         Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}),
-        [numbers.micro_batches, state.saving, checkpoints.a_policy_goes_on],
+        [numbers.micro_batches, state.saving, state.a_policy_goes_on],
         ALL,
     ),
     *asked(TP, AXIS, ALL),
@@ -106,7 +112,7 @@ async def test_a_backend_conforms(
 
 TRAVELS: Sequence[Check] = [
     numbers.POLICY[0], state.weights, state.saving, state.a_cancelled_update, state.calls_at_once,
-    state.roles_side_by_side, *checkpoints.POLICY, judging.a_reward_model_goes_on,
+    state.roles_side_by_side, state.a_policy_goes_on, state.a_policy_made_again, state.a_reward_model_goes_on,
 ]  # fmt: skip
 """What another engine may change."""
 

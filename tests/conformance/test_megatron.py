@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.errors import RankFailed
 from meshrl.testing import conformance
-from meshrl.testing.conformance import Check, Harness, Subject, Trial, checkpoints, judging, numbers, state
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, numbers, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron]
@@ -24,22 +24,22 @@ async def adapters_are_refused(trial: Trial) -> None:
         await trial.own.policy(lora={"rank": 4})
 
 
-ALL: Sequence[Check] = [*conformance.CHECKS, *judging.CHECKS, log_probs_of_transformers, adapters_are_refused]
+ALL: Sequence[Check] = [*conformance.CHECKS, *conformance.REWARD_MODEL, log_probs_of_transformers, adapters_are_refused]
 AXIS: Sequence[Check] = [
     numbers.POLICY[1], numbers.micro_batches, numbers.uneven_rows, numbers.short_and_long_rows,
-    numbers.critic_updates, numbers.a_reference_takes_weights, judging.reward_model_updates, state.weights,
-    state.saving, checkpoints.a_policy_goes_on,
+    numbers.critic_updates, numbers.a_reference_takes_weights, numbers.reward_model_updates, state.weights,
+    state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along each axis."""
-KEPT: Sequence[Check] = [state.saving, checkpoints.a_policy_goes_on]
+KEPT: Sequence[Check] = [state.saving, state.a_policy_goes_on]
 GROUPED: Sequence[Check] = [
     numbers.POLICY[3], numbers.uneven_rows, numbers.critic_updates, numbers.a_reference_takes_weights, state.saving,
-    judging.reward_model_updates,
+    numbers.reward_model_updates,
 ]  # fmt: skip
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
 EXPERTS: Sequence[Check] = [
     numbers.POLICY[0], numbers.uneven_rows, numbers.log_probs, numbers.critic_updates,
-    numbers.a_reference_takes_weights, state.weights, state.saving, checkpoints.a_policy_goes_on,
+    numbers.a_reference_takes_weights, state.weights, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 
 
@@ -53,10 +53,10 @@ CASES = [
     *asked(ONE, ALL),
     *asked(ONE, GROUPED[:2], GROUPED, "grouped"),
     *asked(ONE, EXPERTS[:2], EXPERTS, "mixture"),
-    *asked(TP, [*AXIS, checkpoints.a_policy_made_again, state.a_cancelled_update], ALL),
+    *asked(TP, [*AXIS, state.a_policy_made_again, state.a_cancelled_update], ALL),
     *asked(TP, GROUPED[:2], GROUPED, "grouped"),
     *asked(TP, [], KEPT, "mixture"),
-    *asked(PP, [*AXIS, checkpoints.a_policy_made_again], ALL),
+    *asked(PP, [*AXIS, state.a_policy_made_again], ALL),
     *asked(PP, [], GROUPED, "grouped"),
     *asked(PP, [], KEPT, "mixture"),
     *asked(CP, AXIS, ALL),

@@ -166,7 +166,7 @@ class ForgetsMoments(TorchPolicy):
 
 class SavesNoHead(TorchCritic):
     async def save(self, folder: str) -> None:
-        checkpoint.write(self._valued.model, folder)
+        checkpoint.write(self._model, folder)
 
 
 class KeepsItsOwnWeights(TorchReference):

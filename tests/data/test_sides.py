@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from meshrl.events import Event, Span, Step, Wait
 from meshrl.observe.analysis import overlap
-from meshrl.observe.content import make_content
-from meshrl.observe.reading import Record
+from meshrl.observe.page import make_content
+from meshrl.observe.run_files import Record
 
 
 def span(mesh: str, endpoint: str, began: float, ended: float, rank: int = 0) -> Span:

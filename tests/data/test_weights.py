@@ -1,4 +1,4 @@
-"""Weights: frozen tensors with a version, in buckets."""
+"""Weights: frozen tensors with a version, in buckets, and what the log says of their route."""
 
 import copy
 import gc
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from meshrl.data import Probe, Weights
+from meshrl.data import ArrivalLog, Probe, Weights
 from meshrl.errors import DataError
 from meshrl.mesh import Ref
 from meshrl.mesh.shared_memory import FOLDER
@@ -138,3 +139,32 @@ async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
     shared = Weights(5, tensors()).shared()
     assert shared == Weights(5, tensors())
     assert all(bucket.segment and not bucket.damaged() for bucket in shared.buckets)
+
+
+class Arrived(Weights):
+    """Weights that came by a route."""
+
+    route = "memory"
+
+    @property
+    def ways(self) -> frozenset[str]:
+        return frozenset((self.route,))
+
+
+def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> None:
+    arrivals = ArrivalLog()
+    reasons = {
+        "collectives": "the policy is on another machine",
+        "the object store": "the policy is on another machine, and collectives do not carry these weights",
+        "shared memory": "the policy is on this machine",
+        "changes through the object store": 'policy.weight_sync = "delta"',
+        "broadcast by gloo": 'policy.weight_sync = "broadcast"',
+    }
+    with capture_logs() as said:
+        for version, route in enumerate(["collectives", *reasons, "collectives"]):
+            weights = Arrived(version, {"one": np.ones(2, np.float32)})
+            weights.route = route
+            arrivals.note(weights)
+    assert [line["version"] for line in said] == [0, 2, 3, 4, 5, 6]
+    routes = [*reasons, "collectives"]
+    assert [(line["by"], line["because"]) for line in said] == [(route, reasons[route]) for route in routes]

@@ -112,7 +112,7 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path
 async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
     reserve: Reserve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.engines.hosting.reservation.GRACE", 0.5)
+    monkeypatch.setattr("meshrl.engines.remote.engine.GRACE", 0.5)
 
     async def blocked(probe: Probe, name: str) -> list[int]:
         """A call in which every rank waits for good, and one dies."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import meshrl as rl
-from meshrl.overlap.stream import Keep
+from meshrl.overlap.stream_state import Keep
 from meshrl.run import EvaluationConfig
 
 TASK = rl.Task(

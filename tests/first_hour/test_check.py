@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.run import RunConfig, examine, load_job
+from meshrl.run import examine, load_job
 from tests.first_hour.chat_model import save_model
 from tests.first_hour.terminal import FAKES, SMALL, done, refused, type_in
 
@@ -85,7 +85,7 @@ def test_settings_that_are_rarely_meant_are_doubted() -> None:
     write_rows(*({"question": f"{number}", "answer": "1"} for number in range(20)))
 
     def doubts(*overrides: str) -> list[str]:
-        return [*examine(load_job(Path("mine.toml"), overrides, RunConfig).config).doubts]
+        return [*examine(load_job(Path("mine.toml"), overrides).config).doubts]
 
     (doubt,) = doubts("ahead=1")
     assert doubt.startswith("ahead = 1: policy and sampler share the mesh 'main', so rollout and training take turns")

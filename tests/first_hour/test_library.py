@@ -14,8 +14,8 @@ import structlog
 
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
-from meshrl.tasks import FunctionReward, load_function
-from meshrl.tasks.function import named
+from meshrl.tasks import load_function
+from meshrl.tasks.function import FunctionReward, named
 from tests.first_hour.terminal import config_of
 
 FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}

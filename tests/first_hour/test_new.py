@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import RunConfig
 from meshrl.run import find_mistakes, load_job, shipped_configs
 from meshrl.run.jobs import shipped, shipped_scripts
 from tests.first_hour.chat_model import save_tokenizer
@@ -22,7 +21,7 @@ def test_each_page_is_copied_with_what_it_runs_on(tmp_path: Path, monkeypatch: p
         told = done("new", algorithm, "mine").out
         splits = 'held_out = "all"  # keep a tenth of the prompts for judging'
         assert splits in Path("mine/config.toml").read_text("utf-8")
-        job = load_job(Path("mine/config.toml"), [], RunConfig)
+        job = load_job(Path("mine/config.toml"), [])
         assert job.run.name == "mine"
         mistakes = find_mistakes(job.config)
         assert all("/model: there is no folder" in mistake.replace("'", "") for mistake in mistakes), mistakes

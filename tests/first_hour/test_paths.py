@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.run import RunConfig, find_config, load_job
+from meshrl.run import find_config, load_job
 from tests.first_hour.terminal import config_of, done, refused
 
 FAKES = """
@@ -38,7 +38,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def resolved(*overrides: str) -> str:
-    return str(load_job(Path("mine/mine.toml"), overrides, RunConfig).resolved)
+    return str(load_job(Path("mine/mine.toml"), overrides).resolved)
 
 
 def test_a_configuration_runs_and_is_judged_anywhere(
@@ -85,7 +85,7 @@ def test_a_file_that_is_at_the_other_root_is_told(mine: Path, tmp_path: Path) ->
 
 
 def test_the_paths_of_a_shipped_configuration_start_where_one_stands(tmp_path: Path) -> None:
-    table = load_job(find_config("grpo/quickstart"), ["task.source=sums.jsonl", "task.options={}"], RunConfig).resolved
+    table = load_job(find_config("grpo/quickstart"), ["task.source=sums.jsonl", "task.options={}"]).resolved
     assert f"'model': '{tmp_path}/runs/quickstart-sft/model'" in str(table["policy"])
     assert f"'source': '{tmp_path}/sums.jsonl'" in str(table["task"])
     assert table["algorithm"] == "grpo"

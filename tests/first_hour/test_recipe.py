@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import RunConfig
 from meshrl.observe import table_of
 from meshrl.run.jobs import make_job
 from tests.first_hour.chat_model import save_model
@@ -33,7 +32,7 @@ def test_the_recipe_and_what_it_adds_for_a_gpu_are_right(tmp_path: Path) -> None
     whole, added = tomllib.loads(RECIPE), tomllib.loads(GPU)
     for name, table in added.items():
         whole[name] = whole.get(name, {}) | table
-    job = make_job(tmp_path / "reason.toml", whole, RunConfig, tmp_path)
+    job = make_job(tmp_path / "reason.toml", whole, tmp_path)
     assert job.run.engine == "processes"
     policy, sampler = (table_of(job.resolved, role) for role in ("policy", "sampler"))
     assert (policy["dtype"], sampler["dtype"]) == ("bfloat16", "bfloat16")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.events import Delivery, Event, Span, Step, Wait
-from meshrl.observe.content import make_content
-from meshrl.observe.reading import Record
+from meshrl.observe.page import make_content
+from meshrl.observe.run_files import Record
 from meshrl.observe.text import run_lines, time_lines
 
 CONFIG = 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'

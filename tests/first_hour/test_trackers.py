@@ -184,7 +184,7 @@ def test_one_of_ones_own_and_one_that_breaks_costs_the_run_nothing(tmp_path: Pat
 def test_those_that_hang_are_left_behind_and_others_hear_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshrl.run.trackers.delivery._PATIENCE", 3.0)
+    monkeypatch.setattr("meshrl.run.trackers.base._PATIENCE", 3.0)
     trackers = Trackers([f"mine.py:{name}" for name in ("Mine", "Hangs", "Hangs", "Hangs")])
     trackers.begin(tmp_path, {}, 0)
     for step in range(4):

@@ -11,9 +11,9 @@ from pydantic import create_model
 
 from meshrl import RunConfig
 from meshrl.config import Config, dotted
-from meshrl.config.mistakes import key_paths
 from meshrl.config.neighbours import neighbours
-from meshrl.run import about, shipped_configs
+from meshrl.config.validation import key_paths
+from meshrl.run import description_of, shipped_configs
 from meshrl.run.jobs import load_script, shipped_scripts
 from tests.first_hour.terminal import FAKES, SMALL, done, refused, type_in
 
@@ -96,7 +96,7 @@ def test_words_beside_others_hide_no_other_mistake() -> None:
 
 def test_the_list_of_configurations_tells_of_each_and_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     told = done("configs").out
-    assert all(name in told and about(path) in told for name, path in shipped_configs().items())
+    assert all(name in told and description_of(path) in told for name, path in shipped_configs().items())
     monkeypatch.setenv("COLUMNS", "100")
     lines = done("configs").out.splitlines()
     assert max(map(len, lines)) <= 100

@@ -11,9 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshrl import ClippedLoss, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.roles import ModelConfig, Policy
 from meshrl.run import MeshConfig
-from meshrl_torch.model import kernels
-from meshrl_torch.model.attention import Group, Packed
-from meshrl_torch.model.kernels import Bounds, Kernel
+from meshrl_torch.model import attention as kernels
+from meshrl_torch.model.attention import Bounds, Group, Kernel, Packed
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import LanguageModel, ready
 from tests.backends.material import rollouts
@@ -82,7 +81,7 @@ def assert_equals_sdpa(kernel: Kernel, window: int | None) -> None:
 
 @pytest.mark.parametrize("name", ["flash-attn-4", "flash-attn", "varlen"])
 def test_kernels_for_packed_sequences_equal_sdpa(name: str) -> None:
-    kernel = kernels._here(torch.cuda.get_device_capability())[name]
+    kernel = kernels._kernels(torch.cuda.get_device_capability())[name]
     if not isinstance(kernel, Kernel):
         pytest.skip(kernel)
     for window in (None, 7):

@@ -15,9 +15,9 @@ from meshrl.mesh import Rank, rank_context
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.weights import sender as broadcast
 from meshrl_torch.weights.live_weights import LiveWeights
-from meshrl_torch.weights.sender import Hop
-from meshrl_torch.wire.fingerprints import fingerprint
-from meshrl_torch.wire.locality import Where
+from meshrl_torch.weights.sender import BucketForwarder
+from meshrl_torch.wire.bucket_bytes import fingerprint
+from meshrl_torch.wire.plan import Locality
 from tests.inference.networks import ENDLESS, LONG, PROMPTS, SHAPE, completions, offer, two
 from tests.senders import Senders, sending
 
@@ -68,7 +68,7 @@ async def test_each_process_reads_and_running_rows_continue(sampler: EngineSampl
     near = [list(sender._policy) for sender in source.senders.each]
     for version, route in ((3, "broadcast by gloo"), (4, "broadcast through shared memory"), (5, "")):
         for sender, places in zip(source.senders.each, near, strict=True):
-            sender._policy[:] = [Where("elsewhere")] * RANKS if version == 3 else places
+            sender._policy[:] = [Locality("elsewhere")] * RANKS if version == 3 else places
         with capture_logs() as said:
             loaded = await sampler.load(source.live(version % 2, version))
         assert float(loaded.row("difference").max()) < 1e-4
@@ -112,15 +112,15 @@ async def test_an_interrupted_broadcast_is_read_again_once(
 ) -> None:
     stream = aiter(sampler.generate(ENDLESS, LONG))
     await anext(stream)
-    end, failed = Hop.send_prints, list[int]()
+    end, failed = BucketForwarder.send_fingerprints, list[int]()
 
-    def fail(self: Hop, number: int, prints: torch.Tensor) -> None:
+    def fail(self: BucketForwarder, number: int, prints: torch.Tensor) -> None:
         if self.rank == 1 and len(failed) < failures:
             failed.append(number)
             raise RuntimeError("this rank sends no more")
         end(self, number, prints)
 
-    monkeypatch.setattr(Hop, "send_prints", fail)
+    monkeypatch.setattr(BucketForwarder, "send_fingerprints", fail)
     weights = source.live(0, 30)
     if failures == 1:
         assert float((await sampler.load(weights)).row("difference").max()) < 1e-4

@@ -16,7 +16,7 @@ import pytest
 
 import meshrl_sglang
 from meshrl import PolicyConfig
-from meshrl.engines.hosting.messages import reserved_port
+from meshrl.engines.remote.messages import reserved_port
 from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl_torch.train.one_rank import TorchPolicy

@@ -15,7 +15,7 @@ from meshrl import Actor, Batch, Gather, Mean, Metrics, Replicate, Shard, Sum, e
 from meshrl.errors import ContractError
 from meshrl.mesh import DP, Same
 from meshrl.mesh.contract import read_contract
-from meshrl.mesh.marks import EVERY_RANK
+from meshrl.mesh.sharding import EVERY_RANK
 
 CP_DP = Literal["cp", "dp"]
 Stage = Literal["stage"]

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl import Batch, Ragged
 from meshrl.data import frozen
-from meshrl.engines.transport import PoolRef
+from meshrl.engines.remote import PoolRef
 from meshrl.mesh import Share, empty, is_in_place, pool
 from meshrl.mesh.shared_memory import FOLDER
 

@@ -1,4 +1,4 @@
-"""Draw mutants of the rooms into `drawn.json`, by a fixed seed: `python tests/mutants/draw.py`.
+"""Draw mutants of the rooms into `drawn.json`, by a fixed seed: `python tests/mutants/draw.py`, at the later revision.
 
 It enumerates the changes of cosmic-ray, which only this script needs: `pip install cosmic-ray==8.7.0`. A place is drawn
 first, then one of its changes, so that an operator with many changes has no more weight. `equivalent.json` lists drawn

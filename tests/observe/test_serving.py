@@ -13,50 +13,47 @@ from structlog.testing import capture_logs
 
 from meshrl.errors import ConfigError
 from meshrl.observe import NOW, Now, Watcher, live, run_to_watch
-from meshrl.observe.live import Live
+from meshrl.observe.live import LiveRun
 from tests.observe.files import append
 
 pytest.importorskip("starlette", reason="it serves the page")
 httpx = pytest.importorskip("httpx", reason="it asks for the page like a browser")
 
 
-async def sent(page: AsyncIterator[bytes], part: str) -> tuple[str, Any]:
-    """The name and the data of the first message to a page with a text in it."""
-    async for messages in page:
-        for message in messages.decode().split("\n\n"):
-            if part in message:
-                event, data = message.splitlines()
-                return event.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+async def sent(page: AsyncIterator[bytes], part: str) -> Any:
+    """The data of the first message to a page with a text in it."""
+    async for message in page:
+        if part in message.decode():
+            return json.loads(message.removeprefix(b"data: "))
     raise AssertionError("the stream has ended")
 
 
-async def test_pages_are_sent_the_whole_and_then_what_is_new_but_the_whole_again_when_far_behind(
-    tmp_path: Path,
-) -> None:
+async def test_pages_are_sent_the_whole_and_then_what_changed_at_once_if_they_are_slow(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "metrics.jsonl"
     watcher = Watcher(file.parent)
     quick, slow = together = watcher.events(), watcher.events()
-    for name, whole in await asyncio.gather(*(sent(page, "curves") for page in together)):
-        assert (name, whole["status"], whole["curves"]) == ("whole", "not begun", [])
+    first, whole = await asyncio.gather(*(sent(page, "curves") for page in together))
+    assert first == whole
+    assert (whole["status"], whole["curves"]) == ("not begun", [])
     append(file, {"step": 0, "seconds": 1.0, "reward": 0.25})
     for page in together:
-        name, patch = await sent(page, "curves")
-        (reward,) = patch["curves"][0]
-        assert (name, reward["x"], reward["y"]) == ("patch", [0.0], [0.25])
+        changes = await sent(page, "curves")
+        (reward,) = changes["curves"]
+        assert (reward["x"], reward["y"]) == ([0.0], [0.25])
+        assert not {"config", "lanes", "samples"} & changes.keys()
     append(file, {"step": 1, "seconds": 2.0, "reward": 0.5})
-    _, patch = await sent(quick, "curves")
-    assert patch["curves"] == {"0": {"x": [0, 1, [1.0]], "y": [0, 1, [0.5]]}}
-    assert "config" not in patch
+    assert (await sent(quick, "curves"))["curves"][0]["y"] == [0.25, 0.5]
     late = watcher.events()
-    name, whole = await sent(late, "curves")
-    assert (name, whole["curves"][0]["y"]) == ("whole", [0.25, 0.5])
+    again = await sent(late, "curves")
+    assert (again.keys(), again["curves"][0]["y"]) == (whole.keys(), [0.25, 0.5])
     for step in range(2, 30):
         append(file, {"step": step, "reward": step + 0.5})
         await sent(quick, f"{step + 0.5}")
-    name, whole = await sent(slow, "curves")
-    assert (name, whole["curves"][0]["y"][-1]) == ("whole", 29.5)
+    changes = await sent(slow, "curves")
+    assert changes["curves"][0]["y"][-1] == 29.5
+    assert "config" not in changes
     append(file, {"step": 30, "reward": 0.75})
-    assert (await sent(slow, "0.75"))[0] == "patch"
+    assert (await sent(slow, "curves"))["curves"][0]["y"][-1] == 0.75
     for page in (quick, slow, late):
         await page.aclose()
 
@@ -69,18 +66,18 @@ async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
     watcher = Watcher(run)
     fails = [True]
 
-    def look(of: Live) -> tuple[bool, bool]:
+    def look(of: LiveRun) -> tuple[bool, bool]:
         if fails[0]:
             raise KeyError("no such thing")
         return True, False
 
-    monkeypatch.setattr(Live, "look", look)
+    monkeypatch.setattr(LiveRun, "look", look)
     with capture_logs() as told:
         page = watcher.events()
         note = b"The page stands still, as the files in %b cannot be shown: KeyError" % str(run).encode()
         assert note in await anext(page)
         fails[0] = False
-        assert b'"notes":[[' in (good := await anext(page))
+        assert b'"notes":[' in (good := await anext(page))
         assert note not in good
         fails[0] = True
         assert note in await anext(page)
@@ -112,7 +109,7 @@ async def test_a_request_that_names_another_host_or_comes_from_another_site_is_r
         assert (await client.get(f"{here}/events", headers={"Sec-Fetch-Site": "cross-site"})).status_code == 403
         async with client.stream("GET", f"{here}/events", timeout=600) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
-            assert await anext(response.aiter_lines()) == "event: whole"
+            assert (await anext(response.aiter_lines())).startswith('data: {"')
 
 
 async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp_path: Path) -> None:

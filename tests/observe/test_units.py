@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from meshrl.events import Gauge
-from meshrl.observe.content import make_content
-from meshrl.observe.quantities import QUANTITIES, quantity
-from meshrl.observe.reading import Record
+from meshrl.observe.metric_info import METRICS, metric_info
+from meshrl.observe.page import make_content
+from meshrl.observe.run_files import Record
 
 UNITS = {
     "reward/format": ("mean over completions", "scoring"),
@@ -21,7 +21,7 @@ UNITS = {
 
 
 def test_units_and_sides_of_names_curves_gauges_and_headlines() -> None:
-    assert {name: quantity(name)[:2] for name in UNITS} == UNITS
+    assert {name: metric_info(name)[:2] for name in UNITS} == UNITS
     summary: dict[str, object] = {"steps": 1, "exact_match_before": 0.25, "exact_match_after": 0.5, "seconds_saved": 3}
     metrics: list[dict[str, object]] = [{"step": 0, "reward": 0.5, "my_own": 1}]
     content = make_content(Record(Path("mine"), summary, metrics, events=[Gauge("groups ready", 1, 4)]))
@@ -34,5 +34,5 @@ def test_units_and_sides_of_names_curves_gauges_and_headlines() -> None:
 
 
 def test_each_known_number_has_a_meaning_and_is_found_by_its_name() -> None:
-    hidden = [name for name, known in QUANTITIES.items() if quantity(name) is not known or known.meaning[-1] != "."]
+    hidden = [name for name, known in METRICS.items() if metric_info(name) is not known or known.meaning[-1] != "."]
     assert hidden == []

@@ -24,7 +24,7 @@ from meshrl.engines.local import LocalMember
 from meshrl.errors import RankDied
 from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
 from meshrl.overlap import Rollouts, Schedule, read_schedule, schedule
-from meshrl.overlap.producer import SwapMode
+from meshrl.overlap.stream_state import SwapMode
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, Witness, delayed
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ class FragileEngine(rl.LocalEngine):
             self.samplers = members
             self._deaths = {number: asyncio.get_running_loop().create_future() for number in range(len(members))}
             for member in members[len(members) - self._missing :]:
-                member.is_made = False
+                member.has_started = False
                 self.kill(member.rank.index)
         return members
 

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 import meshrl as rl
 from meshrl.errors import DataError, EngineDied, RankDied
-from meshrl.run.restarts import is_fault_of_a_machine
+from meshrl.run.train import is_machine_fault
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
 from tests.overlap.streams import POLICY, Beside, FragileEngine, labels, prompts, spawned, trained
 
@@ -43,7 +43,7 @@ def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -
     died = r"5 died of it one after another \(numbers \d(, \d){4}\).*an illegal memory access was encountered"
     with capture_logs(), pytest.raises(DataError, match=rf"(?s)groups? .*\b5 \('5\+1='\).*{died}") as failure:
         simulate(script, time_limit=10_000)
-    assert not is_fault_of_a_machine(failure.value), "a restart would meet the same row"
+    assert not is_machine_fault(failure.value), "a restart would meet the same row"
 
 
 def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:

@@ -12,8 +12,8 @@ import meshrl as rl
 from meshrl.errors import DataError, EngineDied
 from meshrl.mesh import running_calls, slow_calls
 from meshrl.overlap import read_schedule
-from meshrl.overlap.producer import SwapMode
 from meshrl.overlap.replay import Decision, Load, Opened
+from meshrl.overlap.stream_state import SwapMode
 from meshrl.testing import Deadlock, FakePolicy, FakeReward, FakeSampler, Lognormal, crashing, delayed, simulate
 from tests.overlap.streams import POLICY, REWARD, SAMPLER, noted, spawned, trained
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Call, Event, Gauge, Span, Step
-from meshrl.planning import Devices, Plan, Record, Wanted, make_plan
-from meshrl.planning.plan import Planner
-from meshrl.planning.search import search
-from meshrl.roles import Memory, ModelConfig, Term, Work
-from meshrl.run import RunConfig, load_job
+from meshrl.planning import Devices, Plan, PlanOptions, RecordedRun, make_plan
+from meshrl.planning.plan import Planner, search
+from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, Workload
+from meshrl.run import load_job
 from meshrl.run.recorder import Recorder
 from tests.first_hour.terminal import type_in
 
@@ -50,7 +49,7 @@ def record(
 ) -> Path:
     """A run on one mesh whose steps draw and train so many seconds, times their own factor, and do nothing else."""
     folder = Path(name)
-    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"] if cpus else [], RunConfig)
+    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"] if cpus else [])
     with Recorder(folder, job.resolved):
         pass
     events, t = list[Event](), 0.0
@@ -74,8 +73,8 @@ def record(
 
 def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -> None:
     run = record(source, "recorded", draw=2.0, train=1.0)
-    assert Record.read(run).measured == pytest.approx(3.0)
-    made = make_plan(source, [], Wanted(Devices(3, "cpus"), [run], price=9.0, aheads=(0, 1), best=1))
+    assert RecordedRun.read(run).measured == pytest.approx(3.0)
+    made = make_plan(source, [], PlanOptions(Devices(3, "cpus"), [run], price=9.0, aheads=(0, 1), best=1))
     best = made.proposals[0]
     assert best.name == "train 1, sample 2 (dp 2), ahead 1"  # 2 s over 2 replicas, beside 1 s
     assert best.step_seconds == pytest.approx(1.0, rel=0.02)
@@ -87,7 +86,7 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
     assert best.low == pytest.approx(best.steps_per_minute / 2**0.5, rel=0.02)  # all of a step is drawing fewer rows
     assert best.low <= best.steps_per_minute <= best.high
     assert made.records == {"recorded": pytest.approx(1.0)}
-    job = load_job(Path(source), best.overrides, RunConfig)
+    job = load_job(Path(source), best.overrides)
     assert job.run.engine == "processes"
     assert {name: mesh.ranks for name, mesh in job.run.meshes.items()} == {"main": 1, "rollout": 2, "reward": 1}
     assert f"meshrl run {source} {shlex.join(best.overrides)}" == made.command(best)
@@ -95,7 +94,7 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
 
 def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
     runs = [record(source, "two", draw=1.0, train=1.0, cpus=2), record(source, "one", draw=1.9, train=1.9)]
-    made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs))
+    made = make_plan(source, ["ahead=0"], PlanOptions(Devices(2, "cpus"), runs))
     assert made.proposals[0].name == "one mesh: 1 rank of 2 cores, ahead 0"
     assert made.proposals[0].step_seconds == pytest.approx(2.0)
     assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
@@ -104,14 +103,14 @@ def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
 def test_a_record_of_uneven_steps_predicts_its_own(source: str) -> None:
     """A third of the steps take four times as long, in a row: fewer simulated ones would miss them or see no other."""
     run = record(source, "uneven", draw=3.0, train=1.0, steps=[1.0] * 30 + [4.0] * 30 + [1.0] * 30)
-    made = make_plan(source, ["ahead=0"], Wanted(Devices(1, "cpus"), [run]))
+    made = make_plan(source, ["ahead=0"], PlanOptions(Devices(1, "cpus"), [run]))
     assert made.records == {"uneven": pytest.approx(1.0, rel=0.05)}
 
 
 def test_a_record_that_is_missed_below_widens_as_much_as_above(source: str, tmp_path: Path) -> None:
     run = record(source, "recorded", draw=3.0, train=1.0)
-    planner = Planner.of(source, [], Wanted(Devices(1, "cpus"), [run]), tmp_path)
-    found = search(planner.candidates, planner.bound, planner.room.fits, planner.seconds, 1).best[0]
+    planner = Planner(source, [], PlanOptions(Devices(1, "cpus"), [run]), tmp_path)
+    found = search(planner.candidates, planner.bound, planner.memory.fits, planner.seconds, 1).best[0]
     for ratio in (0.25, 4.0):
         planner.ratios = [ratio]
         told = planner.proposal(found)
@@ -121,7 +120,7 @@ def test_a_record_that_is_missed_below_widens_as_much_as_above(source: str, tmp_
 
 def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
     run = record(source, "two", draw=1.0, train=1.0, cpus=2)
-    apart, together = make_plan(source, [], Wanted(Devices(2, "cpus"), [run], aheads=(1,), best=2)).proposals
+    apart, together = make_plan(source, [], PlanOptions(Devices(2, "cpus"), [run], aheads=(1,), best=2)).proposals
     assert together.guessed == []
     assert together.high == pytest.approx(together.low)
     assert [told.partition(":")[0] for told in apart.guessed] == ["Policy", "Sampler"]
@@ -132,7 +131,7 @@ def test_a_record_tells_the_cores_that_its_configuration_leaves_open(source: str
     run = record(source, "recorded", draw=1.0, train=1.0, cpus=None)
     events = run / "events.jsonl"
     events.write_bytes(msgspec.json.encode(Gauge("cores of main", 0.0, 1)) + b"\n" + events.read_bytes())
-    proposals = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), [run])).proposals
+    proposals = make_plan(source, ["ahead=0"], PlanOptions(Devices(2, "cpus"), [run])).proposals
     (whole,) = (each for each in proposals if each.name == "one mesh: 1 rank of 2 cores, ahead 0")
     assert whole.step_seconds == pytest.approx(2.0 * (1 / 2) ** 0.4)
     assert "Policy: cores ** 0.4, from ranks of 1 to ranks of 2" in whole.guessed
@@ -141,7 +140,7 @@ def test_a_record_tells_the_cores_that_its_configuration_leaves_open(source: str
 def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, tmp_path: Path) -> None:
     numbers = random.Random(1)
     run = record(source, "noisy", 3.2, 1.7, cpus=2, steps=[1 + numbers.random() for _ in range(9)])
-    planner = Planner.of(source, [], Wanted(Devices(3, "cpus"), [run], aheads=(0, 1, 4)), tmp_path)
+    planner = Planner(source, [], PlanOptions(Devices(3, "cpus"), [run], aheads=(0, 1, 4)), tmp_path)
     assert len(planner.candidates) > 6
     for candidate in planner.candidates:
         assert planner.bound(candidate) <= planner.seconds(candidate, 0) * (1 + 1e-9), candidate.name
@@ -168,12 +167,12 @@ def test_pruning_drops_none_of_the_best(candidates: Sequence[tuple[int, int, boo
 def of_memory(gib: float) -> object:
     """Roles that hold as much, divided by tp, and refuse four ranks along it; slots take a tenth of it each 512."""
 
-    def memory_of(config: ModelConfig, work: Work) -> Memory:
+    def memory_of(config: ModelConfig, work: Workload) -> MemoryEstimate:
         tp = work.axes.get("tp", 1)
         if tp == 4:
             raise ConfigError("3 heads cannot be divided by tp = 4")
         budget = getattr(config, "slots", 0) / 512
-        return Memory([Term("parameters", int(gib * (1 + budget / 10) * GIB / tp), "", "")])
+        return MemoryEstimate([MemoryTerm("parameters", int(gib * (1 + budget / 10) * GIB / tp), "", "")])
 
     return memory_of
 
@@ -185,7 +184,9 @@ def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_i
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
-    made = make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=42.1, aheads=(1,), best=2))
+    made = make_plan(
+        source, GPUS, PlanOptions(Devices(4, "gpus"), rollout=8, train=8, memory=42.1, aheads=(1,), best=2)
+    )
     assert made.proposals
     assert made.refused > 0
     assert made.candidates == made.simulated + made.pruned + made.refused
@@ -196,21 +197,21 @@ def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_i
         assert "tp 4" not in each.name
     told = r"nothing fits into memory: 11\.5 GiB more of each GPU are missing for .*tp = 2"
     with pytest.raises(ConfigError, match=told):
-        make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=30.0, aheads=(1,)))
+        make_plan(source, GPUS, PlanOptions(Devices(4, "gpus"), rollout=8, train=8, memory=30.0, aheads=(1,)))
 
 
 def test_what_is_missing_or_cannot_be_is_told(source: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     two = Devices(2, "cpus")
-    known = Wanted(two, rollout=1, train=1)
-    wrong: list[tuple[str, list[str], Wanted, type[Exception], str]] = [
-        (source, [], Wanted(two), ConfigError, "--rollout SECONDS"),
-        (source, [], Wanted(two, rollout=0, train=0), ConfigError, "--rollout and --train are both 0"),
-        (source, [], Wanted(two, rollout=-1, train=1), ConfigError, "--rollout is -1 s"),
-        (source, [], Wanted(two, rollout=1, train=1, memory=-4), ConfigError, "--memory is -4 GiB"),
+    known = PlanOptions(two, rollout=1, train=1)
+    wrong: list[tuple[str, list[str], PlanOptions, type[Exception], str]] = [
+        (source, [], PlanOptions(two), ConfigError, "--rollout SECONDS"),
+        (source, [], PlanOptions(two, rollout=0, train=0), ConfigError, "--rollout and --train are both 0"),
+        (source, [], PlanOptions(two, rollout=-1, train=1), ConfigError, "--rollout is -1 s"),
+        (source, [], PlanOptions(two, rollout=1, train=1, memory=-4), ConfigError, "--memory is -4 GiB"),
         (source, ["run.meshes.main.cpus=1"], known, ConfigError, "the plan chooses this key"),
         ("reward_model/quickstart", [], known, ConfigError, "the algorithm has no policy"),
-        (source, [], Wanted(two, [tmp_path / "empty"]), DataError, "nothing to simulate from"),
+        (source, [], PlanOptions(two, [tmp_path / "empty"]), DataError, "nothing to simulate from"),
     ]
     for name, overrides, wanted, error, told in wrong:
         with pytest.raises(error, match=told):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.events import Call, Event, Span, Step
-from meshrl.planning import Guesses, Record, fit, fit_ends
-from meshrl.planning.pace import Pace, Work
+from meshrl.planning.pace import CallCost, Pace
+from meshrl.planning.records import Guesses, RecordedRun, fit, fit_ends
 
 Mesh = Mapping[str, object]
 
@@ -23,12 +23,12 @@ def table(main: Mesh, **policy: object) -> dict[str, object]:
     }
 
 
-def record(main: Mesh, seconds: float, rows: int = 8) -> Record:
-    pace = Pace({("Policy", "update"): [Work([seconds], rows)]}, [Work([seconds / 10])], strict=True)
-    return Record(Path("recorded"), table(main), pace, seconds)
+def record(main: Mesh, seconds: float, rows: int = 8) -> RecordedRun:
+    pace = Pace({("Policy", "update"): [CallCost([seconds], rows)]}, [CallCost([seconds / 10])], strict=True)
+    return RecordedRun(Path("recorded"), table(main), pace, seconds)
 
 
-def seconds(records: list[Record], main: Mesh, cores: int | None = None) -> float:
+def seconds(records: list[RecordedRun], main: Mesh, cores: int | None = None) -> float:
     (work,) = fit(records, table(main), cores).pace.works["Policy", "update"]
     return work.seconds[0]
 
@@ -73,12 +73,12 @@ def test_calls_of_other_numbers_of_rows_are_compared_at_the_same() -> None:
 
 
 def paced(seconds: Mapping[int, float]) -> Pace:
-    return Pace({("Policy", "update"): [Work([each], rows) for rows, each in seconds.items()]}, strict=True)
+    return Pace({("Policy", "update"): [CallCost([each], rows) for rows, each in seconds.items()]}, strict=True)
 
 
 def test_each_role_is_as_slow_and_as_fast_as_it_may_be() -> None:
-    works = {("Policy", "update"): [Work([2.0], 8)], ("Sampler", "generate"): [Work([2.0], 8)]}
-    run = Record(Path("recorded"), table({"cpus": 2}), Pace(works, strict=True), 4.0)
+    works = {("Policy", "update"): [CallCost([2.0], 8)], ("Sampler", "generate"): [CallCost([2.0], 8)]}
+    run = RecordedRun(Path("recorded"), table({"cpus": 2}), Pace(works, strict=True), 4.0)
     apart = table({"cpus": 1}) | {"sampler": {"mesh": "rollout"}}
     apart["run"] = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 3}}}
     slow, fast = ({role: of[0].seconds[0] for (role, _), of in pace.works.items()} for pace in fit_ends([run], apart))

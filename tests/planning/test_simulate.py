@@ -11,8 +11,8 @@ from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.planning import simulate_job
 from meshrl.planning.forecast import Forecast
-from meshrl.planning.pace import Draws, Pace, Tape, Work
-from meshrl.run import Job, RunConfig, load_job
+from meshrl.planning.pace import CallCost, CallDurations, Pace, Tape
+from meshrl.run import Job, load_job
 from tests.first_hour.terminal import type_in
 
 CONFIG = """
@@ -59,8 +59,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "grpo.toml"
 
 
-def job(source: Path, *overrides: str) -> Job[RunConfig]:
-    return load_job(source, overrides, RunConfig)
+def job(source: Path, *overrides: str) -> Job:
+    return load_job(source, overrides)
 
 
 def forecast(source: Path, *overrides: str, rollout: float = 2.0, train: float = 1.0, seed: int = 0) -> Forecast:
@@ -204,9 +204,9 @@ def test_calls_that_shared_a_rank_cost_what_they_would_have_cost_alone() -> None
 
 def test_what_was_slow_together_is_slow_together_again() -> None:
     tape = Tape(40, seed=3)
-    works = [Work([float(step), 10.0 * step], 8, step) for step in range(40)]
-    others = [Work([float(step)], step=step) for step in range(40) for _ in range(2)]
-    first, second, twice = Draws(works, 0, tape), Draws(works, 1, tape), Draws(others, 0, tape)
+    works = [CallCost([float(step), 10.0 * step], 8, step) for step in range(40)]
+    others = [CallCost([float(step)], step=step) for step in range(40) for _ in range(2)]
+    first, second, twice = CallDurations(works, 0, tape), CallDurations(works, 1, tape), CallDurations(others, 0, tape)
     drawn: list[float] = []
     for tape.step in range(400):
         drawn.append(first.next(8))
@@ -217,14 +217,14 @@ def test_what_was_slow_together_is_slow_together_again() -> None:
 
 
 def test_time_grows_with_rows_as_the_record_tells() -> None:
-    cases: list[tuple[list[Work], float]] = [
-        ([Work([4.0], 8)], 8.0),  # in proportion
-        ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),  # along a line
-        ([Work([2.0], 8), Work([4.0], 2)], 2.0),  # never less for more
-        ([Work([4.0])], 4.0),  # whatever the rows
+    cases: list[tuple[list[CallCost], float]] = [
+        ([CallCost([4.0], 8)], 8.0),  # in proportion
+        ([CallCost([4.0], 8), CallCost([2.0], 2)], 4.0 + 8 / 3),  # along a line
+        ([CallCost([2.0], 8), CallCost([4.0], 2)], 2.0),  # never less for more
+        ([CallCost([4.0])], 4.0),  # whatever the rows
         ([], 0.0),
     ]
-    found = [Draws(works, 0, Tape(1, seed=1)).next(16) for works, _ in cases]
+    found = [CallDurations(works, 0, Tape(1, seed=1)).next(16) for works, _ in cases]
     assert found == pytest.approx([expected for _, expected in cases])
 
 

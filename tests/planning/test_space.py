@@ -7,14 +7,14 @@ import pytest
 
 from meshrl.errors import ConfigError
 from meshrl.planning.space import Candidate, Devices, Space
-from meshrl.run import RunConfig, find_config, load_job
+from meshrl.run import find_config, load_job
 
 QUICKSTART = find_config("grpo/quickstart")
 
 
 def space(count: int, kind: Literal["gpus", "cpus"], *given: str, budgets: bool = False) -> list[Candidate]:
-    job = load_job(QUICKSTART, given, RunConfig)
-    return [*Space.of(job, Devices(count, kind), (0, 1), budgets=budgets)]
+    job = load_job(QUICKSTART, given)
+    return [*Space(job, Devices(count, kind), (0, 1), budgets=budgets)]
 
 
 GIVEN: list[tuple[int, Literal["gpus", "cpus"], tuple[str, ...]]] = [
@@ -31,7 +31,7 @@ def test_each_candidate_is_valid_and_takes_all_devices() -> None:
         candidates = space(count, kind, *given)
         assert len({candidate.name for candidate in candidates}) == len(candidates)
         for candidate in candidates:
-            job = load_job(QUICKSTART, [*given, *candidate.overrides(0)], RunConfig)
+            job = load_job(QUICKSTART, [*given, *candidate.overrides(0)])
             taken = sum(
                 mesh.ranks * int((mesh.gpus if kind == "gpus" else mesh.cpus) or 0) for mesh in job.run.meshes.values()
             )
@@ -60,7 +60,7 @@ def test_a_mesh_of_another_role_keeps_what_it_has() -> None:
     one = ["run.meshes={judge={gpus=1, ranks=2}}", "policy.backend=fsdp", "sampler.backend=vllm"]
     whole = ["reward={backend='fsdp', model='judge', mesh='judge'}", *one]
     for candidate in space(4, "gpus", *whole):
-        job = load_job(QUICKSTART, [*whole, *candidate.overrides(0)], RunConfig)
+        job = load_job(QUICKSTART, [*whole, *candidate.overrides(0)])
         assert job.run.meshes["judge"].ranks == 2
         assert sum(mesh.ranks for mesh in job.run.meshes.values()) == 4
     with pytest.raises(ConfigError, match=r"judge take 2 of 2 gpus"):

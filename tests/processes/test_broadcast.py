@@ -20,21 +20,21 @@ from transformers import Qwen3MoeConfig
 import meshrl as rl
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import DataLost, RankDied, RankFailed
-from meshrl_inference.assembly import read
+from meshrl_inference.engine_side.loading import read_broadcast
 from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.weights.live_weights import LiveWeights
 from meshrl_torch.weights.transfer import arrays
 from meshrl_torch.wire import fp8
-from meshrl_torch.wire.collective import Flight
-from meshrl_torch.wire.handover import Taking
+from meshrl_torch.wire.bucket_server import BucketClient
+from meshrl_torch.wire.collective import InFlightBuckets
 from meshrl_torch.wire.manifest import SCALE
 from tests.backends.material import SHAPE, changed, updated
 from tests.processes.conftest import NO_CORE, Numbered, killed
 
 if TYPE_CHECKING:
-    from meshrl_inference.naming import Naming
+    from meshrl_inference.engine_side.loading import Naming
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -61,8 +61,8 @@ def die_in_flight() -> None:
 
         return done
 
-    Flight.add = once(Flight.add)  # type: ignore[method-assign]
-    Taking.bucket = once(Taking.bucket)  # type: ignore[method-assign]
+    InFlightBuckets.add = once(InFlightBuckets.add)  # type: ignore[method-assign]
+    BucketClient.bucket = once(BucketClient.bucket)  # type: ignore[method-assign]
 
 
 class Sender(FsdpPolicy):
@@ -96,7 +96,7 @@ class Reader(TorchSampler, Numbered):
     async def got(self) -> rl.Gather[rl.Batch]:
         """What each rank has last said of how weights arrive, and the fingerprint of its tensors."""
         found = rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()
-        return rl.Batch.of(route=[", ".join(self._arrivals._said)], print=[found])
+        return rl.Batch.of(route=[", ".join(self._arrivals.routes)], print=[found])
 
 
 def config(**changes: object) -> rl.PolicyConfig:
@@ -188,7 +188,9 @@ async def test_ranks_of_megatron_send_their_own_experts(
         assert await prints(readers) == [known, known]
         assert (sent.version, sorted(sent.ways)) == (version, ["broadcast"])
     assert isinstance(sent, LiveWeights)
-    sizes = [sum(prod(part.shape) for each in source.layouts for part in each.parts) for source in sent.offer.sources]
+    sizes = [
+        sum(prod(part.shape) for each in source.layouts for part in each.parts) for source in sent.manifest.sources
+    ]
     assert sum(sizes) * 4 == (await plain.weights()).nbytes
     assert max(sizes) < 0.6 * sum(sizes)
     await mesh.stop()
@@ -240,8 +242,10 @@ def received(weights: LiveWeights) -> dict[str, torch.Tensor]:
     came: dict[str, torch.Tensor] = {}
     plain = SimpleNamespace(unit=lambda name: name.removesuffix(SCALE), in_files=lambda tensors: tensors)
     naming = cast("Naming", plain)
-    outcome = read(weights.offer, 1, naming, torch.device("cpu"), came.clear, lambda more: came.update(dict(more)))
-    assert outcome.way, outcome
+    outcome = read_broadcast(
+        weights.manifest, 1, naming, torch.device("cpu"), came.clear, lambda more: came.update(dict(more))
+    )
+    assert outcome.transport, outcome
     return came
 
 
@@ -265,7 +269,7 @@ async def test_in_fp8_whole_rows_come_rounded_and_columns_as_they_are(
         rounded = {name for name in known if name.endswith("_proj.weight")}
         if "tp" in axes:
             rounded = {name for name in rounded if not name.endswith(COLUMNS)}
-        assert sent.offer.in_fp8 == rounded
+        assert sent.manifest.in_fp8 == rounded
         assert came.keys() == known.keys() | {name + SCALE for name in rounded}
         for name, array in known.items():
             tensor = torch.from_numpy(array.copy())

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from meshrl import Actor, Gather, Run, RunConfig, endpoint
-from meshrl.engines.hosting import clock_ahead
 from meshrl.engines.ray import RayEngine
+from meshrl.engines.remote import clock_ahead
 from meshrl.errors import RankFailed
 from meshrl.events import Call, Event, Span
 from meshrl.testing import simulate

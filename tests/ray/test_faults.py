@@ -47,7 +47,7 @@ async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The news of it waits for the last output, which comes from the other machine."""
-    monkeypatch.setattr("meshrl.engines.hosting.caller.boot", lambda: "another machine")
+    monkeypatch.setattr("meshrl.engines.remote.caller.boot_id", lambda: "another machine")
     slots = await engine.reserve(2, NO_CORE)
     meets = await rl.Mesh(engine, slots).spawn(Meets)
     asked, comes = asyncio.Event(), asyncio.Event()

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from meshrl.engines.ray.flow import PIECE, Flow
 from meshrl.engines.ray.link import Link, Meeting
+from meshrl.engines.ray.refs import PIECE, Flow
 from meshrl.engines.ray.relay import _linked
 
 HERE = "127.0.0.1"
@@ -62,7 +62,7 @@ def test_values_go_one_way_at_once_and_are_handed_on_while_they_come() -> None:
 SENDER = """
 import os, sys, threading
 import numpy as np
-from meshrl.engines.ray.flow import PIECE, Flow
+from meshrl.engines.ray.refs import PIECE, Flow
 from meshrl.engines.ray.link import Link, Meeting
 value = Flow(b"", [np.zeros(3 * PIECE, np.uint8)], here=False)
 value.came(2)

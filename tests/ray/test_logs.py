@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import RayActorError
 
-from meshrl.engines.hosting import LogFolder, Place, Process
 from meshrl.engines.ray import logs
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.logs import RankLogs, read_on
+from meshrl.engines.remote import LogFolder, Place, Process
 from tests.processes.conftest import until
 
 

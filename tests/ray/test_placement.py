@@ -10,11 +10,10 @@ from unittest.mock import AsyncMock
 import pytest
 
 from meshrl import Actor, Mesh, Resources, current_rank, each, endpoint
-from meshrl.engines.hosting import Place, environments
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.cluster import Cluster, room_for
-from meshrl.engines.ray.interface import interface_of
-from meshrl.engines.ray.nodes import Node
+from meshrl.engines.ray.channel import interface_of
+from meshrl.engines.ray.cluster import Cluster, Node, room_for
+from meshrl.engines.remote import Place, environments
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Same
 
@@ -77,8 +76,8 @@ async def test_what_the_cluster_can_never_give_is_an_error_at_once(engine: RayEn
 async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_from_that(
     engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.05)
-    monkeypatch.setattr("meshrl.engines.hosting.patience.NEXT_WORD", 0.05)
+    monkeypatch.setattr("meshrl.engines.remote.engine.FIRST_REPORT", 0.05)
+    monkeypatch.setattr("meshrl.engines.remote.engine.NEXT_REPORT", 0.05)
     shelf = Resources(cpus=0, custom={"shelf": 2})
     first = await Mesh.reserve(engine, 1, shelf)
     second = asyncio.create_task(Mesh.reserve(engine, 1, shelf, "judges", str(tmp_path)))
@@ -108,7 +107,7 @@ async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
 
     monkeypatch.setattr(Cluster, "nodes", nodes)
     monkeypatch.setattr(Cluster, "check", AsyncMock(return_value=True))
-    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.01)
+    monkeypatch.setattr("meshrl.engines.remote.engine.FIRST_REPORT", 0.01)
     with pytest.raises(NoRoom, match="3 ranks with 1 shelf each, and the cluster has room for 2"):
         await Mesh.reserve(engine, 3, Resources(cpus=0, custom={"shelf": 1}))
 

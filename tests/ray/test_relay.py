@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from meshrl import Gather, Mesh, Weights, at, endpoint, respawn
-from meshrl.engines.hosting import Door, Gone, Place, boot
-from meshrl.engines.ray import RayEngine, nodes, refs
+from meshrl.engines.ray import RayEngine, cluster, refs
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.flow import Flow
-from meshrl.engines.ray.nodes import Home
-from meshrl.engines.ray.relay import LARGE, unless_silent
-from meshrl.engines.ray.route import Handle, Stop, near
+from meshrl.engines.ray.cluster import Home
+from meshrl.engines.ray.refs import LARGE, Flow, Handle, Stop, near, unless_silent
+from meshrl.engines.remote import HealthPort, Place, ProcessExited, boot_id
 from meshrl.errors import RankDied
 from meshrl.mesh import EVERY, Same, pool
 from tests.processes.conftest import Numbered
@@ -44,7 +42,7 @@ class Model(Numbered):
     def __init__(self, *, has_torch: bool = True) -> None:
         boot = str(os.getpid())
         here = pytest.MonkeyPatch()  # of this process, for good
-        here.setattr(nodes, "boot", lambda: boot)
+        here.setattr(cluster, "boot_id", lambda: boot)
         near[0] = near[0]._replace(home=near[0].home._replace(boot=boot))
         if not has_torch:
             here.setattr(refs, "available", lambda: False)
@@ -113,9 +111,9 @@ def handle(*, answers: bool) -> Handle:
 
 async def test_who_waits_is_told_of_a_rank_that_does_not_answer_and_waits_for_one_that_does() -> None:
     with socket.create_server(("127.0.0.1", 0)) as host:
-        own = Home("two", boot(), Door("127.0.0.1", host.getsockname()[1], patience=0.3))
+        own = Home("two", boot_id(), HealthPort("127.0.0.1", host.getsockname()[1], patience=0.3))
         said = r"a rank on two \(127\.0\.0\.1\) has not answered for 0\.3 s, which is run\.patience"
-        with pytest.raises(Gone, match=said):
+        with pytest.raises(ProcessExited, match=said):
             await unless_silent(Stop(handle(answers=False), own), asyncio.Event().wait())
         slowly = asyncio.sleep(3 * 0.3, "it")
         assert await unless_silent(Stop(handle(answers=True), own), slowly) == "it"

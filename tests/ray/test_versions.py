@@ -7,7 +7,7 @@ import pytest
 
 from meshrl import Mesh, Resources
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.versions import Versions, installed, table
+from meshrl.engines.ray.code import Versions, installed, table
 from meshrl.errors import ConfigError
 from meshrl.roles import packages_of
 

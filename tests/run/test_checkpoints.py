@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.errors import DataError
 from meshrl.events import Step
-from meshrl.observe.reading import read_events
+from meshrl.observe.run_files import read_events
 from meshrl.run import MeshConfig
 from meshrl.testing import FakePolicy
 

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 
 from meshrl.data import Metrics
 from meshrl.events import Pending, waiting
-from meshrl.observe import NOW, PAUSED, Command, Now, ask, asked
+from meshrl.observe import NOW, PAUSED, Command, Now, ask
+from meshrl.observe.run_files import open_requests
 from meshrl.run import Run, RunConfig
 
 Act = Callable[[Run], Awaitable[None]]
@@ -55,7 +56,7 @@ def checkpoints(run: Path) -> list[str]:
 def test_a_checkpoint_that_is_asked_for_is_written_once(tmp_path: Path, every: int | None) -> None:
     run = play(tmp_path, asking("checkpoint"), every)
     assert checkpoints(run) == (["step-000002", "step-000004"] if every else [])
-    assert asked(run) == []
+    assert open_requests(run) == []
 
 
 def test_what_cannot_be_removed_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_a_control_folder_that_is_a_link_stops_the_run_and_stays(tmp_path: Path)
 
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path, act)
-    assert asked(tmp_path / "mine") == ["stop"]
+    assert open_requests(tmp_path / "mine") == ["stop"]
     run = play(tmp_path, asking(), every=100)  # it is not stopped again by what is left
     assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 4
 
@@ -112,7 +113,7 @@ def test_a_run_that_is_paused_waits_until_it_is_told_to_go_on(tmp_path: Path) ->
         async def go_on() -> None:
             await until(lambda: any(each.what == PAUSED for each in Pending.table.values()))
             ask(run.folder, "checkpoint")
-            await until(lambda: asked(run.folder) == ["pause"])
+            await until(lambda: open_requests(run.folder) == ["pause"])
             steps.append((run.folder / "metrics.jsonl").read_bytes().count(b"\n"))
             ask(run.folder, "resume")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.errors import DataError
-from meshrl.run.evaluation.estimates import bootstrap, pass_at_k, wilson
+from meshrl.run.evaluation import bootstrap, pass_at_k, wilson
 from tests.first_hour.terminal import done, refused
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")

@@ -11,8 +11,8 @@ from meshrl import RunConfig
 from meshrl.cli import main
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import Memory, ModelConfig, PolicyConfig, ReferenceConfig, Term, Work
-from meshrl.run import Asked, MemoryPlan, MeshConfig, RolloutConfig, memory, plan_memory, savings_of
+from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, PolicyConfig, ReferenceConfig, Workload
+from meshrl.run import MemoryOptions, MemoryPlan, MeshConfig, RolloutConfig, memory, plan_memory, savings_of
 from meshrl.run.check import examine
 
 GIB = 2**30
@@ -22,19 +22,19 @@ UNTOLD = {"reference": {"micro_batch_tokens": 1}}
 ONE = RunConfig(engine="processes", meshes={"main": MeshConfig(ranks=4, gpus=1, gib=10)})
 
 
-def told(config: ModelConfig, work: Work) -> Memory | None:
+def told(config: ModelConfig, work: Workload) -> MemoryEstimate | None:
     """Of a policy 8 GiB over the ranks, and 2 in an update; of a sampler 1 and 1; of a reference nothing, or 0."""
     if isinstance(config, ReferenceConfig):
-        return None if config.micro_batch_tokens == 1 else Memory([])
+        return None if config.micro_batch_tokens == 1 else MemoryEstimate([])
     if config.role == "Sampler":
-        return Memory([Term("weights", GIB, "", ""), Term("logits", GIB, "generate", "")])
+        return MemoryEstimate([MemoryTerm("weights", GIB, "", ""), MemoryTerm("logits", GIB, "generate", "")])
     assert isinstance(config, PolicyConfig)
     terms = [
-        Term("parameters", 8 * GIB // work.axes.get("dp", 1), "", ""),
-        Term("moments", GIB, "", "", host=True),
-        Term("activations", config.micro_batch_tokens * 2**17, "update", ""),
+        MemoryTerm("parameters", 8 * GIB // work.axes.get("dp", 1), "", ""),
+        MemoryTerm("moments", GIB, "", "", host=True),
+        MemoryTerm("activations", config.micro_batch_tokens * 2**17, "update", ""),
     ]
-    return Memory(terms, ["micro_batch_tokens=8192", "micro_batch_tokens=none"])
+    return MemoryEstimate(terms, ["micro_batch_tokens=8192", "micro_batch_tokens=none"])
 
 
 @pytest.fixture(autouse=True)
@@ -63,24 +63,24 @@ def test_a_role_of_unknown_need_is_lacking_in_the_sum_and_leaves_no_headroom() -
     (unknown,) = [held for held in rank.roles if held.memory is None]
     assert "'torch' does not report it" in unknown.unknown
     assert (rank.unknown, rank.needed, rank.headroom) == (["reference"], 6 * GIB, None)
-    (full,) = plan_memory(config(**UNTOLD), ONE, Asked(gib=5)).meshes
+    (full,) = plan_memory(config(**UNTOLD), ONE, MemoryOptions(gib=5)).meshes
     assert full.headroom == -GIB  # what is known does not fit, whatever the other takes
 
 
 def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() -> None:
     run = RunConfig(meshes={"main": MeshConfig(ranks=4, axes={"dp": 2, "tp": 2})})
-    (rank,) = plan_memory(config(), run, Asked(gpus=16)).meshes
+    (rank,) = plan_memory(config(), run, MemoryOptions(gpus=16)).meshes
     assert (rank.ranks, rank.axes, rank.has_gpu, rank.gib) == (16, {"dp": 8, "tp": 2}, True, 80)
     with pytest.raises(ConfigError, match=r"--gpus 7: the axes .* of the mesh 'main' need a multiple of 2"):
-        plan_memory(config(), run, Asked(gpus=7))
+        plan_memory(config(), run, MemoryOptions(gpus=7))
     with pytest.raises(ConfigError, match=r"2 meshes \(apart, main\).* run.meshes.apart.ranks=N"):
-        plan_memory(config(sampler={"mesh": "apart"}), ONE, Asked(gpus=8))
+        plan_memory(config(sampler={"mesh": "apart"}), ONE, MemoryOptions(gpus=8))
 
 
 def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
     plan = plan_memory(config(), ONE)
 
-    def planned(settings: Sequence[str], asked: Asked) -> MemoryPlan:
+    def planned(settings: Sequence[str], asked: MemoryOptions) -> MemoryPlan:
         if "policy.micro_batch_tokens=8192" in settings:
             return plan_memory(config(policy={"model": NEW, "micro_batch_tokens": 8192}), ONE, asked)
         if "run.meshes.main.ranks=8" in settings:
@@ -89,7 +89,7 @@ def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
             return plan_memory(config(**UNTOLD, policy={"model": NEW, "micro_batch_tokens": 1}), ONE, asked)
         raise ModelError(f"{settings} is refused")
 
-    found = savings_of(plan, Asked(), planned)
+    found = savings_of(plan, MemoryOptions(), planned)
     assert [(each.setting, each.nbytes) for each in found] == [
         ("policy.micro_batch_tokens=8192", GIB),
         ("run.meshes.main.ranks=8", GIB),

@@ -143,7 +143,7 @@ class Setting:
             simulate(lambda: self.run(folder, restarts))
         return logged
 
-    def job(self, folder: Path, restarts: int = 0) -> Job[RunConfig]:
+    def job(self, folder: Path, restarts: int = 0) -> Job:
         table = {
             **FAKES,
             **dict.fromkeys(("reference", "critic") if self.algorithm == "ppo" else ("reference",), FAKE),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 import meshrl as rl
-from meshrl.overlap.producer import SwapMode
+from meshrl.overlap.stream_state import SwapMode
 from meshrl.roles import Completion, completed
 from meshrl.run.evaluation import BesideSampling
 from meshrl.tasks.environment import FunctionEnvironment

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from meshrl import Ragged
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.run.batch_stats import statistics
+from meshrl.run.recorder import statistics
 from meshrl.tasks import RewardConfig, load_function
 from meshrl.tasks.function import FunctionReward, boundary
 

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshrl.tasks import numeric_answer, reasoning_format
-from meshrl.tasks.reasoning import final_number
+from meshrl.tasks.builtin import final_number, numeric_answer, reasoning_format
 
 NUMBERS: dict[str, Fraction | int | None] = {
     "42": 42,

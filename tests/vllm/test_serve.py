@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from meshrl.engines.hosting.messages import reserved_port
+from meshrl.engines.remote.messages import reserved_port
 from tests.inference.networks import greedy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -15,7 +15,7 @@ from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl.testing.conformance.material import LOSS, by_hand
-from meshrl.testing.conformance.material import Model as Material
+from meshrl.testing.conformance.material import ModelFolders as Material
 from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
 from meshrl_vllm.sampler import VllmSampler

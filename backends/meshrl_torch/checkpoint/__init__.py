@@ -1,1 +1,1 @@
-"""A run's checkpoints: a model in training, whole (`state`) or spread over ranks (`spread_state`)."""
+"""A run's checkpoints: a model in training, on one rank or spread over several (`state`), in safetensors (`boxes`)."""

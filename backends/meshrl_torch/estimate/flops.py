@@ -1,7 +1,8 @@
-"""The floating-point operations of a decoder's forward pass, from its configuration."""
+"""The floating-point operations of a decoder's forward pass, and the bytes of its cache, from its configuration."""
 
 from typing import cast
 
+import torch
 from transformers import PretrainedConfig
 
 from meshrl.roles import Flops, ModelConfig, PolicyConfig, ReferenceConfig
@@ -19,7 +20,9 @@ def flops_of(config: ModelConfig) -> Flops:
     groups = int(getattr(shape, "num_key_value_heads", None) or heads)
     dims = int(getattr(shape, "head_dim", None) or hidden // heads)
     token, pair = layer_flops(hidden, heads, groups, dims, _ffn(shape))
-    layers, near = int(shape.num_hidden_layers), _near_layers(shape)
+    layers, kinds = int(shape.num_hidden_layers), cast("list[str] | None", getattr(shape, "layer_types", None))
+    every = layers if getattr(shape, "sliding_window", None) else 0
+    near = every if kinds is None else kinds.count("sliding_attention")  # layers with a sliding window
     head = 2 * hidden * int(shape.vocab_size) if isinstance(config, PolicyConfig | ReferenceConfig) else 0
     window = int(getattr(shape, "sliding_window", None) or 0) if near else 0
     return Flops(layers * token + head, (layers - near) * pair, near * pair, window)
@@ -45,9 +48,9 @@ def _ffn(shape: PretrainedConfig) -> int:
     return (chosen + int(getattr(shape, "n_shared_experts", None) or 0)) * expert + shared
 
 
-def _near_layers(shape: PretrainedConfig) -> int:
-    """Return the number of layers with a sliding window."""
-    kinds = cast("list[str] | None", getattr(shape, "layer_types", None))
-    if kinds is not None:
-        return kinds.count("sliding_attention")
-    return int(shape.num_hidden_layers) if getattr(shape, "sliding_window", None) else 0
+def cache_per_token(shape: PretrainedConfig, dtype: str, tp: int = 1) -> int:
+    """Bytes of a token's keys and values in all layers, on one rank along tp. `shape`: the text model's."""
+    heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
+    dims = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+    itemsize = cast("torch.dtype", getattr(torch, dtype)).itemsize
+    return 2 * int(shape.num_hidden_layers) * max(1, heads // tp) * dims * itemsize

@@ -1,38 +1,48 @@
-"""One attention function, registered with transformers, that does what the forward pass asks of it.
+"""One attention function, registered with transformers, and the GPU kernels for packed sequences that it calls.
 
 A model is called with `attend=...`. transformers passes unknown keywords on to the attention of each layer. No T x T
 mask is made, because no mask function is registered under the name.
 
-With a kernel for packed sequences (`kernels`), all segments are one call. Without a kernel, and for states that it does
-not support, each shape of segments is one call of SDPA.
+With a kernel for packed sequences, all segments are one call. Without a kernel, and for states that it does not
+support, each shape of segments is one call of SDPA.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from meshrl.errors import ModelError
-from meshrl_torch.model.devices import moved
-from meshrl_torch.model.kernels import Bounds, Kernel
+from meshrl import log
+from meshrl.errors import ConfigError, ModelError
+from meshrl_torch.options import Attention
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to the device. The host does not wait, because a GPU copies from pinned memory."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
 
 NAME: Final = "meshrl"
+_AMPERE: Final = (8, 0)
+_HOPPER: Final = (9, 0)
+_BLACKWELL: Final = (10, 11)
+"""The first numbers of Blackwell's capabilities, except those of consumer cards."""
 
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""The attention of one forward pass, called once for each layer: `(layer, query, key, value, scale, window)`.
 
-class Attend(Protocol):
-    """The attention of one forward pass, called once for each layer."""
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Return [batch, tokens, heads, dims] from [batch, heads, tokens, dims]. Key heads divide query heads.
-
-        A query sees the `window` positions up to its own, or all of them.
-        """
-        ...
+Returns [batch, tokens, heads, dims] from [batch, heads, tokens, dims]. Key heads divide query heads. A query sees the
+`window` positions up to its own, or all of them.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,164 @@ class Group:
         if window is not None:
             hidden |= key <= query - window
         return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of segments, in the form that kernels for packed sequences need."""
+
+    queries: Tensor
+    """int32[segments + 1]: the start of each segment's queries, and the end."""
+    keys: Tensor
+    """As `queries`, for keys."""
+    most_queries: int
+    """Most queries of a segment."""
+    most_keys: int
+    """Most keys of a segment."""
+
+    @classmethod
+    def of(cls, groups: tuple[Group, ...], device: torch.device) -> "Bounds":
+        """Compute the bounds of the groups' segments."""
+        counts = torch.tensor([group.count for group in groups])
+        shapes = torch.tensor([(group.queries, group.keys) for group in groups]).repeat_interleave(counts, 0)
+        ends = torch.cat([shapes.new_zeros(1, 2), shapes.cumsum(0)]).to(torch.int32)
+        queries, keys = moved(ends.T.contiguous(), device)
+        return cls(queries, keys, max(group.queries for group in groups), max(group.keys for group in groups))
+
+
+Call: TypeAlias = Callable[[Tensor, Tensor, Tensor, Bounds, float, int | None], Tensor]
+"""One call for all segments: `(q, k, v, bounds, scale, window)`.
+
+Returns [tokens, heads, dims] from queries of that shape, and keys and values whose heads divide the queries'. A
+segment's queries are the last of its keys. A query sees the keys of its segment up to itself, or the last `window` of
+them.
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and the states that it supports."""
+
+    name: str
+    call: Call
+    most: int = 256
+    """Most dims of a head."""
+    also: int = 0
+    """One more supported number of dims, beyond `most`."""
+
+    def takes(self, states: Tensor) -> bool:
+        """True if it supports such queries, [tokens, heads, dims]."""
+        dims = states.shape[-1]
+        fits = dims % 8 == 0 and (dims <= self.most or dims == self.also)
+        return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """Call flash-attn 2.3 or later: causal from the bottom right, windows inclusive."""
+    output = import_module("flash_attn").flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return cast("Tensor", output)
+
+
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """Call flash-attn 4. None replaces -1, which would make a causal call one with a window. It returns a pair."""
+    output, _ = import_module("flash_attn.cute").flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(None if window is None else window - 1, None if window is None else 0),
+    )
+    return cast("Tensor", output)
+
+
+def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """Call torch's flash attention: the same kernel with the same alignment."""
+    output = import_module("torch.nn.attention.varlen").varlen_attn(
+        q,
+        k,
+        v,
+        bounds.queries,
+        bounds.keys,
+        bounds.most_queries,
+        bounds.most_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return cast("Tensor", output)
+
+
+FLASH_ATTN: Final = Kernel("flash-attn", _flash_attn)
+FLASH_ATTN_4: Final = Kernel("flash-attn-4", _flash_attn_4)
+FLASH_ATTN_4_ON_BLACKWELL: Final = Kernel("flash-attn-4", _flash_attn_4, most=128, also=256)
+VARLEN: Final = Kernel("varlen", _varlen_attn)
+
+
+def chosen(option: Attention, device: torch.device) -> Kernel | None:
+    """Return the kernel for a model on the device. None: SDPA. ConfigError if the requested one is not available.
+
+    "auto", which is logged, uses flash-attn 4 if it is installed and the GPU is Hopper or later, else flash-attn, else
+    torch's own.
+    """
+    if option == "sdpa" or (option == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f'attention = "{option}" is for GPUs, and this rank has none: remove it')
+    kernels = _kernels(torch.cuda.get_device_capability(device))
+    if option == "auto":
+        kernel = next((each for each in kernels.values() if isinstance(each, Kernel)), None)
+        missing = "; ".join(f"{name}: {why}" for name, why in kernels.items() if isinstance(why, str))
+        log.info(
+            "attention of packed sequences", kernel=kernel.name if kernel else "sdpa", others=missing or "not asked for"
+        )
+        return kernel
+    named = kernels[option]
+    if not isinstance(named, Kernel):
+        raise ConfigError(f'attention = "{option}": {named}; or leave it out')
+    return named
+
+
+@cache
+def _kernels(capability: tuple[int, int]) -> Mapping[str, Kernel | str]:
+    """Return each kernel for a GPU of this capability, best first, or why it is unavailable."""
+    old = f"it needs a GPU of capability 8.0 or later, and this one has {capability[0]}.{capability[1]}"
+    fourth = FLASH_ATTN_4_ON_BLACKWELL if capability[0] in _BLACKWELL else FLASH_ATTN_4
+    return {
+        "flash-attn-4": (
+            f"it is for Hopper and later, and this GPU has capability {capability[0]}.{capability[1]}"
+            if capability < _HOPPER
+            else fourth
+            if _has("flash-attn-4")
+            else "pip install flash-attn-4"
+        ),
+        "flash-attn": old if capability < _AMPERE else FLASH_ATTN if _has("flash-attn") else "pip install flash-attn",
+        "varlen": old if capability < _AMPERE else VARLEN if torch.version.cuda else "torch has it for CUDA alone",
+    }
+
+
+def _has(distribution: str) -> bool:
+    """True if it is installed. flash-attn and flash-attn 4 share a folder `flash_attn`."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -95,10 +263,10 @@ class Packed:
         return self.kernel.call(q, k, v, self.bounds[q.device], scale, window)[None]
 
     def _by_shape(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        asked = q.split([group.count * group.queries for group in self.groups])
+        queries = q.split([group.count * group.queries for group in self.groups])
         seen = [group.count * group.keys for group in self.groups]
         outputs: list[Tensor] = []
-        for group, *parts in zip(self.groups, asked, k.split(seen), v.split(seen), strict=True):
+        for group, *parts in zip(self.groups, queries, k.split(seen), v.split(seen), strict=True):
             gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
             if (group, window) not in self.masks:
                 self.masks[group, window] = group.mask(window, q)

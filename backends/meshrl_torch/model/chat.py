@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.agents import Message, Tool
 from meshrl.errors import DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.model.files import folder_of
-from meshrl_torch.model.loading import new_config, quiet, read_tokenizer, read_words
-from meshrl_torch.model.text import Template, Words, character_tokenizer, decode, encode_prompts, encode_texts, words
+from meshrl_torch.model.loading import folder_of, new_config, quiet, read_tokenizer, read_words
+from meshrl_torch.model.text import (
+    Template,
+    Words,
+    character_tokenizer,
+    decode,
+    encode_prompts,
+    encode_texts,
+    in_template,
+    words,
+)
 
 
 class HuggingFaceChat:
@@ -31,16 +38,11 @@ class HuggingFaceChat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""
-        given: dict[str, Any] = dict(self._variables)
-        turns: list[Any] = [dict(message.shown()) for message in messages]
-        offered: list[Any] | None = [dict(tool) for tool in tools] or None
+        turns = [message.shown() for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tools=offered, tokenize=False, add_generation_prompt=True, **given
-            )
+            return in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
-        return str(text)
 
     def encode(self, text: str) -> Sequence[int]:
         """Encode a text, which may contain special tokens by name."""
@@ -55,9 +57,9 @@ class HuggingFaceChat:
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """Read the chat format of the model in a role's table. ModelError if it has no template."""
     if isinstance(config.model, NewModel):
-        made = config.model
-        tokenizer = character_tokenizer(made.characters, made.max_tokens, made.chat_template)
-        known = words(tokenizer, new_config(made, tokenizer), None, None)
+        spec = config.model
+        tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
+        known = words(tokenizer, new_config(spec, tokenizer), None, None)
     else:
         known = read_words(config, folder_of(config.model))
     return HuggingFaceChat(known, config.chat_template_kwargs)

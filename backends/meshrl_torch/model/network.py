@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
 from meshrl_torch.model import attention
-from meshrl_torch.model.attention import Attend, Group, Packed
-from meshrl_torch.model.kernels import Kernel
+from meshrl_torch.model.attention import Attend, Group, Kernel, Packed
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
 
@@ -67,16 +66,8 @@ class LanguageModel(Words):
         gradient. `hidden` is [tokens, hidden], of the tokens that predict. More than MAX_LOGITS logits are made in
         chunks, so memory does not grow with tokens times vocabulary.
         """
-        rows = max(1, MAX_LOGITS // int(self.network.config.get_text_config().vocab_size))
-        if len(hidden) <= rows:
-            return self._chosen(hidden, chosen, temperature)
-        pieces: list[Tensor] = []
-        for start in range(0, len(hidden), rows):
-            span = slice(start, start + rows)
-            scale = None if temperature is None else temperature[span]
-            piece = checkpoint(self._chosen, hidden[span], chosen[span], scale, use_reentrant=False)
-            pieces.append(cast("Tensor", piece))
-        return torch.cat(pieces)
+        vocabulary = int(self.network.config.get_text_config().vocab_size)
+        return in_chunks(self._chosen, vocabulary, hidden, chosen, temperature)
 
     def _chosen(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
         logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _Chosen.apply)
@@ -89,7 +80,7 @@ class LanguageModel(Words):
     @property
     def known(self) -> int:
         """Number of token embeddings."""
-        return _embeddings(self.network)
+        return len(cast("nn.Embedding", self.network.get_input_embeddings()).weight)
 
     def check_rows(self, batch: Batch) -> None:
         """Raise DataError if the model cannot read a batch: too long a row, or an unknown token id."""
@@ -110,6 +101,28 @@ class LanguageModel(Words):
         for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
             once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
         return dict(once.values())
+
+
+def in_chunks(
+    compute: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    columns: int,
+    hidden: Tensor,
+    chosen: Tensor,
+    temperature: Tensor | None,
+) -> Tensor:
+    """Return `compute(hidden, chosen, temperature)`, which makes logits of so many columns, at most MAX_LOGITS at once.
+
+    Several chunks are computed again in the backward pass.
+    """
+    rows = max(1, MAX_LOGITS // columns)
+    if len(hidden) <= rows:
+        return compute(hidden, chosen, temperature)
+    pieces: list[Tensor] = []
+    for start in range(0, len(hidden), rows):
+        span = slice(start, start + rows)
+        scale = None if temperature is None else temperature[span]
+        pieces.append(cast("Tensor", checkpoint(compute, hidden[span], chosen[span], scale, use_reentrant=False)))
+    return torch.cat(pieces)
 
 
 def to_probabilities(logprobs: Tensor) -> Tensor:
@@ -163,10 +176,9 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
     model = LanguageModel(
         own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network), routers=routers
     )
-    embeddings = _embeddings(network)
-    if tokenizer.vocab_size > embeddings:  # unused added tokens may be beyond
+    if tokenizer.vocab_size > model.known:  # unused added tokens may be beyond
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
+            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {model.known}: "
             "they do not belong together"
         )
     if network.device.type != "meta":  # otherwise it is checked once it has values
@@ -206,7 +218,7 @@ def _headless(network: PreTrainedModel) -> PreTrainedModel:
 def check_packing(model: LanguageModel) -> None:
     """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions."""
     ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    ids, positions = ids.to(model.device) % _embeddings(model.network), positions.to(model.device)
+    ids, positions = ids.to(model.device) % model.known, positions.to(model.device)
     name = type(model.network).__name__
     try:
         with torch.no_grad():
@@ -220,7 +232,3 @@ def check_packing(model: LanguageModel) -> None:
             f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention or positions "
             "that do not restart): the torch backend cannot train it"
         )
-
-
-def _embeddings(network: PreTrainedModel) -> int:
-    return len(cast("nn.Embedding", network.get_input_embeddings()).weight)

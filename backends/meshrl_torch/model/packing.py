@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshrl.data import Ragged
 from meshrl.errors import DataError
-from meshrl_torch.model.attention import Group, Packed
-from meshrl_torch.model.devices import moved
+from meshrl_torch.model.attention import Group, Packed, moved
 
 Ints = NDArray[np.int64]
 
@@ -123,9 +122,9 @@ def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
     if mask is not None:
         spans = np.flatnonzero(mask.values)
         after = np.searchsorted(spans, starts)
-        found = after < len(spans)
+        has_target = after < len(spans)
         first = spans[np.minimum(after, len(spans) - 1)] - starts if len(spans) else prompt
-        prompt = np.where(found & (first <= inputs), first, 0)
+        prompt = np.where(has_target & (first <= inputs), first, 0)
     return replace(_with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64)), apart=apart)
 
 
@@ -251,8 +250,8 @@ def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[
     target = runs(rows.starts[part] + first, counts)
     if learn is None:
         return source, target
-    kept = np.asarray(learn.values, np.bool_)[target]
-    return source[kept], target[kept]
+    wanted = np.asarray(learn.values, np.bool_)[target]
+    return source[wanted], target[wanted]
 
 
 def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:

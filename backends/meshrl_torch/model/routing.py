@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshrl.data import Batch, Ragged, check_lengths
 from meshrl.errors import ConfigError, DataError, ModelError
-from meshrl_torch.model.devices import moved
+from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch
 
 COLUMN: Final = "experts"
@@ -33,7 +33,7 @@ class Routes:
     seen: list[Tensor] = field(default_factory=list)
     """The recorded experts, int16[tokens, experts of a token] for each layer."""
 
-    def told(self) -> np.ndarray[Any, np.dtype[np.int16]]:
+    def recorded(self) -> np.ndarray[Any, np.dtype[np.int16]]:
         """Return the recorded experts, int16[tokens, layers, experts of a token]."""
         return torch.stack(self.seen, 1).cpu().numpy()
 
@@ -54,8 +54,8 @@ class Routers:
     @classmethod
     def of(cls, network: nn.Module) -> "Routers | None":
         """Return the routers of a network, or None if it has none."""
-        found = [module for module in network.modules() if type(module).__name__.endswith(_KIND)]
-        return cls(found) if found else None
+        routers = [module for module in network.modules() if type(module).__name__.endswith(_KIND)]
+        return cls(routers) if routers else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -126,5 +126,5 @@ def followed(batch: Batch, micro: MicroBatch, device: torch.device) -> Routes | 
     """Return the experts in a batch for a micro-batch's tokens. None if it has no experts."""
     if COLUMN not in batch or micro is IDLE:
         return None
-    told = cast("Ragged", batch[COLUMN]).values[micro.read]
-    return Routes(moved(torch.from_numpy(told.astype(np.int64)), device))
+    experts = cast("Ragged", batch[COLUMN]).values[micro.read]
+    return Routes(moved(torch.from_numpy(experts.astype(np.int64)), device))

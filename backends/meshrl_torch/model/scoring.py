@@ -11,11 +11,11 @@ from torch import Tensor
 
 from meshrl.algo import spread
 from meshrl.data import Batch, Ragged, Source
-from meshrl_torch.model.devices import moved
+from meshrl_torch.model.attention import moved
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch, Rows, Split, micro_batches, whole, with_idle
-from meshrl_torch.model.routing import COLUMN, followed
-from meshrl_torch.ranks.rank_group import SINGLE_RANK, RankGroup, Share
+from meshrl_torch.model.routing import COLUMN, Routes, followed
+from meshrl_torch.ranks.process_group import SINGLE_RANK, RankGroup, Share
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """The prediction for each target of a micro-batch, float32[targets]: log-probs, or values.
@@ -44,15 +44,19 @@ def one_by_one(predict: Predict) -> PredictAll:
     return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
+def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None) -> Tensor:
+    """Return the hidden states that predict a micro-batch's targets, [targets, hidden]."""
+    placed = micro.to(model.device)
+    return model.hidden(placed.ids, placed.positions, placed.attend, routes)[0].index_select(0, placed.source)
+
+
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
     """Return `LanguageModel.logprobs` for each target of a micro-batch.
 
     Logits are divided by the batch's `temperature` if it has one. `follows`: tokens are routed to the experts in the
     batch, if it has some.
     """
-    there = micro.to(model.device)
-    routes = followed(batch, micro, model.device) if follows else None
-    hidden = model.hidden(there.ids, there.positions, there.attend, routes)[0].index_select(0, there.source)
+    hidden = states(model, micro, followed(batch, micro, model.device) if follows else None)
     tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
     return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
 
@@ -83,8 +87,8 @@ def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged 
 
     values = np.zeros(len(batch.tokens.values), np.float32)
     padded = with_idle(micros, passes.ranks.total(share).passes)
-    for micro, said in zip(padded, passes.predict(batch, padded), strict=True):
-        values[micro.target] = said.cpu().numpy()
+    for micro, output in zip(padded, passes.predict(batch, padded), strict=True):
+        values[micro.target] = output.cpu().numpy()
     return values
 
 

@@ -1,14 +1,16 @@
-"""Text to tokens and back, in one way for all roles, and the character tokenizer."""
+"""Text to tokens and back, in one way for all roles: prompts, completions, dialogues, and the character tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import JsonValue
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError, ModelError
 
 PAD: Final = 0
@@ -16,6 +18,12 @@ END: Final = 1
 """The tokens of a character tokenizer that are not characters."""
 Template: TypeAlias = Mapping[str, JsonValue]
 """Variables of a chat template, by name."""
+Message: TypeAlias = Mapping[str, str]
+Part: TypeAlias = tuple[str, bool]
+"""A piece of the rendered text, and whether it is learned."""
+
+_ASSISTANT: Final = "assistant"
+_KEYS: Final = ("role", "content")
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,7 @@ def encode_prompts(
     """
     texts = list(prompts)
     if chat is not None:
-        texts = [
-            in_template(tokenizer, [{"role": "user", "content": text}], chat, add_generation_prompt=True)
-            for text in texts
-        ]
+        texts = [in_template(tokenizer, [{"role": "user", "content": text}], chat, opens=True) for text in texts]
     tokens = _encode(tokenizer, texts, special=chat is None)
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
@@ -117,13 +122,14 @@ def encode_dialogues(
 
     DataError for texts that the template refuses or the tokenizer cannot encode.
     """
-    texts: list[str] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        dialogue = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        try:
-            texts.append(in_template(tokenizer, dialogue, chat))
-        except Exception as error:
-            raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
+    dialogues = [
+        [{"role": "user", "content": prompt}, {"role": _ASSISTANT, "content": completion}]
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    try:
+        texts = [in_template(tokenizer, dialogue, chat) for dialogue in dialogues]
+    except Exception as error:
+        raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
     return _encode(tokenizer, texts, special=False)
 
 
@@ -132,12 +138,17 @@ def in_template(
     messages: Sequence[Mapping[str, object]],
     variables: Template,
     *,
-    add_generation_prompt: bool = False,
+    opens: bool = False,
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> str:
-    """Render messages in the tokenizer's chat template, which may raise anything."""
+    """Render messages in the tokenizer's chat template, which may raise anything.
+
+    `opens`: end with the opening of an assistant's turn.
+    """
     given: dict[str, Any] = dict(variables)
     turns: list[Any] = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
+    offered: list[Any] | None = [dict(tool) for tool in tools] or None
+    text = tokenizer.apply_chat_template(turns, tools=offered, tokenize=False, add_generation_prompt=opens, **given)
     return str(text)
 
 
@@ -190,8 +201,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool)
             bare = text
             for token in tokenizer.all_special_tokens:
                 bare = bare.replace(token, "")
-            strange = sorted(set(bare) - known)
-            if strange:
+            if strange := sorted(set(bare) - known):
                 raise DataError(
                     f"the text {_short(text)!r} has {', '.join(map(repr, strange))}, which the tokenizer does "
                     f"not know; its characters are {''.join(sorted(known))!r}: add to model.characters, or clean "
@@ -202,3 +212,125 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool)
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def encoded(model: Words, batch: Batch) -> Batch:
+    """Add `tokens` and `loss_mask`, from `messages` or else from `prompt` and `completion`.
+
+    DataError for a row that is too long, and for invalid dialogues as in `encode_messages`.
+    """
+    if "messages" in batch:
+        return encode_messages(model, batch)
+    prompts = encode_prompts(model.tokenizer, texts_of(batch, "prompt"), model.chat)
+    completions = encode_completions(model.tokenizer, texts_of(batch, "completion"))
+    tokens = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    for row, ids in enumerate(tokens):
+        model.check_lengths(len(ids), f"row {row}")
+    masks = [np.arange(len(ids)) >= len(prompt) for prompt, ids in zip(prompts, tokens, strict=True)]
+    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+
+def encode_messages(words: Words, batch: Batch) -> Batch:
+    """Add `tokens` and `loss_mask` from `messages`. `learn`, a text for each row, is "all" if it is missing.
+
+    `messages`: a list of `{"role": ..., "content": ...}` for each row. The assistant's turns are learned, all or the
+    last, from after the template's opening of the turn through the token that ends it. Each piece is tokenised
+    separately, like a prompt before generation. ModelError if the tokenizer has no template. DataError for a row that
+    is not a dialogue, that the template refuses or does not render piece by piece, that has nothing to learn, or that
+    is too long.
+    """
+    if not words.tokenizer.chat_template:
+        raise ModelError(
+            f"`messages` are rendered by the chat template, and the tokenizer of "
+            f"{words.tokenizer.name_or_path or 'this model'} has none: use an instruction-tuned model, or the columns "
+            "`prompt` and `completion`"
+        )
+    rows = batch.objects("messages") if len(batch) else ()
+    learn = batch.objects("learn") if len(batch) and "learn" in batch else ("all",) * len(rows)
+    tokens: list[list[int]] = []
+    masks: list[list[bool]] = []
+    for row, (value, which) in enumerate(zip(rows, learn, strict=True)):
+        messages = _dialogue(value, row)
+        if which not in ("all", "last"):
+            raise DataError(f'row {row}: `learn` is {which!r}: use "all" or "last"')
+        parts = list(_parts(words, messages, which == "last", row))
+        pieces = encode_texts(words.tokenizer, [text for text, _ in parts])
+        tokens.append([token for piece in pieces for token in piece])
+        masks.append([])
+        for (_, is_learned), piece in zip(parts, pieces, strict=True):  # up to the first token that ends a text
+            end = next((at for at, token in enumerate(piece) if token in words.ends), len(piece))
+            masks[-1] += [is_learned and at <= end for at in range(len(piece))]
+        if not any(masks[-1]):
+            raise DataError(f"row {row}: its dialogue has no assistant's turn to learn: drop the row")
+        words.check_lengths(len(tokens[-1]), f"row {row}")
+    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+
+def _parts(words: Words, messages: Sequence[Message], only_last: bool, row: int) -> Iterator[Part]:
+    """Yield the rendered text in pieces: learned ones, and those in between."""
+    turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
+    seen = ""
+    for at in turns[-1:] if only_last else turns:
+        opened = _render(words, messages[:at], row, opens=True)
+        ended = _render(words, messages[: at + 1], row)
+        yield _added(seen, opened, at, row), False
+        yield _added(opened, ended, at, row), True
+        seen = ended
+
+
+def _added(before: str, after: str, at: int, row: int) -> str:
+    """Return what the template adds to its previous text. DataError if it changed that text."""
+    if after.startswith(before):
+        return after[len(before) :]
+    where = next((place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), 0)
+    place = min(where, len(before), len(after))
+    raise DataError(
+        f"row {row}: the chat template renders the text before message {at} differently with that message, so the "
+        f"message's tokens are unknown: at character {place} it has {after[place : place + 30]!r} in place of "
+        f"{before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
+        "give each turn as a separate row"
+    )
+
+
+def _render(words: Words, messages: Sequence[Message], row: int, opens: bool = False) -> str:
+    try:
+        return in_template(words.tokenizer, messages, words.chat or {}, opens=opens)
+    except Exception as error:
+        raise DataError(f"row {row}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+
+def _dialogue(messages: object, row: int) -> Sequence[Message]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(f"row {row}: `messages` is {messages!r:.60}: give a list of {{'role': ..., 'content': ...}}")
+    for at, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _KEYS):
+            raise DataError(
+                f"row {row}: message {at} is {message!r:.60}: give {{'role': ..., 'content': ...}}, both texts"
+            )
+    return cast("Sequence[Message]", messages)
+
+
+def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
+    """Append the tokens of `observation` to rows. Also returns the rows without room, bool[rows].
+
+    The new tokens are not learned, their log-probs are 0 and their versions -1. A row has no room if the model could
+    not read it and one more token, and is returned unchanged. DataError for a text that the tokenizer cannot encode.
+    """
+    texts = [str(text) if text else "" for text in rows.objects("observation")]
+    encoded = encode_texts(words.tokenizer, texts)
+    lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
+    full = (added > 0) & (lengths + added + 1 > words.max_tokens)
+    ids = [[] if no_room else row for row, no_room in zip(encoded, full.tolist(), strict=True)]
+
+    def after(column: Ragged, new: list[list[int]], dtype: type[np.generic]) -> Ragged:
+        parts = [np.concatenate([had, np.array(add, dtype)]) for had, add in zip(column, new, strict=True)]
+        return Ragged.of(parts, dtype)
+
+    nothing = [[0] * len(row) for row in ids]
+    whole = rows.assign(
+        tokens=after(rows.tokens, ids, np.int32),
+        loss_mask=after(rows.loss_mask, nothing, np.bool_),
+        sampler_logprobs=after(rows.sampler_logprobs, nothing, np.float32),
+        versions=after(rows.versions, [[-1] * len(row) for row in ids], np.int32),
+    )
+    return whole.drop("observation"), full

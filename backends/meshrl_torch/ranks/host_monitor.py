@@ -18,28 +18,28 @@ from torch.distributed.distributed_c10d import Store
 
 from meshrl.mesh import Rank
 
-_KEY: Final = "vigil"
+_KEY: Final = "host monitor"
 _TOKEN: Final = 16
 """Bytes of the secret by which the first rank recognises the others."""
 _NUMBER: Final = struct.Struct("<I")
 _REPORT: Final = struct.Struct("<I?")
-"""Number of a rank that is gone, and whether its host is silent."""
-_PATIENCE: Final = 10.0
+"""Number of the lost rank, and whether its host is silent."""
+_HELLO: Final = 10.0
 """Seconds that a connecting process has to identify itself."""
 _CONNECTED: Final = 120.0
 """Seconds within which all ranks connect. They have met just before."""
 _FAREWELL: Final = 0xFFFFFFFF
-"""Sent instead of a number by a living rank that closes its vigil."""
+"""Sent instead of a number by a living rank that closes its monitor."""
 _PROBES: Final = 5
 """Number of unanswered probes after which the system gives up a host."""
 _LONGEST: Final = 32767.0
 """Most seconds that the system accepts."""
 
 
-class Vigil:
-    """One rank's watch over the others.
+class HostMonitor:
+    """Watches the other ranks of a process group from one of them.
 
-    Calls `lost` once, in a thread, with the number of a rank that is gone, and whether its host is silent. If not, its
+    Calls `lost` once, in a thread, with the number of the lost rank, and whether its host is silent. If not, its
     process has ended.
     """
 
@@ -55,11 +55,9 @@ class Vigil:
         """All ranks construct theirs together. `host`: where the others reach the first rank.
 
         `patience`: seconds after which a host that does not answer is given up. A rank that has not connected within
-        `connected` seconds counts as gone.
+        `connected` seconds counts as lost.
         """
-        self._lost = lost
-        self._patience = patience
-        self._closed = False
+        self._lost, self._patience, self._closed = lost, patience, False
         if rank.index == 0:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
@@ -67,18 +65,19 @@ class Vigil:
             token = secrets.token_bytes(_TOKEN)
             store.set(_KEY, f"{listening.getsockname()[1]} {token.hex()}")
             self._own, closing = socket.socketpair()
-            watch = self._over(listening, closing, token, set(range(1, rank.size)), connected)
+            arguments = (listening, closing, token, set(range(1, rank.size)), connected)
+            self._thread = threading.Thread(target=self._watch_all, args=arguments, daemon=True)
         else:
-            port, told = store.get(_KEY).decode().split()
-            self._own = _kept(socket.create_connection((host, int(port)), connected), patience)
+            port, secret = store.get(_KEY).decode().split()
+            self._own = _with_keepalive(socket.create_connection((host, int(port)), connected), patience)
             self._own.settimeout(None)
-            self._own.sendall(bytes.fromhex(told) + _NUMBER.pack(rank.index))
-            watch = self._of(self._own)
-        self._thread = threading.Thread(target=watch, name="vigil", daemon=True)
+            self._own.sendall(bytes.fromhex(secret) + _NUMBER.pack(rank.index))
+            self._thread = threading.Thread(target=self._watch_first, daemon=True)
+        self._thread.name = "meshrl-host-monitor"
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch. `lost` is not called any more, and the others do not count this as a death."""
+        """Stop watching. `lost` is not called any more, and the others do not count this as a death."""
         self._closed = True
         with suppress(OSError):  # it has ended, or the first rank is gone
             self._own.sendall(_NUMBER.pack(_FAREWELL))
@@ -86,58 +85,50 @@ class Vigil:
         self._thread.join()
         self._own.close()
 
-    def _over(
+    def _watch_all(
         self, listening: socket.socket, closing: socket.socket, token: bytes, awaited: set[int], connected: float
-    ) -> Callable[[], None]:
-        """Return the first rank's watch, which reports the first loss to all. `awaited`: unconnected ranks."""
-        there: dict[socket.socket, int] = {}
+    ) -> None:
+        """Watch on the first rank, and report the first loss to all. `awaited`: unconnected ranks."""
+        ranks: dict[socket.socket, int] = {}
+        until, gone, silent = time.monotonic() + connected, _FAREWELL, False
+        with selectors.DefaultSelector() as selector, listening, closing:
+            selector.register(closing, selectors.EVENT_READ)
+            selector.register(listening, selectors.EVENT_READ)
+            while gone == _FAREWELL and not self._closed:
+                left = max(0.0, until - time.monotonic()) if awaited else None
+                ready = [key.fileobj for key, _ in selector.select(left)]
+                if not ready and awaited:
+                    gone = min(awaited)
+                for each in ranks.keys() & ready:
+                    selector.unregister(each)
+                    with each:
+                        farewell, unanswered = _read(each, _NUMBER.size)
+                    if not farewell:
+                        gone, silent = ranks[each], unanswered
+                    del ranks[each]
+                if listening in ready and (accepted := self._accept(listening, token)):
+                    connection, number = accepted
+                    ranks[connection] = number
+                    awaited.discard(number)
+                    selector.register(connection, selectors.EVENT_READ)
+                    if not awaited:
+                        selector.unregister(listening)
+        for each in ranks:
+            with each, suppress(OSError):
+                each.sendall(_REPORT.pack(gone, silent))
+        self._report(gone, silent)
 
-        def watch() -> None:
-            until, gone, silent = time.monotonic() + connected, _FAREWELL, False
-            with selectors.DefaultSelector() as selector, listening, closing:
-                selector.register(closing, selectors.EVENT_READ)
-                selector.register(listening, selectors.EVENT_READ)
-                while gone == _FAREWELL and not self._closed:
-                    left = max(0.0, until - time.monotonic()) if awaited else None
-                    ready = [key.fileobj for key, _ in selector.select(left)]
-                    if not ready and awaited:
-                        gone = min(awaited)
-                    for each in there.keys() & ready:
-                        selector.unregister(each)
-                        with each:
-                            told, unheard = _read(each, _NUMBER.size)
-                        if not told:
-                            gone, silent = there[each], unheard
-                        del there[each]
-                    if listening in ready and (came := self._greeted(listening, token)):
-                        connection, number = came
-                        there[connection] = number
-                        awaited.discard(number)
-                        selector.register(connection, selectors.EVENT_READ)
-                        if not awaited:
-                            selector.unregister(listening)
-            for each in there:
-                with each, suppress(OSError):
-                    each.sendall(_REPORT.pack(gone, silent))
-            self._tell(gone, silent)
+    def _watch_first(self) -> None:
+        """Watch on another rank: wait for the first rank's report, or for its loss."""
+        with self._own:
+            report, silent = _read(self._own, _REPORT.size)
+        gone, silent = _REPORT.unpack(report) if report else (0, silent)
+        self._report(gone, silent)
 
-        return watch
-
-    def _of(self, first: socket.socket) -> Callable[[], None]:
-        """Return another rank's watch, which waits for the first rank's report, or for its loss."""
-
-        def watch() -> None:
-            with first:
-                told, silent = _read(first, _REPORT.size)
-            gone, silent = _REPORT.unpack(told) if told else (0, silent)
-            self._tell(gone, silent)
-
-        return watch
-
-    def _greeted(self, listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
+    def _accept(self, listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
         """Accept a connection from a rank, and return its number. None for a stranger."""
-        connection = _kept(listening.accept()[0], self._patience)
-        connection.settimeout(_PATIENCE)
+        connection = _with_keepalive(listening.accept()[0], self._patience)
+        connection.settimeout(_HELLO)
         hello, _ = _read(connection, _TOKEN + _NUMBER.size)
         connection.settimeout(None)
         if secrets.compare_digest(hello[:_TOKEN], token):
@@ -145,25 +136,25 @@ class Vigil:
         connection.close()
         return None
 
-    def _tell(self, gone: int, silent: bool) -> None:
+    def _report(self, gone: int, silent: bool) -> None:
         if gone != _FAREWELL and not self._closed:
             self._lost(gone, silent)
 
 
 def _read(connection: socket.socket, size: int) -> tuple[bytes, bool]:
     """Read `size` bytes. Empty if the other end is gone before, and then True if it is because its host is silent."""
-    got = b""
+    content = b""
     try:
-        while len(got) < size and (more := connection.recv(size - len(got))):
-            got += more
+        while len(content) < size and (more := connection.recv(size - len(content))):
+            content += more
     except ConnectionError:  # its process has ended
         return b"", False
     except OSError:
         return b"", True
-    return got if len(got) == size else b"", False
+    return content if len(content) == size else b"", False
 
 
-def _kept(connection: socket.socket, patience: float) -> socket.socket:
+def _with_keepalive(connection: socket.socket, patience: float) -> socket.socket:
     """Let the system end a connection if the other host has not answered for `patience` seconds."""
     patience = min(patience, _LONGEST)
     probing = max(1, round(patience / 2 / _PROBES))

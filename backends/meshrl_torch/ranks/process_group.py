@@ -1,7 +1,8 @@
-"""The process group of a rank's process: made once, shared by all its actors, made again after a respawn."""
+"""The process group of a rank's process, and the ranks that compute one model together."""
 
 import os
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Lock
@@ -13,15 +14,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from meshrl import log
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import PATIENCE, Rank
-from meshrl_torch.ranks.host_monitor import Vigil
+from meshrl_torch.ranks.host_monitor import HostMonitor
 
-LONGEST_WAIT: Final = timedelta(minutes=30)
+T = TypeVar("T")
+
+_LONGEST_WAIT: Final = timedelta(minutes=30)
 """Longest time that a rank waits for another."""
 
 _stores: Final[dict[str, Store]] = {}
-"""By place. Kept, because the first rank serves its store to the others."""
+"""By address. Kept, because the first rank serves its store to the others."""
 
 
 def are_processes(rank: Rank) -> bool:
@@ -29,8 +32,8 @@ def are_processes(rank: Rank) -> bool:
     return os.environ.get("WORLD_SIZE") == str(rank.size)
 
 
-def place() -> str:
-    """Return the meeting place, as host and port. It changes after a process of the mesh was restarted."""
+def store_address() -> str:
+    """Return the address of the mesh's store, as host and port. It changes after a process of the mesh restarted."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
@@ -39,24 +42,22 @@ def patience_with_hosts() -> float:
     return float(os.environ.get("MESHRL_PATIENCE", PATIENCE))
 
 
-def meet(rank: Rank) -> Store:
+def mesh_store(rank: Rank) -> Store:
     """Return the store of the mesh. All ranks call it together."""
-    here = place()
-    if here not in _stores:
-        _stores[here], _, _ = next(rendezvous(f"tcp://{here}", rank.index, rank.size, timeout=LONGEST_WAIT))
-    return _stores[here]
-
-
-T = TypeVar("T")
+    address = store_address()
+    if address not in _stores:
+        _stores[address], _, _ = next(rendezvous(f"tcp://{address}", rank.index, rank.size, timeout=_LONGEST_WAIT))
+    return _stores[address]
 
 
 class _Joined(NamedTuple):
-    """The group of this process."""
+    """The default group of this process."""
 
-    place: str
-    """The meeting place of its ranks, as host and port."""
+    address: str
+    """HOST:PORT of its ranks' store."""
     generation: str
-    vigil: Vigil
+    """The address when the group was made."""
+    monitor: HostMonitor
 
 
 _joined: _Joined | None = None
@@ -64,7 +65,7 @@ _first: Final = Lock()
 """Guards the default group of a mesh of one rank, because the local engine's roles are threads of one process."""
 
 
-class Shared(Generic[T]):
+class SharedGroups(Generic[T]):
     """Process groups, made once in a process for each key: they use threads, and are never freed.
 
     If the default group was made again, groups made from the old one are forgotten.
@@ -98,7 +99,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             if not dist.is_initialized():
                 own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
                 dist.init_process_group(
-                    _carrier(device), store=own(), rank=0, world_size=1, device_id=_bound(device)
+                    _backend(device), store=own(), rank=0, world_size=1, device_id=_device_id(device)
                 )  # fmt: skip
         return
     if not are_processes(rank):
@@ -106,25 +107,25 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             f"the backend '{backend}' needs a process for each of {rank.size} ranks, but ranks of the local engine "
             "are threads: set run.engine = 'processes', or use a mesh of one rank"
         )
-    here = place()
-    if _joined is not None and _joined.place == here:
+    address = store_address()
+    if _joined is not None and _joined.address == address:
         return
-    store = meet(rank)
+    store = mesh_store(rank)
     known = _generations(store, rank, _joined.generation if _joined else "")
     if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
-            _joined.vigil.close()
+            _joined.monitor.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
-            _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
-            timeout=LONGEST_WAIT, device_id=_bound(device),
+            _backend(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
+            timeout=_LONGEST_WAIT, device_id=_device_id(device),
         )  # fmt: skip
         lost = partial(_end_collectives, device, dist.group.WORLD)
-        vigil = Vigil(store, rank, here.rpartition(":")[0], lost, patience_with_hosts())
-        _joined = _Joined(here, here, vigil)
+        monitor = HostMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
+        _joined = _Joined(address, address, monitor)
     elif _joined is not None:
-        _joined = _joined._replace(place=here)
+        _joined = _joined._replace(address=address)
 
 
 def _end_collectives(device: torch.device, world: dist.ProcessGroup | None, gone: int, silent: bool) -> None:
@@ -151,11 +152,116 @@ def _generations(store: Store, rank: Rank, own: str) -> set[str]:
     return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
 
 
-def _carrier(device: torch.device) -> str:
+def _backend(device: torch.device) -> str:
     """Return the backend for tensors. With NCCL, gloo carries what ranks agree on."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _bound(device: torch.device) -> torch.device | None:
+def _device_id(device: torch.device) -> torch.device | None:
     """Return the GPU for NCCL. Named, NCCL need not guess it or wait for the first collective to connect."""
     return device if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's contribution to a call, or that of all: sums, but the maximum of `passes`."""
+
+    passes: int
+    """Forward passes."""
+    tokens: int = 0
+    """Learned tokens."""
+    rows: int = 0
+    """Rows with learned tokens."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of torch's default group, each a process. The backend adds the layout of their computations."""
+
+    size: int
+    """Number of ranks with different rows."""
+    place: tuple[int, ...]
+    """This rank's number among these. Ranks with the same number have the same rows."""
+    interruptible = False
+    """True if a call may end between two passes. False if ranks wait for each other."""
+
+    @property
+    def number(self) -> int:
+        """This rank's number among all."""
+        return dist.get_rank()
+
+    def total(self, share: Callable[[], Share]) -> Share:
+        """Combine the shares of all ranks. An error of one rank is raised on all."""
+        different = dict(self.agree(lambda: (self.place, share()))).values()
+        return Share(
+            max(each.passes for each in different),
+            sum(each.tokens for each in different),
+            sum(each.rows for each in different),
+        )
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Run `work` on one rank, while the others wait. An error is raised on all."""
+        self.agree(work if self.number == 0 else lambda: None)
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on each rank and return the results of all. An error of one rank is raised on all.
+
+        So no rank waits in a collective for one that has left.
+        """
+        if dist.get_world_size() == 1:
+            return [work()]
+        failure: Exception | None = None
+        outcome: T | Failed
+        try:
+            outcome = work()
+        except Exception as error:  # noqa: BLE001 -- it is raised after the others know of it
+            failure, outcome = error, Failed.of(error)
+        outcomes: list[T | Failed] = [outcome] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+        if failure is not None:
+            raise failure
+        for rank, each in enumerate(outcomes):
+            if isinstance(each, Failed):
+                raise each.kind(f"{each.text} (on rank {rank})")
+        return cast("list[T]", outcomes)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on each rank and return this rank's result, which is not sent. An error is raised on all."""
+        results: list[T] = []
+        self.agree(lambda: results.append(work()))
+        return results[0]
+
+
+@dataclass(frozen=True)
+class SingleRank(RankGroup):
+    """A single rank, which needs no process group."""
+
+    size: int = 1
+    place: tuple[int, ...] = ()
+    interruptible = True
+
+    @property
+    def number(self) -> int:
+        """Its number, the only one."""
+        return 0
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Return its own result."""
+        return [work()]
+
+
+SINGLE_RANK: Final = SingleRank()
+
+
+class Failed(NamedTuple):
+    """An exception as the other ranks receive it."""
+
+    kind: type[MeshrlError]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failed":
+        """Convert an exception. A plain error of meshrl keeps its class."""
+        if type(error) in (ConfigError, DataError, ModelError):
+            return cls(cast("type[MeshrlError]", type(error)), str(error))
+        return cls(ModelError, f"{type(error).__name__}: {error}")

@@ -32,12 +32,12 @@ class Cache:
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's tensors, with the heads, dims and dtype of `key` and `value` [_, heads, _, dims]."""
-        kept = self.layers.get(index)
-        if kept is None or kept[0].shape[0] < self.slots or kept[0].shape[2] < self.positions:
-            old = (None, None) if kept is None else kept
-            kept = self._grown(key, old[0]), self._grown(value, old[1])
-            self.layers[index] = kept
-        return kept
+        cached = self.layers.get(index)
+        if cached is None or cached[0].shape[0] < self.slots or cached[0].shape[2] < self.positions:
+            old = (None, None) if cached is None else cached
+            cached = self._grown(key, old[0]), self._grown(value, old[1])
+            self.layers[index] = cached
+        return cached
 
     def move(self, source: Tensor, target: Tensor, positions: int) -> None:
         """Copy the first positions of the source slots to the target slots, int64 each."""
@@ -72,8 +72,8 @@ class Prefill:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Compute packed attention."""
-        for states, kept in zip((key, value), self.cache.layer(layer, key, value), strict=True):
-            kept[self.slots, :, self.positions] = states[0].transpose(0, 1)[self.tokens]
+        for states, cached in zip((key, value), self.cache.layer(layer, key, value), strict=True):
+            cached[self.slots, :, self.positions] = states[0].transpose(0, 1)[self.tokens]
         return self.packed(layer, query, key, value, scale, window)
 
 

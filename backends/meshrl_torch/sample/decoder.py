@@ -7,7 +7,7 @@ forward pass over the first slots of the cache.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -46,26 +46,23 @@ class Decoder:
         refill: int | None = None,
         routed: tuple[int, int] = (0, 0),
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._most = slots
+        self._model, self._cache, self._request, self._draw, self._most = model, cache, request, draw, slots
         cache.begin(min(slots, len(request.limits)))
-        self._request = request
-        self._draw = draw
         self._lengths = np.fromiter(map(len, request.prefixes), np.int64, len(request.prefixes))
         self._rows = len(request.limits)
         self._slots = min(slots, self._rows)
         self._refill = max(1, slots // 8) if refill is None else refill
         self._next = 0  # the first row that waits
         self._count = 0
-        self._row = np.zeros(self._slots, np.int64)
-        self._prompt = np.zeros(self._slots, np.int64)
-        self._place = np.zeros(self._slots, np.int64)  # of the newest token, which the model has not read yet
-        self._end = np.zeros(self._slots, np.int64)
-        self._tokens = np.zeros((self._slots, 0), np.int32)
-        self._logprobs = np.zeros((self._slots, 0), np.float32)
-        self._versions = np.zeros((self._slots, 0), np.int32)
-        self._experts = np.zeros((self._slots, 0, *routed), np.int16)
+        # For each slot. The place is that of the newest token, which the model has not read yet.
+        self._row, self._prompt, self._place, self._end = (np.zeros(self._slots, np.int64) for _ in range(4))
+        self._columns: dict[str, NDArray[Any]] = {
+            "tokens": np.zeros((self._slots, 0), np.int32),
+            "logprobs": np.zeros((self._slots, 0), np.float32),
+            "versions": np.zeros((self._slots, 0), np.int32),
+            "experts": np.zeros((self._slots, 0, *routed), np.int16),
+        }
+        """For each slot and place, as in `Finished`."""
         self._ends = np.array(sorted(request.ends), np.int32)
         self._calls = 1
         self._call = np.zeros(self._rows, np.int64)  # of each row
@@ -96,16 +93,8 @@ class Decoder:
     def add(self, request: Request, seed: UInt64) -> int:
         """Add the rows of another call with the same sampling and its own seed. Returns its number. The first is 0."""
         self._keep(np.arange(self._next, self._rows))
-        had, count = self._request, len(request.limits)
-        self._request = replace(
-            had,
-            prefixes=[*had.prefixes, *request.prefixes],
-            prefix=np.concatenate([had.prefix, request.prefix + len(had.prefixes)]),
-            rows=np.concatenate([had.rows, request.rows]),
-            starts=np.concatenate([had.starts, request.starts]),
-            limits=np.concatenate([had.limits, request.limits]),
-            numbers=np.concatenate([had.numbers, request.numbers]),
-        )
+        count = len(request.limits)
+        self._request = self._request.joined(request)
         number, self._calls = self._calls, self._calls + 1
         self._left[number] = count
         self._lengths = np.fromiter(map(len, self._request.prefixes), np.int64, len(self._request.prefixes))
@@ -142,7 +131,7 @@ class Decoder:
                 tokens=tokens,
                 logprobs=np.zeros(len(tokens), np.float32),
                 versions=np.full(len(tokens), -1, np.int32),
-                experts=np.full((len(tokens), *self._experts.shape[2:]), -1, np.int16),
+                experts=np.full((len(tokens), *self._columns["experts"].shape[2:]), -1, np.int16),
             )
         )
         self._keep(others)
@@ -165,13 +154,13 @@ class Decoder:
         places = self._place[:count]
         longest = int(places.max()) + 1
         self._reserve(longest + 1)
-        ids = self._tokens[np.arange(count), places].astype(np.int64)
+        ids = self._columns["tokens"][np.arange(count), places].astype(np.int64)
         positions = torch.from_numpy(places.copy())
         attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
         routes = self._routes()
         hidden = self._model.hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, routes)
         if routes is not None:
-            self._experts[np.arange(count), places] = routes.told()
+            self._columns["experts"][np.arange(count), places] = routes.recorded()
         return self._model.logits(hidden[:, 0])
 
     def _admit(self, count: int, version: int) -> None:
@@ -216,9 +205,9 @@ class Decoder:
         mine = self._lengths[prefixes[which]]
         entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
-        self._tokens[slot, places] = ids[entries]
-        self._logprobs[slot, places] = 0
-        self._versions[slot, places] = -1
+        self._columns["tokens"][slot, places] = ids[entries]
+        self._columns["logprobs"][slot, places] = 0
+        self._columns["versions"][slot, places] = -1
         attend = Prefill(
             Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
         )
@@ -226,13 +215,13 @@ class Decoder:
         routes = self._routes()
         hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend, routes)[0]
         if routes is not None:
-            self._experts[slot, places] = routes.told()[entries]
+            self._columns["experts"][slot, places] = routes.recorded()[entries]
         last = torch.from_numpy(at + self._lengths[prefixes] - 1)
         return self._model.logits(hidden[last])[torch.from_numpy(which)]
 
     def _routes(self) -> Routes | None:
         """Return the record of a pass's experts, if they are recorded."""
-        return Routes() if self._experts.shape[2] else None
+        return Routes() if self._columns["experts"].shape[2] else None
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
         """Sample the next token of the slots from `first` on."""
@@ -242,17 +231,15 @@ class Decoder:
         row = self._row[here]
         draw = replace(self._draw, seed=self._seeds[row])
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], version)
-        slots = np.arange(here.start, here.stop)
-        self._tokens[slots, place] = tokens.numpy()
-        self._logprobs[slots, place] = logprobs.numpy()
-        self._versions[slots, place] = version
-        self._experts[slots, place] = -1  # until the token is read
+        new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": version, "experts": -1}
+        for name, values in new.items():  # experts are unknown until the token is read
+            self._columns[name][np.arange(here.start, here.stop), place] = values
 
     def _retire(self) -> None:
         """Remove rows that ended. The last rows take their slots."""
         count = self._count
         place = self._place[:count]
-        ended = np.isin(self._tokens[np.arange(count), place], self._ends)
+        ended = np.isin(self._columns["tokens"][np.arange(count), place], self._ends)
         if self._request.stop:
             ended |= self._stopped()
         done = ended | (place + 1 >= self._end[:count])
@@ -272,16 +259,9 @@ class Decoder:
 
     def _keep(self, waiting: Ints) -> None:
         """Keep only rows in slots and these waiting ones."""
-        rows, had = np.concatenate([self._row[: self._count], waiting]), self._request
-        self._request = replace(
-            had,
-            prefixes=had.prefixes if len(waiting) else (),
-            prefix=had.prefix[rows],
-            rows=had.rows[rows],
-            starts=had.starts[rows],
-            limits=had.limits[rows],
-            numbers=had.numbers[rows],
-        )
+        rows = np.concatenate([self._row[: self._count], waiting])
+        request = self._request.select(rows)
+        self._request = request if len(waiting) else replace(request, prefixes=())
         self._call, self._seeds = self._call[rows], self._seeds[rows]
         self._row[: self._count] = np.arange(self._count)
         self._next, self._rows = self._count, len(rows)
@@ -296,11 +276,12 @@ class Decoder:
         self._row, self._prompt, self._place, self._end = (
             np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
         )
-        below = ((0, more), (0, 0))
-        self._tokens = np.pad(self._tokens, below)
-        self._logprobs = np.pad(self._logprobs, below)
-        self._versions = np.pad(self._versions, below)
-        self._experts = np.pad(self._experts, (*below, (0, 0), (0, 0)))
+        self._pad(more, 0)
+
+    def _pad(self, slots: int, places: int) -> None:
+        """Append zeros to the columns."""
+        for name, column in self._columns.items():
+            self._columns[name] = np.pad(column, ((0, slots), (0, places), *((0, 0),) * (column.ndim - 2)))
 
     def _finish(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> None:
         calls = self._call[self._row[slots]]
@@ -309,27 +290,24 @@ class Decoder:
             self._left[call] -= int(mine.sum())
             if not self._left[call]:
                 del self._left[call]
-            self._finished.setdefault(call, []).append(self._told(slots[mine], truncated[mine], aborted))
+            self._finished.setdefault(call, []).append(self._result(slots[mine], truncated[mine], aborted))
 
-    def _told(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> Finished:
+    def _result(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> Finished:
         lengths = self._place[slots] + 1
-        flat = runs(slots * self._tokens.shape[1], lengths)
+        count, places = self._columns["tokens"].shape
+        flat = runs(slots * places, lengths)
         return Finished(
             rows=self._request.rows[self._row[slots]],
             lengths=lengths,
             prompts=self._prompt[slots],
             truncated=truncated,
             aborted=np.full(len(slots), aborted),
-            tokens=self._tokens.reshape(-1)[flat],
-            logprobs=self._logprobs.reshape(-1)[flat],
-            versions=self._versions.reshape(-1)[flat],
-            experts=self._experts.reshape(self._tokens.size, *self._experts.shape[2:])[flat],
+            **{name: column.reshape(count * places, *column.shape[2:])[flat] for name, column in self._columns.items()},
         )
 
     def _move(self, source: Ints, target: Ints) -> None:
         longest = int(self._place[source].max()) + 1
-        tokens = self._tokens, self._logprobs, self._versions, self._experts
-        for state in (self._row, self._prompt, self._place, self._end, *tokens):
+        for state in (self._row, self._prompt, self._place, self._end, *self._columns.values()):
             state[target] = state[source]
         self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
 
@@ -337,19 +315,15 @@ class Decoder:
         """True for each row in a slot that ends with a stop text, bool[count]."""
         # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
         reach = 4 * max(map(len, self._request.stop)) + 4
-        spans = zip(self._tokens, self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
+        spans = zip(self._columns["tokens"], self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
         tails = [tokens[max(prompt, last + 1 - reach) : last + 1].tolist() for tokens, prompt, last in spans]
         texts = decode(self._model.tokenizer, tails)
         return np.array([any(stop in text for stop in self._request.stop) for text in texts], np.bool_)
 
     def _reserve(self, positions: int) -> None:
         """Make room for this many tokens in each slot."""
-        room = self._tokens.shape[1]
+        had = room = self._columns["tokens"].shape[1]
         if positions > room:
             room = -(-max(positions, room + room // 2) // GROWTH) * GROWTH
-            more = ((0, 0), (0, room - self._tokens.shape[1]))
-            self._tokens = np.pad(self._tokens, more)
-            self._logprobs = np.pad(self._logprobs, more)
-            self._versions = np.pad(self._versions, more)
-            self._experts = np.pad(self._experts, (*more, (0, 0), (0, 0)))
+            self._pad(0, room - had)
         self._cache.reserve(room)

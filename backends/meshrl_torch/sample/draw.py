@@ -73,12 +73,12 @@ class Draw:
         if not self.sampling.top_k and self.sampling.top_p == 1:
             return _inverse(probabilities, uniform)
         # Sorted by falling probability, the kept tokens come first in each row.
-        kept, ids = probabilities.sort(stable=True, dim=-1, descending=True)
+        ordered, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         if self.sampling.top_k:
-            kept, ids = kept[:, : self.sampling.top_k], ids[:, : self.sampling.top_k]
-        before = kept.cumsum(-1) - kept
-        kept = kept.masked_fill(before >= self.sampling.top_p * kept.sum(-1, keepdim=True), 0)
-        return ids.gather(1, _inverse(kept, uniform))
+            ordered, ids = ordered[:, : self.sampling.top_k], ids[:, : self.sampling.top_k]
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= self.sampling.top_p * ordered.sum(-1, keepdim=True), 0)
+        return ids.gather(1, _inverse(ordered, uniform))
 
 
 def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +11,16 @@ from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.roles import Sampling
-from meshrl_torch.model.encode import observed
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
-from meshrl_torch.model.text import Words, decode, encode_prompts, texts_of
+from meshrl_torch.model.text import Words, decode, encode_prompts, observed, texts_of
 
 Ints = NDArray[np.int64]
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns of rows that are to be continued."""
+_BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers")
+"""Fields of a request with a value for each row."""
 _NEWEST: Final = np.iinfo(np.int32).max
 
 
@@ -43,16 +44,15 @@ class Request:
     """The tokens that end a row."""
     stop: tuple[str, ...]
 
-    def select(self, rows: NDArray[np.bool_]) -> "Request":
-        """Select some rows, bool[rows]."""
-        return replace(
-            self,
-            prefix=self.prefix[rows],
-            rows=self.rows[rows],
-            starts=self.starts[rows],
-            limits=self.limits[rows],
-            numbers=self.numbers[rows],
-        )
+    def select(self, rows: NDArray[np.bool_] | Ints) -> "Request":
+        """Select some rows, bool[rows], or by their numbers."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in _BY_ROW})
+
+    def joined(self, other: "Request") -> "Request":
+        """Append the rows of another request."""
+        both: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _BY_ROW}
+        both["prefix"][len(self.rows) :] += len(self.prefixes)
+        return replace(self, prefixes=[*self.prefixes, *other.prefixes], **both)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Rollouts:
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
         texts = decode(self._words.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
-        told = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
+        experts = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
         return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
             loss_mask=Ragged(new, offsets),
@@ -143,7 +143,7 @@ class Rollouts:
             temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
             truncated=finished.truncated,
             aborted=finished.aborted,
-            **told,
+            **experts,
         )
 
     def _read(self) -> tuple[Request, Finished]:
@@ -237,5 +237,5 @@ def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:
 
 
 def _cut(text: str, stop: tuple[str, ...]) -> str:
-    found = [place for place in (text.find(each) for each in stop) if place >= 0]
-    return text[: min(found)] if found else text
+    places = [place for place in (text.find(each) for each in stop) if place >= 0]
+    return text[: min(places)] if places else text

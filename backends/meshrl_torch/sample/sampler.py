@@ -1,7 +1,10 @@
-"""The sampler of the torch backend: a decode loop for Hugging Face models."""
+"""The sampler of the torch backend: a decode loop for Hugging Face models, which calls can share."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -9,19 +12,121 @@ import torch
 from meshrl.data import ArrivalLog, Batch, Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import SamplerConfig, Sampling, SteppingSampler
+from meshrl.roles import GenerateCall, SamplerConfig, Sampling, SteppingSampler
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import adapt, adapters
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import one_by_one, predicted
 from meshrl_torch.sample.cache import Cache
 from meshrl_torch.sample.decoder import Decoder
-from meshrl_torch.sample.draw import Draw, key
-from meshrl_torch.sample.joint import YIELD_STEPS, Joint
-from meshrl_torch.sample.rollouts import Rollouts
+from meshrl_torch.sample.draw import Draw, UInt64, key
+from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
 from meshrl_torch.weights.live_weights import LiveWeights
-from meshrl_torch.weights.probe import check, difference
-from meshrl_torch.weights.transfer import import_weights
+from meshrl_torch.weights.transfer import check_probe, import_weights, probe_difference
+
+YIELD_STEPS: Final = 8
+"""Decode steps between two batches of finished rows. Making a batch costs as much as a step of a tiny model."""
+
+
+@dataclass
+class JoinedCall:
+    """One of the calls that decode together."""
+
+    call: GenerateCall
+    number: int
+    ended: bool = False
+    error: Exception | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the call: no more rows come."""
+        self.ended, self.error = True, error
+        self.call.end()
+        self.news.set()
+
+
+class SharedDecoding:
+    """Calls that decode together, and the task that steps them: each step is one forward pass over all their rows.
+
+    Many small calls would otherwise be decoded in many small passes, and each costs almost as much as a large one. A
+    row's samples depend only on its call's seed. The last bits of its log-probs may depend on the rows next to it, so
+    calls join only with `JoinedSampling`.
+    """
+
+    def __init__(self, decoder: Decoder, version: Callable[[], int]) -> None:
+        """`version`: returns that of the weights before each step. Its error ends all calls."""
+        self._decoder, self._version = decoder, version
+        self._parts: dict[int, JoinedCall] = {}
+        """By number."""
+        self._steps = 0
+        self._stepping: asyncio.Task[None] | None = None
+
+    @property
+    def room(self) -> int:
+        """Number of rows that another call may bring. 0 if all calls have ended."""
+        return self._decoder.room if self._parts else 0
+
+    def begin(self, call: GenerateCall, ended: Callable[[], None]) -> JoinedCall:
+        """Add the call whose rows the decoder was made with. `ended` is called when all calls have ended."""
+        part = self._parts[0] = JoinedCall(call, 0)
+        self._stepping = asyncio.create_task(self._step())
+        self._stepping.add_done_callback(lambda _: ended())
+        return part
+
+    def join(self, call: GenerateCall, request: Request, seed: UInt64) -> JoinedCall:
+        """Add another call, for whose rows there is room."""
+        number = self._decoder.add(request, seed)
+        return self._parts.setdefault(number, JoinedCall(call, number))
+
+    async def finished(self, part: JoinedCall) -> Finished | None:
+        """Return the next finished or aborted rows of a call. None if it has no more."""
+        while True:
+            await part.news.wait()
+            part.news.clear()
+            if part.error is not None:
+                raise part.error
+            if (rows := self._decoder.take(part.number)) is not None:
+                if part.ended:
+                    part.news.set()
+                return rows
+            if part.ended:
+                return None
+
+    def leave(self, part: JoinedCall) -> None:
+        """Drop the unfinished rows of a call."""
+        if self._parts.pop(part.number, None):
+            self._decoder.stop(part.number)
+        self._decoder.take(part.number)
+
+    async def _step(self) -> None:
+        try:
+            while self._parts:
+                await asyncio.sleep(0)  # others run, which may load weights; replays do not join
+                for number, part in list(self._parts.items()):
+                    if part.call.aborted:
+                        self._decoder.stop(number)
+                        self._parts.pop(number).end()
+                    else:
+                        part.call.count()
+                if self._parts:
+                    self._decoder.step(self._version())
+                    self._steps += 1
+                    self._notify()
+        except Exception as error:  # noqa: BLE001 -- raised by each of the calls
+            for part in self._parts.values():
+                part.end(error)
+            self._parts.clear()
+
+    def _notify(self) -> None:
+        for number in self._decoder.finished:
+            part = self._parts.get(number)
+            if part is None:
+                continue  # it has ended, and its rows are still to be taken
+            if not self._decoder.has(number):
+                del self._parts[number]
+                part.end()
+            elif self._steps % YIELD_STEPS == 0:
+                part.news.set()
 
 
 class TorchSampler(SteppingSampler):
@@ -45,7 +150,7 @@ class TorchSampler(SteppingSampler):
         """Why the model's samples cannot be trusted. Empty if they can."""
         self._arrivals = ArrivalLog()
         self._caches: list[Cache] = []
-        self._joints: dict[Sampling, Joint] = {}
+        self._shared: dict[Sampling, SharedDecoding] = {}
         """The newest for each sampling."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
@@ -88,24 +193,24 @@ class TorchSampler(SteppingSampler):
         async with self.generate_calls.begin() as call:
             version = self._version
             seed = key(self._config.seed, sampling.seed, version, call.turn)
-            joint = self._joints.get(sampling)
-            if joint is not None and joint.room >= len(request.limits):
-                part = joint.join(call, request, seed)
+            shared = self._shared.get(sampling)
+            if shared is not None and shared.room >= len(request.limits):
+                part = shared.join(call, request, seed)
             else:
                 cache, slots = self._caches.pop() if self._caches else Cache(), self._config.slots
                 decoder = Decoder(self._model, cache, request, Draw(sampling, seed), slots, routed=self._routed)
-                joint = self._joints[sampling] = Joint(decoder, self._usable)
-                part = joint.begin(call, partial(self._ended, sampling, joint, cache))
+                shared = self._shared[sampling] = SharedDecoding(decoder, self._usable)
+                part = shared.begin(call, partial(self._ended, sampling, shared, cache))
             try:
-                while (finished := await joint.finished(part)) is not None:
+                while (finished := await shared.finished(part)) is not None:
                     yield rollouts.batch(finished, version)
             finally:
-                joint.leave(part)
+                shared.leave(part)
 
-    def _ended(self, sampling: Sampling, joint: Joint, cache: Cache) -> None:
+    def _ended(self, sampling: Sampling, shared: SharedDecoding, cache: Cache) -> None:
         self._caches.append(cache)
-        if self._joints.get(sampling) is joint:
-            del self._joints[sampling]
+        if self._shared.get(sampling) is shared:
+            del self._shared[sampling]
 
     def _usable(self) -> int:
         """Return the version of the weights. ModelError if they cannot be trusted."""
@@ -122,20 +227,20 @@ class TorchSampler(SteppingSampler):
         """
         async with self.generate_calls.loading() as places:
             if isinstance(weights, LiveWeights):
-                weights.pour(self._taken, partial(self._refuse, weights))
+                weights.load_into(self._taken, partial(self._refuse, weights))
             else:
                 import_weights(self._taken, weights)
             self._arrivals.note(weights)
             self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places
-            found = difference(self._model, one_by_one(partial(predicted, self._model)), weights.probe)
+            difference = probe_difference(self._model, one_by_one(partial(predicted, self._model)), weights.probe)
             try:
-                check(weights, found, self._config.dtype)
+                check_probe(weights, difference, self._config.dtype)
             except ModelError as error:
                 self._refused = str(error)
                 raise
-        return places.assign(difference=np.full(len(places), found))
+        return places.assign(difference=np.full(len(places), difference))
 
     def _refuse(self, weights: Weights) -> None:
         """Sample nothing while only some tensors are new."""

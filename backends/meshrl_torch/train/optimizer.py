@@ -1,6 +1,7 @@
 """AdamW with a warm-up, a schedule and clipping, in float32."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
@@ -21,7 +22,32 @@ _CAUSES: Final[Mapping[Predicts, str]] = {
 }
 
 
-class Optimizer:
+class Stepper(ABC):
+    """An optimizer, as a step uses it."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self.steps = 0
+        """Steps so far."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self._config, self.steps)
+
+    @abstractmethod
+    def step(self, predicts: Predicts) -> float:
+        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
+
+        ModelError, and no step, if the norm is not finite. `predicts`: the model's prediction, for that message.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop the gradients."""
+
+
+class Optimizer(Stepper):
     """Steps over the parameters of a model. Weight decay applies to matrices, not to vectors such as norms.
 
     Parameters narrower than float32 have float32 masters, and are rounded from these after each step: near 1 the next
@@ -37,51 +63,21 @@ class Optimizer:
         norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
     ) -> None:
         """`norm`: computes the whole gradient's norm from the gradients of these parameters, or of a rank's shards."""
-        self._config = config
+        super().__init__(config)
         self._parameters = list(parameters)
         self.masters: Final = [_master(each) for each in self._parameters]
         """The float32 tensors that AdamW steps over: each of `parameters`, or a float32 copy of it."""
         self._norm = norm
-        self.steps = 0
         groups = [
-            {
-                "params": [each for each in self.masters if each.dim() >= 2],
-                "weight_decay": config.weight_decay,
-            },
+            {"params": [each for each in self.masters if each.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [each for each in self.masters if each.dim() < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return learning_rate(self._config, self.steps)
-
     def step(self, predicts: Predicts) -> float:
-        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
-
-        ModelError, and no step, if the norm is not finite. `predicts`: the model's prediction, for that message.
-        """
-        norm = self._clip(predicts)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()
-        self._round()
-        self.forget()
-        self.steps += 1
-        return norm
-
-    def forget(self) -> None:
-        """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
-
-    def _clip(self, predicts: Predicts) -> float:
+        """Clip the gradients, step, and drop them. ModelError, and no step, if their norm is not finite."""
         gradients = [each.grad for each in self.masters if each.grad is not None]
         total = self._norm(gradients)
         norm = float(total)
@@ -90,13 +86,20 @@ class Optimizer:
             raise not_finite(predicts, norm, gradients, self.steps, self.lr)
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self._config.max_grad_norm, total)
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self.masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+        self.forget()
+        self.steps += 1
         return norm
 
-    @torch.no_grad()
-    def _round(self) -> None:
-        for parameter, master in zip(self._parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

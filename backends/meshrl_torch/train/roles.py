@@ -1,33 +1,137 @@
-"""The roles, once for all backends that run a Hugging Face model: a backend builds the model, and these answer calls.
+"""The roles, once for all backends that run a Hugging Face model: a backend lays the model out, and these answer calls.
 
 If ranks wait for each other, a call runs on all of them from beginning to end. An error of one is raised on all.
 """
 
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
-from meshrl.data import Batch, Metrics, Source, Weights, WeightSource
-from meshrl.mesh import CollectiveActor
-from meshrl.roles import Critic, Policy, PolicyConfig, Reference, Reward, RewardModel, Stateful
-from meshrl_torch.model.encode import encoded
+from meshrl.data import Batch, Metrics, Ragged, Source, Weights, WeightSource, check_lengths
+from meshrl.errors import ConfigError
+from meshrl.mesh import CollectiveActor, Rank, current_rank
+from meshrl.roles import (
+    Critic,
+    CriticConfig,
+    ModelConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardModel,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    Stateful,
+)
+from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.checkpoint.state import State
+from meshrl_torch.model.heads import ScoreModel, predicted_values, value_head, values, with_score
+from meshrl_torch.model.lora import prepare, trained
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.reward_head import ScoreModel
+from meshrl_torch.model.packing import learned
 from meshrl_torch.model.routing import check_followed
-from meshrl_torch.model.scoring import Passes, check_readable, logprobs
-from meshrl_torch.model.value_head import values
-from meshrl_torch.train import reward_training
-from meshrl_torch.train.trainable import Trainable
-from meshrl_torch.weights.live_weights import offered, sender
-from meshrl_torch.weights.probe import probe
-from meshrl_torch.weights.transfer import arrays
+from meshrl_torch.model.scoring import Passes, Predict, check_readable, logprobs, predicted, score
+from meshrl_torch.model.text import encoded
+from meshrl_torch.train.optimizer import Stepper
+from meshrl_torch.weights.live_weights import make_sender, offer_weights
+from meshrl_torch.weights.transfer import arrays, make_probe
 
 T = TypeVar("T")
 
+TrainedConfig: TypeAlias = PolicyConfig | CriticConfig | RewardTrainingConfig
+"""The table of a trained role."""
 
-class Spread(CollectiveActor):
-    """A base, next to the role, for actors whose ranks meet in each call."""
+
+@dataclass(frozen=True)
+class RoleModel:
+    """A role's model: its predictions, and its trained parameters."""
+
+    name: str
+    """The role, for messages."""
+    model: LanguageModel
+    predict: Predict
+    head: nn.Linear | None = None
+    """A critic's head, which is not part of the model."""
+    scorer: ScoreModel | None = None
+    """The same model as a reward's."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by name: those of a critic's body and head, and else those that need gradients."""
+        if self.head is None:
+            return trained(self.model)
+        body = self.model.network.base_model.named_parameters(prefix="body")
+        return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
+
+
+def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
+    """Return what a table's role does with a model, after adding the role's head or adapters to it.
+
+    ConfigError if its role has no model.
+    """
+    if isinstance(config, PolicyConfig):
+        prepare(model, config)
+        return RoleModel("policy", model, partial(predicted, model, follows=True))
+    if isinstance(config, CriticConfig):
+        head = value_head(model, config)
+        return RoleModel("critic", model, partial(predicted_values, model, head), head)
+    if isinstance(config, RewardModelConfig | RewardTrainingConfig):
+        scorer = with_score(model, config)
+        return RoleModel("reward model", scorer.model, scorer.predicted, scorer=scorer)
+    if isinstance(config, ReferenceConfig):
+        return RoleModel("reference", model, partial(predicted, model))
+    raise ConfigError(f"a {type(config).__name__} is not the table of a role whose memory is known")
+
+
+class Trainable(ABC):
+    """A model, its predictions and its optimizer, in the layout of a backend. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        optimizer: Stepper,
+        state: State,
+        turn: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 -- stateless
+    ) -> None:
+        """`turn`: held while weights are read or changed, if calls may run between the passes of another call."""
+        self.passes, self.optimizer, self.state, self.turn = passes, optimizer, state, turn
+
+    @abstractmethod
+    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
+        """Make one optimizer step on the rows of all ranks. See `train.step.step`."""
+
+    @abstractmethod
+    def published(self) -> Iterable[tuple[str, Tensor]]:
+        """Return this rank's tensors for samplers: whole ones, by their Hugging Face names."""
+
+    @abstractmethod
+    def shards(self) -> Iterable[Box]:
+        """Return this rank's parts of the tensors for samplers, as views. Each part comes from only one rank."""
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write a Hugging Face folder, completely or not at all."""
+
+
+def own_rank() -> Rank:
+    """Return this rank, after setting torch's number of threads."""
+    rank = current_rank()
+    torch.set_num_threads(rank.threads)
+    return rank
+
+
+class CollectiveRole(CollectiveActor):
+    """Mixin for roles whose endpoints run collectives."""
 
     _passes: Passes
 
@@ -78,7 +182,7 @@ class TrainedPolicy(Trained, Policy):
     def __init__(self, config: PolicyConfig, trainable: Trainable) -> None:
         super().__init__(trainable)
         self._source = WeightSource(changes=config.weight_sync == "delta")
-        self._sender = sender(config, trainable.passes) if config.weight_sync == "broadcast" else None
+        self._sender = make_sender(config, trainable.passes) if config.weight_sync == "broadcast" else None
         if self._sender:
             weakref.finalize(self, self._sender.leave).atexit = False  # its thread would keep the parameters
 
@@ -124,10 +228,10 @@ class TrainedPolicy(Trained, Policy):
         """Return this rank's part of the weights, after all earlier updates, with adapters as `lora.sync` says."""
         async with self._trainable.turn:
             version = self._trainable.optimizer.steps
-            asked = probe(self._passes, version)
+            probe = make_probe(self._passes, version)
             if self._sender:
-                return offered(self._sender, version, asked, self._trainable.shards())
-            return self._source.weights(version, arrays(self._trainable.published()), asked)
+                return offer_weights(self._sender, version, probe, self._trainable.shards())
+            return self._source.weights(version, arrays(self._trainable.published()), probe)
 
 
 class TrainedCritic(Trained, Critic):
@@ -136,8 +240,8 @@ class TrainedCritic(Trained, Critic):
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
         async with self._trainable.turn:  # so that no value comes from a half-done update
-            found = values(self._passes, batch)
-        return with_advantages(batch, found, gae)
+            estimates = values(self._passes, batch)
+        return with_advantages(batch, estimates, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
@@ -158,32 +262,67 @@ class TrainedCritic(Trained, Critic):
 class TrainedRewardModel(Trained, RewardModel):
     """A sequence classifier with one label. A new head returns 0 for every text."""
 
-    def __init__(self, judge: ScoreModel, trainable: Trainable) -> None:
+    def __init__(self, scorer: ScoreModel | None, trainable: Trainable) -> None:
         super().__init__(trainable)
-        self._judge = judge
+        self._scorer = cast("ScoreModel", scorer)
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`."""
-        return reward_training.encoded(self._judge, batch)
+        return self._scorer.encode(batch)
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. A truncated completion is scored as if it ended there."""
         async with self._trainable.turn:  # so that no score comes from a half-done update
-            return self._judge.score(self._passes, batch)
+            return self._scorer.score(self._passes, batch)
 
     async def token_scores(self, batch: Batch) -> Batch:
-        """Add `token_scores`."""
+        """Add `token_scores`: the score at each token where `loss_mask` is True, 0 elsewhere."""
         async with self._trainable.turn:
-            return reward_training.token_scores(self._judge, self._passes, batch)
+            shifted = self._passes.ranks.together(lambda: _shifted(self._model, batch, ()))
+            tokens, mask = shifted.tokens, shifted.loss_mask
+            scores = score(self._passes, shifted, lambda: learned(tokens, mask), mask)
+            return batch.assign(token_scores=Ragged(np.delete(scores, tokens.offsets[:-1]), batch.tokens.offsets))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
 
-        DataError if there is nothing to learn or the loss is not of scores. ModelError if the gradient is not finite.
-        In these cases no weight changes.
+        DataError on all ranks if there is nothing to learn, the loss is not of scores, or the batch lacks a column that
+        it reads. ModelError if the gradient is not finite. In these cases no weight changes.
         """
+        ranks = self._passes.ranks
+
+        def prepare() -> Batch:
+            check_predicts(loss, "scores")
+            return _shifted(self._model, batch, loss.columns)
+
         async with self._trainable.turn:
-            return await reward_training.step(self._judge, self._trainable, batch, loss)
+            metrics = await self._trainable.step(ranks.together(prepare), loss, lambda: None)
+        # The tokens before the shift.
+        return Metrics({**metrics.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})
+
+
+def _shifted(model: LanguageModel, batch: Batch, names: Sequence[str]) -> Batch:
+    """Shift the batch's tokens, mask and these columns, so that each token carries the data of the previous one.
+
+    A token's log-prob depends on the tokens before it, a score also on its own token. So each row gets one more token,
+    which is never read, and a token's data moves to the next.
+    """
+    model.check_rows(batch)
+    tokens = batch.tokens
+    begins, ends = tokens.offsets[:-1], tokens.offsets[1:]
+    offsets = tokens.offsets + np.arange(len(tokens) + 1)
+    moved = {"tokens": Ragged(np.insert(tokens.values, ends, 0), offsets)}
+    rows: list[str] = []
+    for name in ("loss_mask", *names):
+        if name == "rows":
+            continue
+        column = batch[name]
+        if isinstance(column, Ragged):
+            check_lengths(name, column.lengths, tokens.lengths)
+            moved[name] = Ragged(np.insert(column.values, begins, 0), offsets)
+        else:
+            rows.append(name)
+    return batch.only(*rows).assign(**moved)
 
 
 class FrozenReference(Reference):
@@ -200,9 +339,9 @@ class FrozenReference(Reference):
 class FrozenReward(Reward):
     """A frozen model that scores texts."""
 
-    def __init__(self, judge: ScoreModel, passes: Passes) -> None:
-        self._judge, self._passes = judge, passes
+    def __init__(self, scorer: ScoreModel | None, passes: Passes) -> None:
+        self._scorer, self._passes = cast("ScoreModel", scorer), passes
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. A truncated completion is scored as if it ended there."""
-        return self._judge.score(self._passes, batch)
+        return self._scorer.score(self._passes, batch)

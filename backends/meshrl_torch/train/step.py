@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -13,41 +12,19 @@ from torch import Tensor
 from meshrl.algo import Loss, Predicts, spread, token_weights
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError
-from meshrl_torch.model.devices import moved
+from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.scoring import Passes, Predict
-from meshrl_torch.ranks.rank_group import RankGroup, Share
+from meshrl_torch.ranks.process_group import RankGroup, Share
+from meshrl_torch.train.optimizer import Stepper
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
 """The metrics of the step itself."""
 
 
-class Steps(Protocol):
-    """The optimizer, as a step uses it."""
-
-    steps: int
-    """Steps so far."""
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        ...
-
-    def step(self, predicts: Predicts) -> float:
-        """Step and drop the gradients. Returns their norm before clipping. ModelError and no step if not finite.
-
-        `predicts`: the model's prediction, for the message.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Drop the gradients."""
-        ...
-
-
 async def step(
-    optimizer: Steps,
+    optimizer: Stepper,
     passes: Passes,
     predict: Predict,
     batch: Batch,
@@ -62,29 +39,22 @@ async def step(
     DataError if there is nothing to learn or a metric of the loss has a name of the step's, ModelError if the gradient
     is not finite.
     """
-    peers = passes.ranks
-    ready = prepared(passes, batch, loss, check)
+    ranks = passes.ranks
+    micros, losses = prepared(passes, batch, loss, check)
     optimizer.forget()  # gradients of an update that failed half-way
-    for left, micro in zip(reversed(range(len(ready.micros))), ready.micros, strict=True):
+    for left, micro in zip(reversed(range(len(micros))), micros, strict=True):
         begin(left == 0)
-        ready.judge(predict(batch, micro), micro, peers).backward()
-        if peers.interruptible:
+        losses(predict(batch, micro), micro, ranks).backward()
+        if ranks.interruptible:
             await asyncio.sleep(0)  # a cancelled call ends here
-    told = peers.agree(ready.judge.told)[peers.number]
-    return stepped(optimizer, loss.predicts, told, batch, peers)
+    sums = ranks.agree(losses.sums)[ranks.number]
+    return stepped(optimizer, loss.predicts, sums, batch, ranks)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A step before the computation of its gradients."""
-
-    judge: "Judge"
-    micros: list[MicroBatch]
-    """The same number on each rank."""
-
-
-def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]) -> Prepared:
-    """Prepare `step`: micro-batches, and the loss that weighs them together.
+def prepared(
+    passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]
+) -> tuple[list[MicroBatch], "StepLoss"]:
+    """Prepare `step`: micro-batches, the same number on each rank, and the loss that weighs them together.
 
     DataError on all ranks if there is nothing to learn. An error of `check` on one rank is raised on all.
     """
@@ -106,11 +76,11 @@ def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], objec
             f"{', and on the other ranks' if passes.ranks.size > 1 else ''}; leave such a batch out"
         )
     weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
-    return Prepared(Judge(batch, loss, weights), with_idle(micros, total.passes))
+    return with_idle(micros, total.passes), StepLoss(batch, loss, weights)
 
 
-class Judge:
-    """The loss of one step, micro-batch by micro-batch. Its sums stay on the device until `told` reads them."""
+class StepLoss:
+    """The loss of one step, micro-batch by micro-batch. Its sums stay on the device until `sums` reads them."""
 
     def __init__(self, batch: Batch, loss: Loss, weights: NDArray[np.float32]) -> None:
         self._batch, self._loss, self._weights = batch, loss, weights
@@ -118,21 +88,21 @@ class Judge:
         """float64[] each, on the device: the sum of `loss`, and of each metric by name."""
         self._failure: Exception | None = None
 
-    def __call__(self, predicted: Tensor, micro: MicroBatch, peers: RankGroup) -> Tensor:
+    def __call__(self, predicted: Tensor, micro: MicroBatch, ranks: RankGroup) -> Tensor:
         """Return the micro-batch's part of the loss, float32[].
 
-        If the loss raises while other ranks would wait for this one, it continues with zeros, and `told` raises.
+        If the loss raises while other ranks would wait for this one, it continues with zeros, and `sums` raises.
         """
         if micro is not IDLE and self._failure is None:
             try:
-                return self._judged(predicted, micro)
+                return self._part(predicted, micro)
             except Exception as error:
-                if peers.interruptible:
+                if ranks.interruptible:
                     raise
                 self._failure = error
         return predicted.sum() * 0
 
-    def told(self) -> Mapping[str, float]:
+    def sums(self) -> Mapping[str, float]:
         """Return the sums of `loss` and of its metrics, after all passes. Raises the loss's error."""
         if self._failure is not None:
             raise self._failure
@@ -140,37 +110,38 @@ class Judge:
             return {}
         return dict(zip(self._sums, cast("list[float]", torch.stack([*self._sums.values()]).tolist()), strict=True))
 
-    def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
+    def _part(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
         logprobs, entropy = predicted.unbind(1) if predicted.dim() > 1 else (predicted, None)
         device = predicted.device
         columns = {name: torch.from_numpy(spread(self._batch, name, micro.target)) for name in self._loss.columns}
-        judged = self._loss(logprobs, {name: moved(column, device) for name, column in columns.items()})
-        _check_names(self._loss, judged.metrics)
-        part = judged.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
+        losses = self._loss(logprobs, {name: moved(column, device) for name, column in columns.items()})
+        _check_names(self._loss, losses.metrics)
+        part = losses.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
         own = {} if entropy is None else {"entropy": entropy}
-        for name, metric in {"loss": part, **judged.metrics, **own}.items():
+        for name, metric in {"loss": part, **losses.metrics, **own}.items():
             before = self._sums.get(name, part.new_zeros((), dtype=torch.float64))
             self._sums[name] = before + metric.detach().sum()
         return part
 
 
-def stepped(optimizer: Steps, predicts: Predicts, told: Mapping[str, float], batch: Batch, peers: RankGroup) -> Metrics:
-    """Make the step, with the gradients of all micro-batches and the sums of the judge.
+def stepped(
+    optimizer: Stepper, predicts: Predicts, sums: Mapping[str, float], batch: Batch, ranks: RankGroup
+) -> Metrics:
+    """Make the step, with the gradients and the loss's sums of all micro-batches.
 
     The mean of its metrics over the ranks with different rows is that of the whole batch.
     """
-    ranks = peers.size
-    rate = optimizer.lr
+    size, rate = ranks.size, optimizer.lr
     norm = optimizer.step(predicts)
     own = Metrics.of(
-        loss=(told.get("loss", 0.0), 1 / ranks),
-        grad_norm=(norm / ranks, 1 / ranks),
-        lr=(rate / ranks, 1 / ranks),
-        rows=(len(batch), 1 / ranks),
-        tokens=(len(batch.tokens.values), 1 / ranks),
+        loss=(sums.get("loss", 0.0), 1 / size),
+        grad_norm=(norm / size, 1 / size),
+        lr=(rate / size, 1 / size),
+        rows=(len(batch), 1 / size),
+        tokens=(len(batch.tokens.values), 1 / size),
     )
     learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
-    return own | Metrics({name: (total, learned_tokens) for name, total in told.items() if name != "loss"})
+    return own | Metrics({name: (total, learned_tokens) for name, total in sums.items() if name != "loss"})
 
 
 def _check_logprobs(batch: Batch, loss: Loss) -> None:

@@ -1,4 +1,4 @@
-"""The buckets of a broadcast as their sender makes them: which parts of its tensors are in each, and their bytes."""
+"""Make the buckets of a broadcast: which parts of a rank's tensors are in each, and their bytes."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.wire import fp8
-from meshrl_torch.wire.collective import ALIGNED, copy, nbytes_of, view
+from meshrl_torch.wire.bucket_bytes import ALIGNED, aligned, copy, nbytes_of, view
 from meshrl_torch.wire.manifest import FP8, SCALE, Layout, Part
 
 
 class Piece(NamedTuple):
-    """A tensor's part on its way into a bucket."""
+    """A part of a tensor that goes into a bucket."""
 
     parts: Sequence[Part]
-    """Itself, or for rows of a matrix in FP8: their scales, and the rows."""
+    """The part, or for rows of a matrix in FP8: their scales, and the rows."""
     tensor: Tensor
     dtype: torch.dtype
     """The dtype to which the tensor is rounded first."""
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.parts[-1].start + nbytes_of(self.parts[-1]) - self.parts[0].start
+    def end(self) -> int:
+        """The offset in bytes after the last part."""
+        return self.parts[-1].start + nbytes_of(self.parts[-1])
 
     def at(self, start: int) -> "Piece":
         """Return the piece at another offset in bytes."""
@@ -50,9 +50,7 @@ class Bucket(NamedTuple):
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Bucket":
         """Make it of pieces with their offsets."""
-        last = pieces[-1].parts[-1]
-        parts = tuple(part for piece in pieces for part in piece.parts)
-        return cls(Layout(parts, last.start + nbytes_of(last)), pieces)
+        return cls(Layout(tuple(part for piece in pieces for part in piece.parts), pieces[-1].end), pieces)
 
     def write(self, memory: Tensor) -> None:
         """Write the parts to memory, uint8[nbytes]."""
@@ -60,28 +58,28 @@ class Bucket(NamedTuple):
             piece.write(memory)
 
 
-def planned(
+def make_buckets(
     boxes: Iterable[Box], dtype: torch.dtype, limit: int, matrices: Collection[str] = frozenset()
 ) -> list[Bucket]:
-    """Plan buckets of at most `limit` bytes. Larger tensors are split.
+    """Make buckets of at most `limit` bytes. Larger tensors are split.
 
     `matrices`: names of those that are sent in FP8, where a box has whole rows of them. A piece of at least half of the
     limit is its own bucket: unless it is in FP8, it needs no staging on a side that has it contiguous.
     """
-    made, pieces, end = list[Bucket](), list[Piece](), 0
+    buckets, pieces, end = list[Bucket](), list[Piece](), 0
     for box in boxes:
         in_fp8 = box.name in matrices and _has_whole_rows(box, limit)
         for piece in _rows_in_fp8(box, dtype, limit) if in_fp8 else _cut(box, dtype, limit):
-            if piece.nbytes >= limit // 2:
-                made.append(Bucket.of([piece]))
+            if piece.end >= limit // 2:
+                buckets.append(Bucket.of([piece]))
                 continue
-            start = _aligned(end)
-            if pieces and start + piece.nbytes > limit:
-                made.append(Bucket.of(pieces))
+            start = aligned(end)
+            if pieces and start + piece.end > limit:
+                buckets.append(Bucket.of(pieces))
                 pieces, start = [], 0
             pieces.append(piece.at(start))
-            end = start + piece.nbytes
-    return [*made, Bucket.of(pieces)] if pieces else made
+            end = start + piece.end
+    return [*buckets, Bucket.of(pieces)] if pieces else buckets
 
 
 def _cut(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Piece]:
@@ -108,13 +106,8 @@ def _rows_in_fp8(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Piece]:
         rows = box.tensor.detach()[start : start + most]
         first, count = box.offsets[0] + start, len(rows)
         scales = Part(f"{box.name}{SCALE}", (box.size[0], 1), (first, 0), (count, 1), 0, "float32")
-        numbers = Part(box.name, box.size, (first, 0), tuple(rows.shape), _aligned(nbytes_of(scales)), FP8)
+        numbers = Part(box.name, box.size, (first, 0), tuple(rows.shape), aligned(nbytes_of(scales)), FP8)
         yield Piece([scales, numbers], rows, dtype)
-
-
-def _aligned(end: int) -> int:
-    """Return the next offset at which a part may start."""
-    return -(-end // ALIGNED) * ALIGNED
 
 
 def _pieces(

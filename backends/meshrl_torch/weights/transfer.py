@@ -1,4 +1,7 @@
-"""Weights out of a model and into one, as arrays. bfloat16 is that of `ml_dtypes`."""
+"""Weights out of a model and into one, as arrays, and a probe that proves that they are where the model reads them.
+
+Fingerprints prove that the bytes arrived. A probe proves more: policy and sampler compute log-probs of the same tokens.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -6,21 +9,38 @@ from typing import Final, NamedTuple
 import ml_dtypes
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.data import Weights
+from meshrl.data import Batch, Probe, Ragged, Source, Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import Array
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.scoring import Passes, PredictAll, logprobs
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+"""The dtype of bfloat16 in arrays."""
+_ROWS: Final = 4
+"""Rows of a probe."""
+_TOKENS: Final = 16
+"""Most tokens of each."""
+_FEWEST: Final = 2
+"""Fewest tokens of a row, because nothing predicts the first."""
+TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 0.5}
+"""Largest mean difference of policy and sampler, by the sampler's dtype, or the format of its matrices."""
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of a model without its values."""
 
     dtype: str
     """The name of the dtype in numpy."""
     shape: tuple[int, ...]
+
+
+def specs_of(arrays: Mapping[str, Array]) -> Mapping[str, TensorSpec]:
+    """Return the specs of arrays, by name."""
+    return {name: TensorSpec(array.dtype.name, array.shape) for name, array in arrays.items()}
 
 
 def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
@@ -34,48 +54,45 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
     ModelError, and nothing is copied, if they are of another model or differ from the sent bytes.
     """
     own = {name: array_of(tensor) for name, tensor in tensors.items()}
-    check_weights({name: Form(array.dtype.name, array.shape) for name, array in own.items()}, weights)
+    check_weights(specs_of(own), weights)
     for name, array in own.items():
         np.copyto(array, weights.tensors[name])
 
 
-def check_weights(own: Mapping[str, Form], weights: Weights) -> None:
+def check_weights(own: Mapping[str, TensorSpec], weights: Weights) -> None:
     """Raise ModelError if the weights are not of a model with these tensors, or differ from the sent bytes."""
-    given = {name: Form(array.dtype.name, array.shape) for name, array in weights.tensors.items()}
-    check_forms(own, given, weights.version)
+    check_specs(own, specs_of(weights.tensors), weights.version)
     if damaged := [name for bucket in weights.buckets for name in bucket.damaged()]:
         raise ModelError(
-            f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
+            f"weights of version {weights.version} did not arrive as they were sent: {_listed('differ', damaged)}. "
             "Publish them again"
         )
 
 
-def check_forms(own: Mapping[str, Form], given: Mapping[str, Form], version: int) -> None:
+def check_specs(own: Mapping[str, TensorSpec], given: Mapping[str, TensorSpec], version: int) -> None:
     """Raise ModelError if the weights of a version, `given`, are not of a model with the tensors `own`."""
-    lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if lacking or strange:
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing or unknown:
         raise ModelError(
-            f"weights of version {version} belong to another model: {_some('missing', lacking)}"
-            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and "
+            f"weights of version {version} belong to another model: {_listed('missing', missing)}"
+            f"{'; ' if missing and unknown else ''}{_listed('unknown here', unknown)}. Give the policy and "
             "this role the same `model`"
         )
-    for name, form in own.items():
-        if given[name] != form:
+    for name, spec in own.items():
+        if given[name] != spec:
             raise ModelError(
                 f"weight `{name}` of version {version} is {given[name].dtype}{list(given[name].shape)} and the "
-                f"model has {form.dtype}{list(form.shape)}: give the policy and this role the same `model` and `dtype`"
+                f"model has {spec.dtype}{list(spec.shape)}: give the policy and this role the same `model` and `dtype`"
             )
 
 
 def copy_into(tensor: Tensor, array: Array) -> None:
     """Copy an array of the same shape into a tensor, in its dtype and on its device."""
     copied = np.array(array)  # torch accepts no read-only memory
-    plain = (
-        torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
-        if array.dtype == _BFLOAT16
-        else torch.from_numpy(copied)
-    )
-    tensor.copy_(plain)
+    if array.dtype == _BFLOAT16:
+        tensor.copy_(torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16))
+    else:
+        tensor.copy_(torch.from_numpy(copied))
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -86,7 +103,52 @@ def array_of(tensor: Tensor) -> Array:
     return plain.numpy()
 
 
-def _some(what: str, names: list[str]) -> str:
+def _listed(what: str, names: list[str]) -> str:
     if not names:
         return ""
     return f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def make_probe(passes: Passes, version: int) -> Probe | None:
+    """Compute log-probs of tokens that depend only on the version. All ranks call it together.
+
+    None if the model's longest row is too short to predict anything.
+    """
+    model = passes.model
+    length = min(_TOKENS, model.max_tokens - 1)
+    if length < _FEWEST:
+        return None
+    tokens = np.random.default_rng(version).integers(0, model.known, (_ROWS, length), np.int32)
+    return Probe(tokens, _logprobs(passes, tokens))
+
+
+def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe) -> float:
+    """Return the mean absolute difference of a model's log-probs from a probe."""
+    return mean_difference(probe, _logprobs(Passes(model, predict, probe.tokens.size), probe.tokens))
+
+
+def mean_difference(probe: Probe, logprobs: NDArray[np.float32]) -> float:
+    """Return the mean absolute difference of log-probs from a probe."""
+    return float(np.abs(probe.logprobs - logprobs).mean())
+
+
+def check_probe(weights: Weights, difference: float, dtype: str) -> None:
+    """Raise ModelError if a sampler with new weights computes something else than the policy that made them."""
+    if weights.probe is not None and not np.isfinite(weights.probe.logprobs).all():
+        raise ModelError(
+            f"the weights of version {weights.version} give log-probs that are not finite in the policy itself: "
+            "training has broken the model. Resume from a checkpoint, with a lower policy.optimizer.lr"
+        )
+    if not difference <= TOLERANCE[dtype]:
+        raise ModelError(
+            f"the weights of version {weights.version} arrived, and yet the sampler's log-probs are {difference:.3g} "
+            f"from the policy's on average, on tokens given to both (at most {TOLERANCE[dtype]:g} in {dtype}): this "
+            "model's weights do not reach all of the sampler's layers, and its completions cannot be trusted. Use "
+            "another sampler.backend"
+        )
+
+
+def _logprobs(passes: Passes, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    batch = Batch.of(tokens=Ragged.of(tokens, np.int32))
+    values = logprobs(passes, batch, Source("sampler")).values
+    return values.reshape(tokens.shape)[:, 1:].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Matrices in FP8: numbers of 8 bits, and a scale for each row. Engines' processes make them too. They have no meshrl.
+"""Matrices in FP8: numbers of 8 bits, and a scale for each row.
 
 A row's scale is its largest absolute value divided by 448, the largest number of the format.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshrl_torch.wire.manifest import FP8
 
 _LARGEST: Final = torch.finfo(getattr(torch, FP8)).max
-_PART: Final = 1 / _LARGEST
+_INVERSE: Final = 1 / _LARGEST
 """A factor, because GPUs divide by a number by multiplying, and their bits would differ from those of CPUs."""
 _TINY: Final = torch.finfo(torch.float32).tiny
 """The smallest scale, as of a row of zeros."""
@@ -33,10 +33,10 @@ def matrices(network: Any) -> frozenset[str]:
 def refusal(network: Any) -> str:
     """Return why a transformers model cannot be in FP8: it multiplies with more than linear layers. Empty if it can."""
     known = matrices(network)
-    kept = {id(each.weight) for each in network.modules() if isinstance(each, nn.Embedding)}
-    kept.add(id(network.get_output_embeddings().weight))
+    as_they_are = {id(each.weight) for each in network.modules() if isinstance(each, nn.Embedding)}
+    as_they_are.add(id(network.get_output_embeddings().weight))
     named = network.named_parameters()
-    others = [name for name, each in named if each.dim() > 1 and name not in known and id(each) not in kept]
+    others = [name for name, each in named if each.dim() > 1 and name not in known and id(each) not in as_they_are]
     if not others:
         return ""
     return (
@@ -55,7 +55,7 @@ def write(rows: Tensor, dtype: torch.dtype, scales: Tensor, place: Tensor) -> No
     for source, scale, numbers in zip(rows.split(size), scales.split(size), place.split(size), strict=True):
         block = source.to(dtype).to(torch.float32, copy=True)
         largest = torch.maximum(block.amax(1, keepdim=True), -block.amin(1, keepdim=True))
-        own = (largest * _PART).clamp_min_(_TINY)
+        own = (largest * _INVERSE).clamp_min_(_TINY)
         scale.copy_(own)
         numbers.copy_(block.div_(own).clamp_(-_LARGEST, _LARGEST).to(numbers.dtype))
 
@@ -63,6 +63,6 @@ def write(rows: Tensor, dtype: torch.dtype, scales: Tensor, place: Tensor) -> No
 def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix in FP8, and its scales, float32[rows, 1]."""
     scales = torch.empty(len(matrix), 1, dtype=torch.float32, device=matrix.device)  # whatever the default is
-    made = torch.empty(matrix.shape, dtype=getattr(torch, FP8), device=matrix.device)
-    write(matrix, matrix.dtype, scales, made)
-    return made, scales
+    numbers = torch.empty(matrix.shape, dtype=getattr(torch, FP8), device=matrix.device)
+    write(matrix, matrix.dtype, scales, numbers)
+    return numbers, scales

@@ -1,6 +1,6 @@
-"""Offers of weights that a policy's ranks broadcast. They name the parts of tensors in each bucket.
+"""Manifests of weights that a policy's ranks broadcast: the parts of tensors in each bucket.
 
-Engines' processes read offers too. They have neither meshrl nor torch yet.
+Importable without torch, as engines' processes read manifests before they import it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 FP8: Final = "float8_e4m3fn"
 """The name of the FP8 format in torch: 4 bits of exponent, 3 of mantissa, no infinity."""
 SCALE: Final = "_scale"
-"""The end of the name of an FP8 matrix's scales, float32[rows, 1]."""
+"""Suffix of the name of an FP8 matrix's scales, float32[rows, 1]."""
 
 
 class Part(NamedTuple):
@@ -34,27 +34,27 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-class Source(NamedTuple):
+class RankBuckets(NamedTuple):
     """The buckets that one rank of the policy sends. After them, it sends a fingerprint of each, int64."""
 
     rank: int
     layouts: tuple[Layout, ...]
 
     @property
-    def prints(self) -> int:
+    def fingerprint_bytes(self) -> int:
         """Size of the fingerprints in bytes."""
         return 8 * len(self.layouts)
 
 
-class Offer(NamedTuple):
-    """An offer of weights, valid until the policy changes them."""
+class Manifest(NamedTuple):
+    """The content of one broadcast, valid until the policy changes its parameters."""
 
-    place: str
-    """HOST:PORT where the policy's ranks met."""
+    address: str
+    """HOST:PORT of the store of the policy's ranks."""
     key: str
     dtype: str
     """The name of the policy's dtype in numpy and torch. Matrices may be sent in FP8 instead."""
-    sources: tuple[Source, ...]
+    sources: tuple[RankBuckets, ...]
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -63,32 +63,32 @@ class Offer(NamedTuple):
 
     @property
     def sent(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the whole tensors that are sent, with the scales of matrices in FP8."""
+        """Shapes of the whole tensors that are sent, including the scales of matrices in FP8."""
         return {part.name: part.size for part in self.parts}
 
     @property
     def in_fp8(self) -> frozenset[str]:
-        """The names of matrices that are sent in FP8."""
+        """Names of matrices that are sent in FP8."""
         return frozenset(part.name for part in self.parts if part.dtype == FP8)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the policy's whole tensors."""
+        """Shapes of the policy's whole tensors."""
         scales = {name + SCALE for name in self.in_fp8}
         return {name: shape for name, shape in self.sent.items() if name not in scales}
 
-    def turns(self) -> Iterator[tuple[Source, int]]:
+    def send_order(self) -> Iterator[tuple[RankBuckets, int]]:
         """Yield all buckets in the order in which they are sent, as their source and their number among its layouts.
 
         After those of a source come the fingerprints, with the next number.
         """
         sources = {source.rank: source for source in self.sources}
-        for rank, number in turns({rank: len(source.layouts) for rank, source in sources.items()}):
+        for rank, number in send_order({rank: len(source.layouts) for rank, source in sources.items()}):
             yield sources[rank], number
 
 
-def turns(counts: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the buckets of senders, which take turns, as rank and number. `counts`: how many each one has.
+def send_order(counts: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the buckets of senders, which take turns, as rank and number. `counts`: number of buckets by rank.
 
     After a sender's last bucket come its fingerprints, with the next number.
     """

@@ -1,4 +1,4 @@
-"""Read weights that a policy's ranks broadcast, bucket by bucket. Engines' processes read too. They have no meshrl."""
+"""Read weights that a policy's ranks broadcast, bucket by bucket."""
 
 import json
 import os
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from meshrl_torch.wire.collective import STUCK, Asked, Flight, Groups, Line, Passing, bytes_in_place, copy, view
-from meshrl_torch.wire.fingerprints import fingerprint
-from meshrl_torch.wire.handover import Unopened, open_slots
-from meshrl_torch.wire.locality import Route, Where
-from meshrl_torch.wire.manifest import Layout, Offer, Part
+from meshrl_torch.wire.bucket_bytes import bytes_in_place, copy, fingerprint, view
+from meshrl_torch.wire.bucket_server import OpenError, open_slots
+from meshrl_torch.wire.collective import Groups, InFlightBuckets
+from meshrl_torch.wire.manifest import Layout, Manifest, Part
+from meshrl_torch.wire.plan import STUCK, BroadcastPlan, Locality, ReadRequest, Route, StoreConnection
 
 _ATTEMPTS: Final = 2
-"""Attempts of a pass. It fails for all readers if one dies, and the others ask again."""
+"""Attempts to read. One fails for all readers if one of them dies, and the others ask again."""
 _ANSWER: Final = 600.0
-"""Seconds within which the policy's first rank must say who reads together."""
+"""Seconds within which the policy's first rank must announce a plan."""
 
 
 class Lost(Exception):
@@ -43,8 +43,8 @@ class Damaged(Exception):
         super().__init__(f"tensors in damaged buckets: {len(names)} ({', '.join(names[:3])})")
 
 
-class Model(Protocol):
-    """Tensors that parts are written to."""
+class Destination(Protocol):
+    """Tensors of a model that parts are written to."""
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +52,7 @@ class Model(Protocol):
         ...
 
     def begin(self) -> None:
-        """Get ready for all parts. Called again if they are sent again."""
+        """Prepare for all parts. Called again if they are sent again."""
         ...
 
     def place(self, part: Part) -> Tensor:
@@ -60,45 +60,45 @@ class Model(Protocol):
         ...
 
     def arrived(self, part: Part) -> None:
-        """Note that a part is in its place."""
+        """Called when a part is in its place."""
         ...
 
 
-class _Pour:
-    """One attempt to fill a model with an offer's parts, and the fingerprints of what came."""
+class WeightLoader:
+    """One attempt to load a manifest's parts, and the fingerprints of the received buckets."""
 
-    def __init__(self, offer: Offer, model: Model, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, destination: Destination, device: torch.device) -> None:
         """`device`: of the buckets."""
-        self.offer, self.device = offer, device
-        self._model = model
-        self._made: dict[int, list[Tensor]] = {source.rank: [] for source in offer.sources}
-        """Fingerprints of buckets that came, by sender."""
-        self._told: dict[int, Tensor] = {}
+        self.manifest, self.device = manifest, device
+        self._destination = destination
+        self._received: dict[int, list[Tensor]] = {source.rank: [] for source in manifest.sources}
+        """Fingerprints of received buckets, by sender."""
+        self._sent: dict[int, Tensor] = {}
         """Fingerprints that the senders have sent, by sender."""
 
     def places(self, layout: Layout) -> Sequence[Tensor]:
         """Return the memory for a bucket's parts."""
-        return [self._model.place(part) for part in layout.parts]
+        return [self._destination.place(part) for part in layout.parts]
 
-    def take(self, rank: int, layout: Layout, places: Sequence[Tensor], content: Tensor, *, in_place: bool) -> None:
+    def load(self, rank: int, layout: Layout, places: Sequence[Tensor], content: Tensor, *, in_place: bool) -> None:
         """Copy the parts of a sender's bucket to their places, unless they are there."""
-        self._made[rank].append(fingerprint(content))
+        self._received[rank].append(fingerprint(content))
         for part, place in zip(layout.parts, places, strict=True):
             if not in_place:
                 copy(place, view(content, part))
-            self._model.arrived(part)
+            self._destination.arrived(part)
 
-    def tell(self, rank: int, prints: Tensor) -> None:
-        """Note what a sender says of its buckets, int64[buckets]. Read after all have arrived."""
-        self._told[rank] = prints
+    def set_fingerprints(self, rank: int, fingerprints: Tensor) -> None:
+        """Store a sender's bucket fingerprints (int64[buckets]); compared once all buckets have arrived."""
+        self._sent[rank] = fingerprints
 
     def check(self) -> None:
         """Raise Damaged if buckets differ from what was sent."""
         names: list[str] = []
-        for source in self.offer.sources:
+        for source in self.manifest.sources:
             if source.layouts:
-                here = torch.stack(self._made[source.rank])
-                differ: list[bool] = (here != self._told[source.rank].to(here.device)).tolist()
+                received = torch.stack(self._received[source.rank])
+                differ: list[bool] = (received != self._sent[source.rank].to(received.device)).tolist()
                 layouts = [layout for layout, differs in zip(source.layouts, differ, strict=True) if differs]
                 names += [part.name for layout in layouts for part in layout.parts]
         if names:
@@ -106,115 +106,118 @@ class _Pour:
 
 
 class Reader:
-    """The end of a process that reads. It keeps its groups and buckets from one version to the next."""
+    """Reads broadcasts in this process. It keeps its groups and buckets from one version to the next."""
 
     def __init__(self) -> None:
         self._reading = Lock()
         """One actor of the process reads at a time, because its groups identify the process."""
         self._groups = Groups()
-        self._flight = Flight()
-        self._lines: dict[str, Line] = {}
-        """By place."""
+        self._flight = InFlightBuckets()
+        self._connections: dict[str, StoreConnection] = {}
+        """By address."""
         self._closed: set[str] = set()
-        """Places of policies whose memory could not be opened. Their buckets come in groups from then on."""
-        self._asked = count()
-        self._own = token_hex(8)
+        """Addresses of policies whose memory could not be opened. Their buckets come in groups from then on."""
+        self._requests = count()
+        self._token = token_hex(8)
 
-    def read(self, offer: Offer, together: int, model: Model, warn: Callable[[int, str], object]) -> str:
-        """Receive all parts of an offer, like all of the `together` ranks that read it at once.
+    def read(
+        self, manifest: Manifest, together: int, destination: Destination, warn: Callable[[int, str], object]
+    ) -> str:
+        """Receive all parts of a manifest, like all of the `together` ranks that read it at once.
 
-        Returns how they came, such as "by gloo". Calls `warn` with the number of each failed attempt and its
-        error. Raises Lost if some never arrive, and Damaged if some differ from what was sent.
+        Returns the transport, such as "by gloo". Calls `warn` with the number of each failed attempt and its
+        error. Raises Lost if some parts never arrive, and Damaged if some differ from what was sent.
         """
         failed = ""
         with self._reading, torch.no_grad():
             for attempt in range(_ATTEMPTS):
                 try:
-                    return self._attempt(offer, together, model)
+                    return self._attempt(manifest, together, destination)
                 except (RuntimeError, OSError) as error:
                     failed = str(error).partition("\n")[0]
                     warn(attempt, failed)
-                    self._lines.pop(offer.place, None)
-        raise Lost(f"{len(offer.sources)} ranks of the policy", failed)
+                    self._connections.pop(manifest.address, None)
+        raise Lost(f"{len(manifest.sources)} ranks of the policy", failed)
 
-    def _attempt(self, offer: Offer, together: int, model: Model) -> str:
-        line = self._lines.get(offer.place) or self._lines.setdefault(offer.place, Line(offer.place))
-        where = Where.of(model.device)
-        if offer.place in self._closed:
-            where = where._replace(machine="")
-        asked = Asked("", together, self._groups.whole, where)
-        passing = self._ask(line, offer, asked)
-        route, device = passing.routes[passing.readers.index(self._me)], passing.device(model.device)
+    def _attempt(self, manifest: Manifest, together: int, destination: Destination) -> str:
+        address = manifest.address
+        connection = self._connections.get(address) or self._connections.setdefault(address, StoreConnection(address))
+        locality = Locality.of(destination.device)
+        if address in self._closed:
+            locality = locality._replace(machine="")
+        plan = self._request(connection, manifest.key, together, locality)
+        route, device = plan.routes[plan.readers.index(self._me)], plan.device(destination.device)
         try:
-            model.begin()
-            self._groups.keep(passing)
-            pour = _Pour(offer, model, device)
+            destination.begin()
+            self._groups.of(plan)
+            loader = WeightLoader(manifest, destination, device)
             if route:
-                self._take(pour, passing, route)
+                self._open(loader, plan, route)
             else:
-                self._receive(pour, passing, line.meeting)
-            pour.check()
+                self._receive(loader, plan, connection.for_groups)
+            loader.check()
         except BaseException:
             self._flight.drop()
-            self._groups.drop(passing.group)
+            self._groups.drop(plan.group)
             raise
         if route:
-            return "by CUDA IPC" if passing.on_gpus else "through shared memory"
-        return "by NCCL" if passing.on_gpus else "by gloo"
+            return "by CUDA IPC" if plan.on_gpus else "through shared memory"
+        return "by NCCL" if plan.on_gpus else "by gloo"
 
-    def _take(self, pour: _Pour, passing: Passing, route: Route) -> None:
-        """Take all buckets out of the memory of ranks of this machine."""
-        names, _, _ = pour.offer.key.partition("/")
-        key = passing.key(pour.offer.key)
+    def _open(self, loader: WeightLoader, plan: BroadcastPlan, route: Route) -> None:
+        """Copy all buckets out of the memory of ranks of this machine."""
+        prefix, _, _ = loader.manifest.key.partition("/")
+        key = plan.key(loader.manifest.key)
         with ExitStack() as opened:
             try:
-                ranks = open_slots(opened, names, set(route), key, self._me, pour.device, STUCK.total_seconds())
-            except Unopened:
-                self._closed.add(pour.offer.place)
+                clients = open_slots(opened, prefix, set(route), key, self._me, loader.device, STUCK.total_seconds())
+            except OpenError:
+                self._closed.add(loader.manifest.address)
                 raise
-            for source, number in pour.offer.turns():
-                rank = ranks[route[source.rank]]
+            for source, number in loader.manifest.send_order():
+                client = clients[route[source.rank]]
                 if number < len(source.layouts):
                     layout = source.layouts[number]
-                    content = rank.bucket(source.rank, number, layout.nbytes)
-                    pour.take(source.rank, layout, pour.places(layout), content, in_place=False)
+                    content = client.bucket(source.rank, number, layout.nbytes)
+                    loader.load(source.rank, layout, loader.places(layout), content, in_place=False)
                 else:
-                    content = rank.bucket(source.rank, number, source.prints)
-                    pour.tell(source.rank, content.view(torch.int64).to(pour.device, copy=True))
-                rank.done()
+                    content = client.bucket(source.rank, number, source.fingerprint_bytes)
+                    loader.set_fingerprints(source.rank, content.view(torch.int64).to(loader.device, copy=True))
+                client.done()
 
-    def _receive(self, pour: _Pour, passing: Passing, meeting: Store) -> None:
+    def _receive(self, loader: WeightLoader, plan: BroadcastPlan, store: Store) -> None:
         """Receive all buckets in groups, each with a sender."""
-        flight, device = self._flight, pour.device
-        sizes = [layout.nbytes for source in pour.offer.sources for layout in source.layouts]
+        flight, device, manifest = self._flight, loader.device, loader.manifest
+        sizes = [layout.nbytes for source in manifest.sources for layout in source.layouts]
         flight.begin(max(sizes, default=0), device)
-        for source, number in pour.offer.turns():
-            group = self._groups.get(meeting, passing, source.rank, self._me, device)
+        for source, number in manifest.send_order():
+            group = self._groups.get(store, plan, source.rank, self._me, device)
             if number < len(source.layouts):
                 layout = source.layouts[number]
-                places = pour.places(layout)
-                there = bytes_in_place(layout, places, device)
-                content = flight.memory(layout.nbytes) if there is None else there
-                take = partial(pour.take, source.rank, layout, places, content, in_place=there is not None)
-                flight.add(group.broadcast(content), take)
+                places = loader.places(layout)
+                in_place = bytes_in_place(layout, places, device)
+                content = flight.memory(layout.nbytes) if in_place is None else in_place
+                load = partial(loader.load, source.rank, layout, places, content, in_place=in_place is not None)
+                flight.add(group.broadcast(content, 0), load)
             else:
-                content = torch.empty(source.prints, dtype=torch.uint8, device=device)
-                flight.add(group.broadcast(content), partial(pour.tell, source.rank, content.view(torch.int64)))
+                content = torch.empty(source.fingerprint_bytes, dtype=torch.uint8, device=device)
+                store_them = partial(loader.set_fingerprints, source.rank, content.view(torch.int64))
+                flight.add(group.broadcast(content, 0), store_them)
         flight.end()
 
-    def _ask(self, line: Line, offer: Offer, asked: Asked) -> Passing:
-        """Ask who reads together."""
-        key, token = offer.key, f"{self._me}/{next(self._asked)}"
-        line.ask(key, json.dumps(asked._replace(token=token)))
-        if not line.store.check([f"{key}/gone"]):
-            if not line.comes(f"{key}/told/{token}", time.monotonic() + _ANSWER):
+    def _request(self, connection: StoreConnection, key: str, together: int, locality: Locality) -> BroadcastPlan:
+        """Ask to read an offer, and return the plan."""
+        token = f"{self._me}/{next(self._requests)}"
+        connection.push_request(key, json.dumps(ReadRequest(token, together, self._groups.names, locality)))
+        if not connection.store.check([f"{key}/ended"]):
+            if not connection.wait_for(f"{key}/plan/{token}", time.monotonic() + _ANSWER):
                 raise Lost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s")
-            if told := json.loads(line.store.get(f"{key}/told/{token}")):
-                return Passing(*told)
+            if answer := json.loads(connection.store.get(f"{key}/plan/{token}")):
+                return BroadcastPlan(*answer)
         reason = "the policy has been updated since, and keeps no older ones: publish again"
         raise Lost("the policy's ranks", reason)
 
     @property
     def _me(self) -> str:
         """The name of this process in groups. It changes after a fork."""
-        return f"{self._own}-{os.getpid()}"
+        return f"{self._token}-{os.getpid()}"

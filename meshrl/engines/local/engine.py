@@ -9,12 +9,30 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
-from meshrl.engines.isolation import isolated
-from meshrl.engines.local.rank_thread import LocalMember, LocalSlot, Reply, Work, answer
-from meshrl.engines.local.refs import LocalRef
-from meshrl.engines.local.shared_task import Turns
+import numpy as np
+
+from meshrl.data import Column, frozen, private
+from meshrl.engines.local.loops import Turns
+from meshrl.engines.local.rank_thread import LocalCall, LocalMember, LocalSlot, Receiver, answer
+from meshrl.engines.ranks import check_count, isolated
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Member, OnSpan, Rank, Ref, Request, Resources, Slot, free_cores, put_large
+
+
+class LocalRef(Ref):
+    """A value that ranks of this process share. It is not copied, because nobody can write to it."""
+
+    def __init__(self, value: object) -> None:
+        self.value: object = value
+        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
+            self.value = frozen(value.copy())
+        elif type(value) is dict:  # columns
+            self.value = {name: private(column) for name, column in cast("dict[str, Column]", value).items()}
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
+        """Return the values. Mutable Python values are copied when a column is put together."""
+        return [each.value for each in cast("Sequence[LocalRef]", held)]
 
 
 class LocalEngine:
@@ -45,8 +63,7 @@ class LocalEngine:
         event loop. This is for actors that compute nothing, such as fakes. Raises ConfigError for no ranks, and for
         resources other than `cpus`.
         """
-        if count < 1:
-            raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
+        check_count(count)
         if resources.gpus or resources.custom:
             asked = {"gpus": resources.gpus, **resources.custom}
             named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
@@ -115,34 +132,36 @@ class LocalEngine:
     async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         """Call each member and wait for all results."""
         results = _Results(asyncio.get_running_loop(), len(requests), self._answer, seen)
-        works = self._works(endpoint, requests, results)
+        calls = self._calls(endpoint, requests, results)
         try:
-            for work in works:
-                work.send()
+            for call in calls:
+                call.send()
             return await results.done
         finally:
             for index in results.waiting.copy():
-                works[index].cancel()
-            del works, results  # a failure's traceback refers to these, and the cycle would keep the arguments
+                calls[index].cancel()
+            del calls, results  # a failure's traceback refers to these, and the cycle would keep the arguments
 
     async def stream(
         self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
         """Yield the consumed members' values as they come. A rank is at most one value ahead of the reader."""
         values = _Values(asyncio.get_running_loop(), len(requests), consumed, self._answer, seen)
-        works = self._works(endpoint, requests, values)
+        calls = self._calls(endpoint, requests, values)
         try:
-            for work in works:
-                work.send()
+            for call in calls:
+                call.send()
             while await values.arrival():
                 yield values.take()
         finally:
-            for work in works:
-                work.cancel()
-            del works, values  # as in `call`
+            for call in calls:
+                call.cancel()
+            del calls, values  # as in `call`
 
-    def _works(self, endpoint: str, requests: Sequence[Request], reply: Reply) -> list[Work]:
-        return [Work(endpoint, each, reply, index, isolate=self._isolates) for index, each in enumerate(requests)]
+    def _calls(self, endpoint: str, requests: Sequence[Request], receiver: Receiver) -> list[LocalCall]:
+        return [
+            LocalCall(endpoint, each, receiver, index, isolate=self._isolates) for index, each in enumerate(requests)
+        ]
 
     def _answer(self, value: object) -> object:
         """Return a result as the caller gets it."""
@@ -155,7 +174,7 @@ class LocalEngine:
 
 
 class _Results:
-    """The results of one call's works. Only the last one wakes the caller."""
+    """The results of one call on several ranks. Only the last one wakes the caller."""
 
     def __init__(
         self,
@@ -171,10 +190,10 @@ class _Results:
         self._finish = finish
         self._results: list[object] = [None] * count
 
-    async def run(self, work: Work) -> None:
-        self._results[work.index] = self._finish(await cast("Awaitable[object]", await work.call()))
-        work.note()
-        self.waiting.discard(work.index)
+    async def run(self, call: LocalCall) -> None:
+        self._results[call.index] = self._finish(await cast("Awaitable[object]", await call.invoke()))
+        call.report()
+        self.waiting.discard(call.index)
         if not self.waiting:
             answer(self._caller, self._settle, None)
 
@@ -225,21 +244,21 @@ class _Values:
             taken()
         return value
 
-    async def run(self, work: Work) -> None:
+    async def run(self, call: LocalCall) -> None:
         """Run a generator. A consumed one waits until the reader takes its value."""
-        loop = work.member.loop
+        loop = call.member.loop
         free = asyncio.Semaphore(1)
-        values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())
+        values = cast("AsyncGenerator[object] | AsyncIterator[object]", await call.invoke())
         try:
             async for value in values:
-                if work.index not in self._consumed:
+                if call.index not in self._consumed:
                     continue
                 await free.acquire()
                 answer(self._caller, self._arrive, self._finish(value), lambda: answer(loop, free.release))
         finally:
             if isinstance(values, AsyncGenerator):
                 await values.aclose()
-        work.note()
+        call.report()
         answer(self._caller, self._end)
 
     def fail(self, error: BaseException) -> None:

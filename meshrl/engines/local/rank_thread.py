@@ -2,24 +2,20 @@
 
 import asyncio
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol, cast
 
 from meshrl import log
-from meshrl.engines.isolation import sendable
-from meshrl.engines.local.event_loop import RankLoop
-from meshrl.engines.local.shared_task import Turns
+from meshrl.engines.local.loops import RankLoop, Turns
+from meshrl.engines.ranks import actor_stopped, isolated, reason_and_traceback, run_loop, unsendable
 from meshrl.errors import MeshStopped, RankFailed
 from meshrl.mesh import OnSpan, Rank, Request, own_place, rank_context, resolve
 
 PATIENCE: Final = 10.0
 """Seconds that a rank's thread has to end its cancelled calls."""
-_ENGINES = str(Path(__file__).parents[1])
 
 
 class LocalSlot:
@@ -58,12 +54,7 @@ class LocalSlot:
 
 
 def _run(loop: RankLoop) -> None:
-    while True:
-        try:
-            loop.run_forever()
-            break
-        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task, which belongs to whoever awaits it
-            continue
+    run_loop(loop)
     # Answer the calls that arrived together with the stop.
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(asyncio.sleep(0))
@@ -79,13 +70,14 @@ class LocalMember:
         self.rank = rank
         self.place: str = own_place()
         self.stopped: bool = False
-        self.is_made = True
+        self.has_started = True
         self.attempt: int = 0
         """How many times it was stopped."""
         self.loop: asyncio.AbstractEventLoop = slot.enter()
-        self._context = Context()
-        self._context.run(rank_context.set, rank)
-        self._instance: object = None
+        self.context = Context()
+        """The context of its calls, in which `current_rank()` is this rank."""
+        self.context.run(rank_context.set, rank)
+        self.instance: object = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[None] | None = None
         self._restarting = asyncio.Lock()
@@ -99,7 +91,7 @@ class LocalMember:
         async def make() -> None:
             given, named = await resolve((arguments, keywords))
             try:
-                self._instance = create(*given, **named)
+                self.instance = create(*given, **named)
             except BaseException as error:
                 raise self.failure("__init__", error) from error
 
@@ -128,7 +120,7 @@ class LocalMember:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._instance = None
+            self.instance = None
 
         blocked = False
         try:
@@ -140,48 +132,34 @@ class LocalMember:
             self.slot.leave(blocked=blocked)
 
     async def _on_rank(self, work: Coroutine[None, None, None]) -> None:
-        task = self._context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
+        task = self.context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
         await asyncio.wrap_future(task)
-
-    def endpoint(self, name: str) -> Callable[..., object]:
-        """Return the instance's bound method."""
-        method: Callable[..., object] = getattr(self._instance, name)
-        return method
 
     def begin(self, task: asyncio.Task[None]) -> None:
         """Keep a running call, so that `stop` finds it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @property
-    def context(self) -> Context:
-        """Return a new context for one call, in which `current_rank()` is this rank."""
-        return self._context.copy()
-
     def failure(self, endpoint: str, error: BaseException) -> RankFailed:
         """Return the error that the caller gets for an exception."""
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
-        shown = [*traceback.format_list(own), *traceback.format_exception_only(error)]
-        reason = "".join(traceback.format_exception_only(error)).strip()
-        return RankFailed(self.name, self.rank.index, self.rank.axes, endpoint, reason, "".join(shown))
+        return RankFailed(self.name, self.rank.index, self.rank.axes, endpoint, *reason_and_traceback(error))
 
 
-class Reply(Protocol):
-    """The caller's side of one or more works."""
+class Receiver(Protocol):
+    """The caller's side of one or more calls."""
 
     seen: OnSpan | None
 
-    async def run(self, work: "Work") -> None:
+    async def run(self, call: "LocalCall") -> None:
         """Run the endpoint on the rank, and pass on its values."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Called on the rank when a work ends without a result."""
+        """Called on the rank when a call ends without a result."""
         ...
 
 
-class Work:
+class LocalCall:
     """An endpoint call on one member: sent from the caller's thread, run on the rank's."""
 
     __slots__ = (
@@ -194,16 +172,16 @@ class Work:
         "index",
         "keywords",
         "member",
-        "reply",
+        "receiver",
     )
 
-    def __init__(self, endpoint: str, request: Request, reply: Reply, index: int, *, isolate: bool) -> None:
-        """`index`: the number of this work in the reply. `isolate`: give the rank copies of the arguments."""
+    def __init__(self, endpoint: str, request: Request, receiver: Receiver, index: int, *, isolate: bool) -> None:
+        """`index`: the number of this call for the receiver. `isolate`: give the rank copies of the arguments."""
         self.member: LocalMember = cast("LocalMember", request.member)
         if self.member.stopped:
             raise _stopped(self.member, endpoint)
         self.endpoint: str = endpoint
-        self.reply: Reply = reply
+        self.receiver: Receiver = receiver
         self.index: int = index
         self.arguments: tuple[object, ...] = request.arguments
         self.keywords: Mapping[str, object] = request.keywords
@@ -215,17 +193,18 @@ class Work:
         self._began = 0.0
 
     def send(self) -> None:
-        """Start on the rank's thread. The reply fails if the actor stops before its end."""
+        """Start on the rank's thread. The receiver fails if the actor stops before its end."""
         try:
             post(self.member.loop, self._start)
         except RuntimeError as error:  # the loop was just closed
             raise _stopped(self.member, self.endpoint) from error
 
-    async def call(self) -> object:
+    async def invoke(self) -> object:
         """Call the endpoint: an awaitable, or an async generator."""
         if self.arguments or self.keywords:
             self.arguments, self.keywords = await resolve((self.arguments, self.keywords))
-        return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
+        method: Callable[..., object] = getattr(self.member.instance, self.endpoint)
+        return method(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:
         """Cancel the rank's coroutine, from any thread. No effect after its end."""
@@ -235,9 +214,9 @@ class Work:
     def begin(self) -> tuple[Coroutine[object, object, None], Context] | None:
         """Return what to run at its turn, or None if it was cancelled or the actor is stopped."""
         if self._attempt != self.member.attempt:
-            self.reply.fail(_stopped(self.member, self.endpoint))
+            self.receiver.fail(_stopped(self.member, self.endpoint))
             return None
-        return None if self._dropped else (self._run(), self.member.context)
+        return None if self._dropped else (self._run(), self.member.context.copy())
 
     def pause(self, task: asyncio.Task[None]) -> None:
         """Keep the task that it runs in, to cancel it."""
@@ -251,23 +230,23 @@ class Work:
             work, context = begun
             self.pause(self.member.loop.create_task(work, context=context))
 
-    def note(self) -> None:
+    def report(self) -> None:
         """Report its times, before its answer."""
-        if self.reply.seen is not None:
-            self.reply.seen(self.index, self._began, self.member.loop.time())
+        if self.receiver.seen is not None:
+            self.receiver.seen(self.index, self._began, self.member.loop.time())
 
     async def _run(self) -> None:
-        if self.reply.seen is not None:
+        if self.receiver.seen is not None:
             self._began = self.member.loop.time()
         try:
-            await self.reply.run(self)
+            await self.receiver.run(self)
         except asyncio.CancelledError as error:
-            self.note()
+            self.report()
             stopped = self.member.stopped
-            self.reply.fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
+            self.receiver.fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
         except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
-            self.note()
-            self.reply.fail(self._failure(error))
+            self.report()
+            self.receiver.fail(self._failure(error))
 
     def _cancel(self) -> None:
         self._dropped = True
@@ -281,7 +260,17 @@ class Work:
 
 
 def _stopped(member: LocalMember, endpoint: str) -> MeshStopped:
-    return MeshStopped(f"{member.name}.{endpoint} was called on rank {member.rank.index}, but the actor is stopped")
+    return actor_stopped(member.name, member.rank.index, endpoint)
+
+
+def sendable(
+    where: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Isolate a call's arguments. ContractError for values that cannot be copied, such as a lock or a file."""
+    try:
+        return isolated(arguments) if arguments else (), isolated(dict(keywords)) if keywords else {}
+    except TypeError as error:
+        raise unsendable(where, error) from error
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:

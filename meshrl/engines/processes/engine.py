@@ -1,42 +1,108 @@
 """The engine for one machine: ranks are processes, forked from a warm template and reached through sockets."""
 
+import os
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from secrets import token_hex
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
-from meshrl.engines.hosting import (
-    Caller,
-    Gone,
-    HostingEngine,
-    Place,
-    Process,
-    ProcessSlot,
-    Reservation,
-)
 from meshrl.engines.processes.launcher import Launcher
-from meshrl.engines.processes.machine import Machine
-from meshrl.engines.transport import PoolRef, SocketChannel
+from meshrl.engines.ranks import check_count
+from meshrl.engines.remote import (
+    Place,
+    PoolRef,
+    Process,
+    ProcessExited,
+    ProcessSlot,
+    RemoteEngine,
+    Reservation,
+    SocketChannel,
+)
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.mesh import INLINE_BYTES, Ref, Resources, Share
+from meshrl.mesh import INLINE_BYTES, Resources, Share, free_cores
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+class RankResources(NamedTuple):
+    """The resources of one rank."""
+
+    threads: int
+    cores: Sequence[int]
+    """Its exclusive cores. Empty if it shares cores with others."""
+    gpus: Sequence[str]
+
+
+class Machine:
+    """The cores and GPUs that are free."""
+
+    def __init__(self) -> None:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(free_cores())
+        self._cores = sorted(cores)
+        self._gpus = dict.fromkeys(_gpus(), 1.0)
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if the machine has GPUs, free or not."""
+        return bool(self._gpus)
+
+    def take(self, count: int, resources: Resources) -> list[RankResources]:
+        """Take shares for `count` ranks. ConfigError for resources that this machine lacks, or has given away."""
+        check_count(count)
+        if resources.custom:
+            named = ", ".join(sorted(resources.custom))
+            raise ConfigError(f"a mesh asks for {named}, which this machine's processes do not have: use Ray")
+        gpus = self._take_gpus(count, resources.gpus)
+        share = len(self._cores) // count
+        wanted = share if resources.cpus is None else min(share, resources.cpus)
+        shares = []
+        for own in gpus:
+            cores, self._cores = self._cores[:wanted], self._cores[wanted:]
+            shares.append(RankResources(max(1, len(cores)), cores, own))
+        return shares
+
+    def give_back(self, shares: Sequence[RankResources], resources: Resources) -> None:
+        """Return the shares from `take`."""
+        for share in shares:
+            self._cores = sorted([*self._cores, *share.cores])
+            for gpu in share.gpus:
+                self._gpus[gpu] += min(resources.gpus, 1.0)
+
+    def _take_gpus(self, count: int, each: float) -> list[list[str]]:
+        if not each:
+            return [[] for _ in range(count)]
+        left, amount = dict(self._gpus), min(each, 1.0)
+        taken = []
+        for _ in range(count):
+            fit = [name for name, free in left.items() if free >= amount - 1e-9][: max(1, int(each))]
+            if len(fit) < each:
+                free = ", ".join(f"{free:g} of GPU {name}" for name, free in self._gpus.items()) or "none"
+                raise ConfigError(
+                    f"a mesh asks for {count} ranks with {each:g} GPUs each, but this machine has {free} left: ask for "
+                    "fewer, stop a mesh, or use Ray and more machines"
+                )
+            for name in fit:
+                left[name] -= amount
+            taken.append(fit)
+        self._gpus = left
+        return taken
+
+
+def _gpus() -> list[str]:
+    """List the numbers of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
+    return [str(number) for number in range(len(list(_GPUS.iterdir())))] if _GPUS.is_dir() else []
+
 
 _FILES: Final = 65536
 """Enough open files. If 2**30 are allowed, as in some containers, closing all of them takes minutes."""
 
 
-class PoolCaller(Caller):
-    """The part of the engine that works in every process."""
-
-    def put(self, value: object) -> Ref:
-        """Keep a value in this machine's shared memory."""
-        return PoolRef.put(value)
-
-    def __reduce__(self) -> tuple[type["PoolCaller"], tuple[int, bool]]:
-        return PoolCaller, (self.inline_bytes, self.shares_memory)
-
-
-class ProcessEngine(HostingEngine, PoolCaller):
+class ProcessEngine(RemoteEngine):
     """Ranks as processes of this machine.
 
     `modules`: packages that ranks need, such as `meshrl_torch`, which are imported once for all. For `inline_bytes` see
@@ -50,7 +116,7 @@ class ProcessEngine(HostingEngine, PoolCaller):
         share: Share = Share(),  # noqa: B008 -- immutable
     ) -> None:
         _raise_file_limit()  # ranks inherit it
-        super().__init__(inline_bytes, shares_memory=True)
+        super().__init__(PoolRef, inline_bytes, shares_memory=True)
         self._machine = Machine()
         self._launcher = Launcher(modules, inline_bytes, share)
 
@@ -86,10 +152,10 @@ class _Processes(Reservation):
         process = slot.process
         try:
             place = process.known = cast("Place", await process.channel.request("place"))
-        except Gone as gone:
+        except ProcessExited as exited:
             if self.released:
                 raise MeshStopped("the mesh was stopped while its ranks were started") from None
-            raise ConfigError(f"a rank's process did not start: {process.died(str(gone)).told}") from None
+            raise ConfigError(f"a rank's process did not start: {process.died(str(exited))}") from None
         return place
 
     def begin(self, slot: ProcessSlot) -> Process:

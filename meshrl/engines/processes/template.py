@@ -21,15 +21,86 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Final
 
-from meshrl.engines.hosting import Host, RankLog, work_as
-from meshrl.engines.processes.orders import Begin, Close, Ended, Kill, receive, send
-from meshrl.engines.processes.outputs import Output
-from meshrl.engines.transport import PoolRef, Server
+from meshrl.engines.processes.launcher import Begin, Close, Ended, Kill, receive, send
+from meshrl.engines.ranks import run_loop
+from meshrl.engines.remote import Host, PoolRef, RankLog, Server, work_as
 from meshrl.mesh import pool, sweep
+
+_AT_ONCE: Final = 65536
+"""Size in bytes of a read, which is the capacity of a pipe."""
+_REST: Final = 16
+"""Most reads from a rank's pipe after its end, because a process that it started may write forever."""
+
+
+class RankOutput:
+    """The two pipes of a rank. The template reads one end of each."""
+
+    def __init__(self, log: RankLog) -> None:
+        """`log`: its folder is closed at the end."""
+        self._log = log
+        self._reads: dict[int, int] = {}
+        """The ends to read, each with the output stream of the rank that it carries."""
+        self._writes: dict[int, int] = {}
+        for stream in (1, 2):
+            read, write = os.pipe()
+            self._reads[read], self._writes[write] = stream, stream
+
+    def redirect(self) -> None:
+        """Redirect the output, in the rank."""
+        for end, stream in self._writes.items():
+            os.dup2(end, stream)
+        self.close()
+
+    def start_reading(self, pid: int, host: str, ready: selectors.BaseSelector) -> None:
+        """Start reading, in the template, once the rank has the other ends."""
+        self._log.begin(pid, host)
+        for end in self._writes:
+            os.close(end)
+        self._writes.clear()
+        for end in self._reads:
+            os.set_blocking(end, False)
+            ready.register(end, selectors.EVENT_READ, self)
+
+    def forward(self, end: int, ready: selectors.BaseSelector) -> bool:
+        """Pass on what was written. False if there was nothing."""
+        if end not in self._reads:  # the rank was just reaped
+            return False
+        try:
+            text = os.read(end, _AT_ONCE)
+        except BlockingIOError:
+            return False
+        if not text:  # no writer is left
+            ready.unregister(end)
+            os.close(end)
+            del self._reads[end]
+            return False
+        self._log.append(text)
+        with suppress(OSError):  # if no reader is left
+            while text:
+                text = text[os.write(self._reads[end], text) :]
+        return True
+
+    def drain(self, ready: selectors.BaseSelector) -> None:
+        """Pass on the rest after the rank has ended."""
+        for end in list(self._reads):
+            for _ in range(_REST):
+                if not self.forward(end, ready):
+                    break
+        for end in self._reads:
+            ready.unregister(end)
+        self.close()
+
+    def close(self) -> None:
+        """Close the ends that are open here."""
+        for end in (*self._reads, *self._writes, self._log.folder):
+            os.close(end)
+        self._reads.clear()
+        self._writes.clear()
+
 
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE: Final = 10.0
-"""Seconds to wait for a controller to exit that has closed its end without a word."""
+"""Seconds to wait for a controller to exit that has closed its end without an order."""
 
 
 def main() -> None:
@@ -62,26 +133,26 @@ class Template:
         self._control = control
         self._ranks: dict[int, str] = {}
         """The key of each process."""
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, RankOutput] = {}
         self._ready = selectors.DefaultSelector()
-        self._news, self._bell = socket.socketpair()
-        for each in (self._news, self._bell):
+        self._signals, self._wakeup = socket.socketpair()
+        for each in (self._signals, self._wakeup):
             each.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._bell.fileno())
+        signal.set_wakeup_fd(self._wakeup.fileno())
 
     def run(self) -> None:
         """Run until the engine is gone."""
         with self._ready as ready:
             ready.register(self._control, selectors.EVENT_READ)
-            ready.register(self._news, selectors.EVENT_READ)
+            ready.register(self._signals, selectors.EVENT_READ)
             try:
                 while True:
                     for key, _ in ready.select():
-                        if isinstance(key.data, Output):
-                            key.data.pass_on(key.fd, ready)
-                        elif key.fileobj is self._news:
-                            self._bury()
+                        if isinstance(key.data, RankOutput):
+                            key.data.forward(key.fd, ready)
+                        elif key.fileobj is self._signals:
+                            self._reap()
                         elif not self._obey():
                             return
             except (BrokenPipeError, ConnectionResetError):
@@ -97,7 +168,7 @@ class Template:
         order, files = received
         if isinstance(order, Begin):
             try:
-                self._fork(order, files[0], Output(RankLog(files[1], order.log)) if order.log else None)
+                self._fork(order, files[0], RankOutput(RankLog(files[1], order.log)) if order.log else None)
             finally:
                 os.close(files[0])
         elif isinstance(order, Kill):
@@ -106,7 +177,7 @@ class Template:
         self.was_closed = isinstance(order, Close)
         return not self.was_closed
 
-    def _fork(self, order: Begin, listening: int, output: Output | None) -> None:
+    def _fork(self, order: Begin, listening: int, output: RankOutput | None) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # if no reader is left
                 stream.flush()  # otherwise every rank inherits the buffered text
@@ -114,9 +185,9 @@ class Template:
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(Ended(order.key, f"this machine takes no more processes ({error})"))
+            self._report(Ended(order.key, f"this machine takes no more processes ({error})"))
             if output:
-                output.let_go()
+                output.close()
             return
         with suppress(OSError):  # in both processes, so that neither waits for the other
             os.setpgid(pid, pid or os.getpid())
@@ -124,19 +195,19 @@ class Template:
             self._ranks[pid] = order.key
             if output:
                 self._outputs[pid] = output
-                output.begun(pid, socket.gethostname(), self._ready)
+                output.start_reading(pid, socket.gethostname(), self._ready)
             return
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for each in (self._control, self._news, self._bell):
+            for each in (self._control, self._signals, self._wakeup):
                 each.close()
             self._ready.close()
             for other in self._outputs.values():
-                other.let_go()
+                other.close()
             if output:
-                output.taken()
+                output.redirect()
             faulthandler.enable()
             _become_rank(order, listening, template)
             status = 0
@@ -146,20 +217,20 @@ class Template:
         finally:
             os._exit(status)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         with suppress(BlockingIOError):
-            while self._news.recv(1024):
+            while self._signals.recv(1024):
                 pass
         with suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
                 _kill(pid)
                 if output := self._outputs.pop(pid, None):
-                    output.finish(self._ready)
-                self._tell(Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
+                    output.drain(self._ready)
+                self._report(Ended(self._ranks.pop(pid, ""), _exit_reason(os.waitstatus_to_exitcode(status))))
         sweep()  # their segments; the last reader removes those in use
 
-    def _tell(self, ended: Ended) -> None:
+    def _report(self, ended: Ended) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # its last orders are still to be read
             send(self._control, ended)
 
@@ -170,7 +241,7 @@ class Template:
             while os.waitpid(-1, 0)[0]:
                 pass
         for output in self._outputs.values():
-            output.finish(self._ready)
+            output.drain(self._ready)
 
 
 def _kill(pid: int) -> None:
@@ -179,7 +250,7 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _how(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"it ended by itself with status {code}"
     name = signal.Signals(-code).name
@@ -208,11 +279,7 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
         Server(socket.socket(fileno=listening), order.token, host)
 
     loop.run_until_complete(serve())
-    while True:
-        try:
-            loop.run_forever()
-        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task, which belongs to whoever awaits it
-            continue
+    run_loop(loop)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""The channel to a Ray process: a socket on the same machine, else Ray."""
+"""The Ray actor that hosts a rank, and the channel to it: a socket on the same machine, else Ray."""
 
 import asyncio
+import fcntl
+import os
 import shutil
-from collections.abc import Awaitable, Callable
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from secrets import token_bytes
+from typing import TYPE_CHECKING, Final, cast
 
 import ray
 from ray.exceptions import (
@@ -19,37 +25,155 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot, vigil
-from meshrl.engines.ray.nodes import Home
-from meshrl.engines.ray.parcel import Parcel, pack, unpack
-from meshrl.engines.ray.route import Handle, Stop, near
-from meshrl.engines.transport import Address, SocketChannel
-from meshrl.mesh import NotHere
+from meshrl import log
+from meshrl.engines.ray.cluster import Home, home
+from meshrl.engines.ray.code import Method, settle_in
+from meshrl.engines.ray.refs import Handle, HostRef, Parcel, RayRef, Route, Stop, near, pack, unpack
+from meshrl.engines.ray.relay import RELAY, Key, Relay, Wire
+from meshrl.engines.remote import (
+    NO_ARGUMENTS,
+    TOKEN_BYTES,
+    Address,
+    Arguments,
+    Call,
+    Channel,
+    Host,
+    MessageLost,
+    Place,
+    ProcessExited,
+    Reply,
+    Server,
+    Service,
+    SocketChannel,
+    boot_id,
+    listen,
+    monitor_of,
+    remove_folder,
+    socket_folder,
+    work_as,
+)
+from meshrl.mesh import NotHere, Share, pool
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
+_SIOCGIFADDR: Final = 0x8915
+_INTERFACE_NAME: Final = 15
+"""Most characters of an interface's name."""
 
 
-class Signal(Protocol):
-    """A method of a Ray actor, called without waiting for the answer."""
+class RankProcess:
+    """The process of one rank: a `Host`, whose calls are the tasks of a Ray actor."""
 
-    def remote(self, *arguments: object) -> object:
-        """Send a call."""
-        ...
+    def __init__(
+        self,
+        folder: str,
+        paths: Sequence[str],
+        inline_bytes: int,
+        shares_memory: bool,
+        share: Share,
+        controller: Home,
+        packaged: Sequence[str],
+    ) -> None:
+        """`controller`: its place. `packaged`: folders of a `Package`. The others: see `work_as`, `Host` and `pool`."""
+        settle_in(packaged, paths)
+        work_as(folder, paths)
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only mapped values are fetched this way
+        pool.join(share, hands_on=True)
+        self._host = Host(HostRef.put, inline_bytes, shares_memory)
+        self._relay = Relay(HostRef.put)
+        self._socket: tuple[str, bytes] | None = None
+        self._controller = controller
+
+    async def call(self, call: Call, parcel: Parcel | None = None) -> Parcel | None:
+        """Call an endpoint, or run a generator to its end."""
+        given, lost = NO_ARGUMENTS, None
+        try:
+            given = cast("Arguments", unpack(parcel) or NO_ARGUMENTS)
+        except BaseException as error:  # noqa: BLE001 -- a value's code may raise anything; the caller gets it
+            lost = error
+        return pack(await self._host.call(call, given, lost))
+
+    async def request(self, service: Service, arguments: Parcel | None = None) -> Parcel | None:
+        """Answer a request of a `Channel`."""
+        if service == "place":
+            return pack(await self._place())
+        return pack(await self._host.serve(service, cast("tuple[object, ...]", unpack(arguments) or ())))
+
+    async def _place(self) -> Place:
+        """Return the place of this process and a free port. From now on it ends if it loses its controller."""
+        self._host.keep_loop()
+        if self._socket is None:
+            RayRef.here = await asyncio.to_thread(home, self._controller.health_port.patience)
+            near.insert(0, Stop(cast("Handle", ray.get_runtime_context().current_actor), RayRef.here))
+            if not self._controller.is_here:
+                monitor_of(self._controller.health_port).watch(Reply(), self)
+            path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
+            Server(listen(path), token, self._host)
+            self._socket = str(path), token
+            self._host.leaving = partial(remove_folder, path.parent)
+        ip = cast("str", ray.util.get_node_ip_address())
+        # Else gloo listens on the address of the host's name, on Debian 127.0.1.1, which other hosts cannot reach.
+        if interface := interface_of(ip):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return self._host.place()._replace(
+            ip=ip,
+            node=ray.get_runtime_context().get_node_id(),
+            socket=self._socket,
+            health_port=RayRef.here and RayRef.here.health_port,
+            files=_output_files(),
+        )
+
+    def lose(self, reason: str) -> None:
+        """End this process at once. The unreachable controller gives this rank up, and no work may run twice."""
+        log.warning(
+            "a rank ends because its controller counts it as lost", controller=str(self._controller), reason=reason
+        )
+        self._host.leave()
+        os._exit(1)
+
+    @ray.method(concurrency_group=RELAY)
+    async def host_copy(self, key: Key, route: Route) -> bytes:
+        """See `Relay`."""
+        return await self._relay.host_copy(key, route)
+
+    @ray.method(concurrency_group=RELAY)
+    async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
+        """See `Relay`."""
+        return await self._relay.hand_on(key, route, wire)
+
+    @ray.method(concurrency_group=RELAY)
+    async def answers(self) -> None:
+        """Answer. This works while the process computes or waits."""
 
 
-class Method(Protocol):
-    """A method of a Ray actor."""
+def _output_files() -> Sequence[str]:
+    """Return the files to which Ray writes this process's output, if any."""
+    from ray._private.worker import global_worker  # noqa: PLC0415 -- Ray has no public way to ask
 
-    def remote(self, *arguments: object) -> Awaitable[object]:
-        """Send a call. Await the result for the answer."""
-        ...
+    files: list[str] = [global_worker.get_out_file_path(), global_worker.get_err_file_path()]
+    return [file for file in files if file]
 
-    def options(self, *, name: str) -> "Method":
-        """Return the same method, called under this name."""
-        ...
+
+def interface_of(ip: str) -> str | None:
+    """Return the network interface with this IPv4 address. None if there is none, or the system does not say."""
+    if not sys.platform.startswith("linux"):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode()[:_INTERFACE_NAME])
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
+
+
+def _method(handle: object, name: str) -> Method:
+    return cast("Method", getattr(handle, name))
 
 
 class RayChannel(Channel):
@@ -57,14 +181,12 @@ class RayChannel(Channel):
 
     def __init__(self, handle: object, place: Place | None = None) -> None:
         self.handle = handle
-        self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
+        self._call, self._request = _method(handle, "call"), _method(handle, "request")  # each look-up makes a new one
         self._place = place
         self._stop: Stop | None = None
         self._near: SocketChannel | None = None
         self._open: set[Reply] = set()
         """Replies that Ray carries and that have not arrived."""
-        self._cancelled = False
-        """True if a call was cancelled, so the process may have seen later numbers."""
         self.farewell: Callable[[], Awaitable[None]] | None = None
         """Runs when the process is gone, before anybody learns it."""
         self._lost = ""
@@ -75,10 +197,10 @@ class RayChannel(Channel):
     def found(self, place: Place) -> None:
         """Set the place of the process. From now on it is reached the shortest way."""
         self._place = place
-        if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
+        if self._near is None and place.socket and place.boot == boot_id() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
-        if self._stop is None and place.door:
-            self._stop = Stop(cast("Handle", self.handle), Home(place.host, place.boot, place.door))
+        if self._stop is None and place.health_port:
+            self._stop = Stop(cast("Handle", self.handle), Home(place.host, place.boot, place.health_port))
             if self._stop.home.is_here:
                 near.append(self._stop)
 
@@ -90,11 +212,11 @@ class RayChannel(Channel):
     def lose(self, reason: str) -> None:
         """Give the process up, alive or not."""
         self._lost = reason
-        self._give_up()
+        self._leave_route()
         if self._near is not None:
             self._near.close(reason)
         for reply in list(self._open):
-            reply.arrive(None, Gone(reason))
+            reply.arrive(None, ProcessExited(reason))
 
     def kill(self) -> None:
         """End the process at once."""
@@ -102,61 +224,52 @@ class RayChannel(Channel):
 
     def close(self) -> None:
         """Drop the process. A killed one has left its folder."""
-        self._give_up()
+        self._leave_route()
         if self._near is not None:
             self._near.close()
             shutil.rmtree(Path(self._near.address.path).parent, ignore_errors=True)
 
-    def _give_up(self) -> None:
+    def _leave_route(self) -> None:
         if self._stop and self._stop in near:
             near.remove(self._stop)
 
     def __reduce__(self) -> tuple[type["RayChannel"], tuple[object, Place | None]]:
         return RayChannel, (self.handle, self._place)
 
-    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
-        """Send a call, or open a stream."""
-        if self._lost:
-            return self._refused()
-        if self._near is not None:
+    def prepare(self, arguments: Arguments | None) -> Callable[[Call], Reply]:
+        """Pickle a call's arguments, and return what sends the call."""
+        if self._near is not None and not self._lost:
             with suppress(NotHere):  # Ray brings values from other machines to the rank, past this process
-                return self._near.call(ask, given, stream=stream)
-        far = self._near is not None or self._cancelled or len(self._open) >= CYCLE // 2
-        name = label(ask, whole=far)
-        method = (self._stream if stream else self._call).options(name=name)
-        return self._reply(method.remote(pack(given, self._stop)) if given else method.remote())
+                return self._near.prepare(arguments)
+        parcel = () if self._lost or arguments is None else (pack(arguments, self._stop),)
+        return lambda call: self._sent(self._call, call, *parcel)
 
     def request(self, service: Service, *arguments: object) -> Reply:
-        """Ask for something else."""
-        if self._lost:
-            return self._refused()
-        if self._near is not None and service != "place":
+        """Send another request, and return its reply."""
+        if self._near is not None and not self._lost and service != "place":
             return self._near.request(service, *arguments)
-        return self._reply(_method(self.handle, service).remote(*map(pack, arguments)))
+        return self._sent(self._request, service, pack(arguments))
 
-    def tell(self, service: Service, *arguments: object) -> None:
+    def notify(self, service: Service, *arguments: object) -> None:
         """Send a request that needs no answer."""
         if self._lost:
             return
         if self._near is not None:
-            self._near.tell(service, *arguments)
-            return
-        self._cancelled |= service == "cancel"
-        cast("Signal", getattr(self.handle, service)).remote(*map(pack, arguments))
+            self._near.notify(service, *arguments)
+        else:
+            _ = self._request.remote(service, pack(arguments))
 
-    def _refused(self) -> Reply:
-        reply = Reply()
-        reply.arrive(None, Gone(self._lost))
-        return reply
-
-    def _reply(self, sent: Awaitable[object]) -> Reply:
+    def _sent(self, method: Method, *arguments: object) -> Reply:
+        """Let Ray send a call, and return its reply."""
+        if self._lost:
+            return Reply(ProcessExited(self._lost))
         reply = Reply()
         self._open.add(reply)
-        reply.tell(partial(self._open.discard, reply))
-        _arriving.add(task := asyncio.ensure_future(self._arrive(reply, sent)))
+        reply.add_callback(partial(self._open.discard, reply))
+        _arriving.add(task := asyncio.ensure_future(self._arrive(reply, method.remote(*arguments))))
         task.add_done_callback(_arriving.discard)
-        if self._place is not None and self._place.door is not None:
-            vigil(self._place.door).attend(reply, self)
+        if self._place is not None and self._place.health_port is not None:
+            monitor_of(self._place.health_port).watch(reply, self)
         return reply
 
     async def _arrive(self, reply: Reply, sent: Awaitable[object]) -> None:
@@ -166,21 +279,17 @@ class RayChannel(Channel):
             self.lose(str(failure))
             await asyncio.to_thread(self.kill)
             return
-        except (Gone, Broken) as failure:
-            if isinstance(failure, Gone) and self.farewell:
+        except (ProcessExited, MessageLost) as failure:
+            if isinstance(failure, ProcessExited) and self.farewell:
                 await self.farewell()
             value, error = None, failure
         except BaseException as failure:  # noqa: BLE001 -- a value's code may raise anything; the waiter gets it
-            value, error = None, Broken(f"{type(failure).__name__}: {failure}")
+            value, error = None, MessageLost(f"{type(failure).__name__}: {failure}")
         reply.arrive(value, error)
 
 
 class _Unknown(Exception):
     """The connection broke before the answer came, so it is unknown whether the call ran."""
-
-
-def _method(handle: object, name: str) -> Method:
-    return cast("Method", getattr(handle, name))
 
 
 _arriving: set[asyncio.Task[None]] = set()
@@ -195,15 +304,15 @@ async def _answer(sent: Awaitable[object]) -> object:
             f"process is ended (Ray: {_reason(error)})"
         ) from None
     except _DEATHS as error:
-        raise Gone(_reason(error)) from None
+        raise ProcessExited(_reason(error)) from None
     except RayTaskError as error:
-        raise Broken(f"{type(error.cause).__name__}: {error.cause}", str(error)) from None
+        raise MessageLost(f"{type(error.cause).__name__}: {error.cause}", str(error)) from None
     except RayError as error:
-        raise Broken(f"{type(error).__name__}: {error}") from None
+        raise MessageLost(f"{type(error).__name__}: {error}") from None
     try:
         return unpack(parcel)
     except Exception as error:  # a value's code may raise anything; the waiter gets it
-        raise Broken(f"{type(error).__name__}: {error}") from error
+        raise MessageLost(f"{type(error).__name__}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -214,20 +323,3 @@ def _reason(error: BaseException) -> str:
     if "SYSTEM_ERROR" in line and detail:
         return f"it was killed, ran out of memory or crashed (Ray: {detail})"
     return detail or line
-
-
-def label(ask: Ask, *, whole: bool) -> str:
-    """Encode a call as the name of Ray's task. `whole`: its number may be too far from those that the rank has seen.
-
-    As an argument it would make an empty call a fifth slower. Ray keeps some kilobytes for each name, on both sides, so
-    names repeat: a number is sent modulo `CYCLE`, and the rank completes it.
-    """
-    number = f"={ask.number}" if whole else str(ask.number % CYCLE)
-    return f"{ask.endpoint} {ask.key} {ask.line} {number} {ask.consumed:d} {ask.timed:d}"
-
-
-def current_ask(whole: Callable[[str, int], int]) -> Ask:
-    """Decode the call of the running task. `whole`: returns the number of a line's call from its remainder."""
-    endpoint, key, line, number, consumed, timed = str(ray.get_runtime_context().get_task_name()).split()
-    told = int(number[1:]) if number.startswith("=") else whole(line, int(number))
-    return Ask(endpoint, key, line, told, consumed == "1", timed == "1")

@@ -5,6 +5,7 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -13,16 +14,68 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from math import floor
 from threading import Thread, current_thread, main_thread
-from typing import Final, Literal, TypeAlias, TypeVar, cast
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
 
 from meshrl import log
-from meshrl.engines.hosting import Door, Reply, knocked, vigil
-from meshrl.engines.ray.nodes import Amounts, Home, Node, home, nodes
-from meshrl.engines.ray.versions import Versions
+from meshrl.engines.ray.code import Versions
+from meshrl.engines.remote import HealthPort, Reply, boot_id, is_reachable, monitor_of
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Resources, free_cores
+
+Amounts: TypeAlias = Mapping[str, float]
+"""The amount of each of Ray's resources."""
+
+
+class Node(NamedTuple):
+    """A machine of the cluster."""
+
+    id: str
+    address: str
+    port: int
+    """The port of Ray's own process on the node."""
+    has: Amounts
+    """All its resources, taken ones included."""
+
+
+class Home(NamedTuple):
+    """The machine of a process, as others see it."""
+
+    host: str
+    boot: str
+    health_port: HealthPort
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.health_port.ip})"
+
+    @property
+    def is_here(self) -> bool:
+        """True if it is this machine."""
+        return self.boot == boot_id()
+
+
+def nodes() -> list[Node]:
+    """Return the living nodes that the head knows. Blocks."""
+    known = cast("list[dict[str, object]]", ray.nodes())
+    return [
+        Node(
+            str(node["NodeID"]),
+            str(node["NodeManagerAddress"]),
+            int(cast("int", node["NodeManagerPort"])),
+            cast("Amounts", node["Resources"]),
+        )
+        for node in known
+        if node.get("Alive")
+    ]
+
+
+def home(patience: float) -> Home:
+    """Describe this machine. `patience`: seconds after which others give it up if they cannot reach it."""
+    own = ray.get_runtime_context().get_node_id()
+    here = next(node for node in nodes() if node.id == own)
+    return Home(socket.gethostname(), boot_id(), HealthPort(here.address, here.port, patience))
+
 
 T = TypeVar("T")
 
@@ -40,19 +93,19 @@ class Cluster:
     """This process's connection to Ray. Stops the cluster at the end only if it was started here."""
 
     def __init__(
-        self, address: str | None, patience: float, packages: Sequence[str], told: Callable[[str], None]
+        self, address: str | None, patience: float, packages: Sequence[str], on_lost: Callable[[str], None]
     ) -> None:
         """`address`: HOST:PORT, or `auto`. None: RAY_ADDRESS, or without it a new cluster.
 
-        `patience`: seconds after which an unreachable node is given up. `told`: called with the reason if that is the
-        head. `packages`: see `Versions`.
+        `patience`: seconds after which an unreachable node is given up. `on_lost`: called with the reason if that is
+        the head. `packages`: see `Versions`.
         """
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._patience = patience
         self._versions = Versions(packages, patience)
-        self._told = told
+        self._on_lost = on_lost
         self._connecting: asyncio.Task[_Link] | None = None
-        self._head: Door | None = None
+        self._head: HealthPort | None = None
         self._home: Home | None = None
         self._open = Reply()
         """Arrives when this is closed."""
@@ -60,7 +113,7 @@ class Cluster:
         """Set when the head is given up."""
         self.lost: str = ""
         """Why the cluster cannot be used any more."""
-        self.silent: dict[str, Door] = {}
+        self.silent: dict[str, HealthPort] = {}
         """Nodes that do not answer. Ray may consider them alive for up to another minute."""
 
     async def connect(self) -> None:
@@ -73,8 +126,8 @@ class Cluster:
 
     async def _connect(self) -> "_Link":
         link = await _connect(self._address)
-        self._head = Door(*host_and_port(ray.get_runtime_context().gcs_address), self._patience)
-        vigil(self._head).attend(self._open, self)
+        self._head = HealthPort(*host_and_port(ray.get_runtime_context().gcs_address), self._patience)
+        monitor_of(self._head).watch(self._open, self)
         self._home = await self.ask(partial(home, self._patience))
         return link
 
@@ -87,22 +140,22 @@ class Cluster:
         """Give the head up. Without it no rank can be found, made or ended, and Ray waits for it in vain."""
         self.lost = f"Ray's head is gone, without which no rank can be used: {reason}"
         self._gone.set()
-        self._told(self.lost)
+        self._on_lost(self.lost)
 
     async def nodes(self) -> list[Node]:
         """Return the living nodes. Those that do not answer within the patience become `silent`."""
-        found = await self.ask(nodes)
-        doors = [Door(node.address, node.port, self._patience) for node in found]
-        answers = await asyncio.gather(*map(knocked, doors))
-        self.silent = {node.id: door for node, door, there in zip(found, doors, answers, strict=True) if not there}
-        return [node for node in found if node.id not in self.silent]
+        living = await self.ask(nodes)
+        ports = [HealthPort(node.address, node.port, self._patience) for node in living]
+        answers = await asyncio.gather(*map(is_reachable, ports))
+        self.silent = {node.id: port for node, port, heard in zip(living, ports, answers, strict=True) if not heard}
+        return [node for node in living if node.id not in self.silent]
 
-    async def one_answers(self, silent: Mapping[str, Door]) -> None:
+    async def one_answers(self, silent: Mapping[str, HealthPort]) -> None:
         """Wait until a silent node answers."""
-        while not any(answers := await asyncio.gather(*map(knocked, silent.values()))):  # noqa: ASYNC110 -- of others
+        while not any(answers := await asyncio.gather(*map(is_reachable, silent.values()))):  # noqa: ASYNC110 -- of others
             await asyncio.sleep(_AGAIN)
-        for node, there in zip(silent, answers, strict=True):
-            if there:
+        for node, heard in zip(silent, answers, strict=True):
+            if heard:
                 self.silent.pop(node, None)
 
     async def check(self, nodes: Mapping[str, str], *, have_ranks: bool = False) -> bool:
@@ -164,7 +217,7 @@ class Cluster:
 
     async def _is_there(self) -> bool:
         """True if Ray can disconnect from the head. Otherwise it would wait, and keep this process from ending."""
-        if self.lost or not (self._head and await knocked(self._head)):
+        if self.lost or not (self._head and await is_reachable(self._head)):
             atexit.unregister(ray.shutdown)
             atexit.register(_leave)
             return False
@@ -188,11 +241,11 @@ def _answer(question: Callable[[], T], answer: "Future[T]") -> None:
     if not answer.set_running_or_notify_cancel():
         return
     try:
-        found = question()
+        value = question()
     except Exception as error:  # noqa: BLE001 -- the waiter gets it
         answer.set_exception(error)
     else:
-        answer.set_result(found)
+        answer.set_result(value)
 
 
 _Link: TypeAlias = Literal["started", "joined", "found"]
@@ -204,10 +257,10 @@ async def _connect(address: str | None) -> _Link:
         return "found"
     if address is None:
         cores = free_cores()
-        say = partial(log.info, "starting Ray on this machine, which takes about five seconds", cores=cores)
+        write_log = partial(log.info, "starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # The first log line imports its writer, and Ray need not wait for that.
-        said = asyncio.get_running_loop().run_in_executor(None, say)
+        logged = asyncio.get_running_loop().run_in_executor(None, write_log)
         # Not in a separate thread: Ray's processes would end with it.
         began = time.monotonic()
         try:
@@ -220,7 +273,7 @@ async def _connect(address: str | None) -> _Link:
                 "run.engine = 'auto'"
             ) from error
         finally:
-            await said
+            await logged
         return "started"
     if ":" in address:
         await _reach(address)
@@ -296,15 +349,15 @@ def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
     return sum(room_for(asked, node.has) for node in nodes) >= count
 
 
-def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterable[Door] = ()) -> None:
+def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterable[HealthPort] = ()) -> None:
     """Raise `NoRoom` if even idle nodes could not hold the ranks. `silent`: nodes that do not answer."""
     if not has_room(count, asked, nodes):
         room = sum(room_for(asked, node.has) for node in nodes)
         lines = [f"  {node.address} has {written(node.has)}" for node in nodes]
-        found = "\n".join([*lines, *(f"  {door.ip} does not answer" for door in silent)])
+        listing = "\n".join([*lines, *(f"  {port.ip} does not answer" for port in silent)])
         raise NoRoom(
-            f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n{found}\n"
-            "ask for fewer ranks or less for each, or add nodes"
+            f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n"
+            f"{listing}\nask for fewer ranks or less for each, or add nodes"
         )
 
 

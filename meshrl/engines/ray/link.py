@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from meshrl.engines.ray.flow import Flow
+from meshrl.engines.ray.refs import Flow
 from meshrl.mesh import Bytes, address_of
 
 IN_FLIGHT: Final = 2

@@ -5,17 +5,19 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakKeyDictionary
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from meshrl.engines.hosting import Process, RankLog, boot
+from meshrl.engines.remote import Process, RankLog, boot_id
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from meshrl.engines.ray.code import Method
 
 _PAUSE: Final = 1.0
 """Seconds between two checks of the files."""
@@ -43,7 +45,7 @@ def _read_on(file: Path, since: int) -> tuple[bytes, int]:
         return b"", since
 
 
-class Reader:
+class LogReader:
     """Reads files on another node."""
 
     async def read_on(self, files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
@@ -51,11 +53,7 @@ class Reader:
         return read_on(files)
 
 
-class _Remote(Protocol):
-    def remote(self, files: Sequence[tuple[str, int]]) -> "asyncio.Future[list[tuple[bytes, int]]]": ...
-
-
-class Node:
+class NodeLogs:
     """The ranks of one node. Files of this machine are read at once, others by an actor on the node."""
 
     def __init__(self, name: str, *, is_here: bool) -> None:
@@ -78,22 +76,23 @@ class Node:
             self._reader, self._gone = _reader(self._name), False
             self._task = asyncio.create_task(self._follow())
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Take new output."""
         if self._reader is None:
             self._take()
             return
         async with self._taking:
             wanted = self._wanted()
-            read_on = cast("_Remote", self._reader.read_on)
-            self._keep(wanted, await read_on.remote([(file, since) for _, file, since in wanted]))
+            read_on = cast("Method", self._reader.read_on)
+            news = await read_on.remote([(file, since) for _, file, since in wanted])
+            self._keep(wanted, cast("list[tuple[bytes, int]]", news))
 
     async def last(self) -> None:
         """Take the last output of a dead rank, if it comes within a moment."""
         if not self._gone:
             try:
                 async with asyncio.timeout(_LAST):
-                    await self.look()
+                    await self.update()
             except (RayError, TimeoutError):
                 self._gone = True
 
@@ -109,7 +108,7 @@ class Node:
         while True:
             await asyncio.sleep(_PAUSE)
             try:
-                await self.look()
+                await self.update()
                 self._gone = False
             except ActorUnavailableError:  # the connection broke; the reader may live
                 self._gone = True
@@ -124,24 +123,24 @@ class Node:
     def _wanted(self) -> list[tuple[Process, str, int]]:
         return [(process, file, since) for process, files in self._ranks.items() for file, since in files.items()]
 
-    def _keep(self, wanted: Sequence[tuple[Process, str, int]], found: Sequence[tuple[bytes, int]]) -> None:
-        for (process, file, _), (text, reached) in zip(wanted, found, strict=True):
+    def _keep(self, wanted: Sequence[tuple[Process, str, int]], news: Sequence[tuple[bytes, int]]) -> None:
+        for (process, file, _), (text, reached) in zip(wanted, news, strict=True):
             self._ranks[process][file] = reached
             if text and process.log:
                 process.log.append(text)
 
 
-def _reader(node: str) -> "ActorHandle[Reader]":
+def _reader(node: str) -> "ActorHandle[LogReader]":
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    made = ray.remote(Reader).options(num_cpus=0, scheduling_strategy=there, enable_task_events=False)
-    return cast("ActorHandle[Reader]", made.remote())
+    reader = ray.remote(LogReader).options(num_cpus=0, scheduling_strategy=there, enable_task_events=False)
+    return cast("ActorHandle[LogReader]", reader.remote())
 
 
 class RankLogs:
     """The nodes with ranks whose logs are kept."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, NodeLogs] = {}
 
     def follow(self, process: Process) -> None:
         """Copy all output of a process to its log, old and new."""
@@ -150,7 +149,7 @@ class RankLogs:
             return
         node = self._nodes.get(place.node)
         if node is None:
-            node = self._nodes[place.node] = Node(place.node, is_here=place.boot == boot())
+            node = self._nodes[place.node] = NodeLogs(place.node, is_here=place.boot == boot_id())
         log.begin(place.pid, place.host)
         node.add(process, place.files, log)
 

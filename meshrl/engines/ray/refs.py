@@ -1,27 +1,220 @@
 """References to values in a cluster: in shared memory on the same machine, else in Ray's store."""
 
 import asyncio
+import io
 import pickle
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Self, cast
+import threading
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import ClassVar, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray import ObjectRef
 from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import ObjectLostError, RayError
 
 from meshrl import log
-from meshrl.engines.hosting import Gone, carries
-from meshrl.engines.ray.nodes import Home
-from meshrl.engines.ray.parcel import Parcel, addressee, carried, pack, unpack
-from meshrl.engines.ray.relay import LARGE, available, unless_lost, unless_silent
-from meshrl.engines.ray.route import Route, Stop, near
-from meshrl.engines.transport import PoolRef
+from meshrl.engines.ray.cluster import Home
+from meshrl.engines.ray.code import Method
+from meshrl.engines.remote import (
+    PROBES,
+    Pickler,
+    PoolRef,
+    ProcessExited,
+    Reply,
+    monitor_of,
+    pickle_scripts_by_value,
+    register_pickler,
+)
 from meshrl.errors import DataLost, MeshStopped
-from meshrl.mesh import ForAll, NotHere, Ref, is_in_transit
+from meshrl.mesh import Bytes, ForAll, NotHere, Ref, is_in_transit, seal_arrays
 
-carries(register_pickle_by_value, ObjectRef)
+
+class Handle(Protocol):
+    """The Ray actor of a `RankProcess`."""
+
+    host_copy: Method
+    hand_on: Method
+    answers: Method
+
+
+class Stop(NamedTuple):
+    """A rank on the route of a value."""
+
+    handle: Handle
+    home: Home
+
+
+Route: TypeAlias = Sequence[Stop]
+"""One rank on each machine, from the machine that holds a value to the one that needs it. Empty: Ray brings it."""
+
+near: Final[list[Stop]] = []
+"""Ranks of this machine that forward its values. If this process is one, it comes first."""
+
+
+class Parcel(NamedTuple):
+    """A value in transit."""
+
+    head: bytes
+    buffers: list[NDArray[np.uint8]]
+    refs: "list[ObjectRef[object]]"
+
+
+_under_way = threading.local()
+
+
+@contextmanager
+def _carrying(refs: "list[ObjectRef[object]]", to: Stop | None = None) -> Generator[None]:
+    outer = carried(), addressee()
+    _under_way.refs, _under_way.to = refs, to
+    try:
+        yield
+    finally:
+        _under_way.refs, _under_way.to = outer
+
+
+def carried() -> "list[ObjectRef[object]] | None":
+    """Return the references of the parcel that is being packed or unpacked. None outside of that."""
+    refs: list[ObjectRef[object]] | None = getattr(_under_way, "refs", None)
+    return refs
+
+
+def addressee() -> Stop | None:
+    """Return the rank that gets the parcel that is being packed, if it is on another machine."""
+    to: Stop | None = getattr(_under_way, "to", None)
+    return to
+
+
+def pack(value: object, to: Stop | None = None) -> Parcel | None:
+    """Pack a value for a rank. None stays None."""
+    if value is None:
+        return None
+    pickle_scripts_by_value()
+    file, buffers, refs = io.BytesIO(), list[pickle.PickleBuffer](), list["ObjectRef[object]"]()
+    with _carrying(refs, to):
+        Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Parcel(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
+
+
+def unpack(parcel: Parcel | None) -> object:
+    """Unpack the value, with read-only arrays."""
+    if parcel is None:
+        return None
+    with _carrying(parcel.refs):
+        value: object = pickle.loads(parcel.head, buffers=parcel.buffers)  # noqa: S301 -- of this run's own ranks
+    seal_arrays(value)
+    return value
+
+
+PIECE: Final = 1 << 20
+"""Bytes of a piece. A machine forwards one piece while the next arrives."""
+LARGE: Final = 1 << 23
+"""Size in bytes of the smallest value that is relayed."""
+
+T = TypeVar("T")
+
+register_pickler(register_pickle_by_value, ObjectRef)
+
+
+async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
+    """Await something from a machine. Raises `ProcessExited` if the machine is given up first."""
+    waits = asyncio.ensure_future(coming)
+    waiting = _Waiting()
+    waits.add_done_callback(lambda _: waiting.reply.arrive(None))
+    if home is not None:
+        monitor_of(home.health_port).watch(waiting.reply, waiting)
+    try:
+        await waiting.reply
+        return await waits
+    finally:
+        waits.cancel()
+
+
+async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
+    """Await something from a rank. Raises `ProcessExited` if its machine is given up, or it is silent that long."""
+    patience = stop.home.health_port.patience
+    waits, silent = asyncio.ensure_future(unless_lost(stop.home, coming)), 0
+    answer = _answer(stop)
+    try:
+        while not (await asyncio.wait([waits], timeout=patience / PROBES))[0]:
+            silent = 0 if answer.done() else silent + 1
+            if silent == PROBES:
+                raise ProcessExited(
+                    f"a rank on {stop.home} has not answered for {patience:g} s, which is run.patience: its process is "
+                    "stopped, or lets none of its threads run"
+                )
+            answer = _answer(stop) if answer.done() else answer
+        return await waits
+    finally:
+        waits.cancel()
+        answer.cancel()
+
+
+def _answer(stop: Stop) -> asyncio.Future[object]:
+    answer = asyncio.ensure_future(stop.handle.answers.remote())
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # its death fails what is awaited
+    return answer
+
+
+class _Waiting:
+    """A task that waits for a value from another machine."""
+
+    def __init__(self) -> None:
+        self.reply = Reply()
+
+    def lose(self, reason: str) -> None:
+        """Give that machine up."""
+        self.reply.arrive(None, ProcessExited(reason))
+
+
+def available() -> bool:
+    """True if torch is installed, so this process can relay."""
+    return find_spec("torch") is not None
+
+
+class Flow:
+    """The bytes of a value, which are here or arrive."""
+
+    def __init__(self, head: bytes, buffers: Sequence[Bytes], *, here: bool) -> None:
+        """`head`: the pickle of the value without its buffers. `here`: True if the buffers are filled."""
+        self.head: Final = head
+        self.sizes: Final = [buffer.nbytes for buffer in buffers]
+        """Bytes of each buffer."""
+        self.pieces: Final = [each[start : start + PIECE] for each in buffers for start in range(0, len(each), PIECE)]
+        self.whole: Final[Future[None]] = Future()
+        """Done when all bytes are here. Has the error if they never come."""
+        self._here = 0
+        self._changed = threading.Condition()
+        if here:
+            self.came(len(self.pieces))
+
+    def came(self, number: int) -> None:
+        """Note that this many pieces are here."""
+        with self._changed:
+            self._here = number
+            self._changed.notify_all()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Note that all bytes are here, or the failure."""
+        with self._changed:
+            if error is None:
+                self.whole.set_result(None)
+            else:
+                self.whole.set_exception(error)
+            self._changed.notify_all()
+
+    def piece(self, number: int) -> Bytes:
+        """Wait for a piece and return it. Raises the flow's failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: number < self._here or self.whole.done())
+        if number >= self._here:
+            self.whole.result()
+        return self.pieces[number]
 
 
 class HostRef(PoolRef):
@@ -106,20 +299,20 @@ class RayRef(Ref):
         if self._route and self._route[-1].home.is_here and available():
             try:
                 stop = self._route[-1]
-                told = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
-                copy = cast("HostRef", pickle.loads(cast("bytes", told)))  # noqa: S301 -- of this run's own ranks
+                pickled = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
+                copy = cast("HostRef", pickle.loads(cast("bytes", pickled)))  # noqa: S301 -- of this run's own ranks
                 copy.value()  # raises if it is lost
                 self._near, self.way = copy, "collectives"
                 return
-            except (RayError, DataLost, Gone) as error:
+            except (RayError, DataLost, ProcessExited) as error:
                 log.warning("a value is sent by Ray's store instead of a collective", error=str(error))
         self._route = ()
         first = next(iter(self._stops.values()), None)
         try:
             if not self._lost:
                 await (unless_silent(first, self.ref) if first else unless_lost(self.home, self.ref))
-        except Gone as gone:
-            self._lost = str(gone)
+        except ProcessExited as exited:
+            self._lost = str(exited)
         except ObjectLostError:  # reported where it is mapped
             pass
         if self._lost:

@@ -9,20 +9,16 @@ import pickle
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import ref
 
 from meshrl import log
-from meshrl.engines.hosting import KNOCKS, Gone, Reply, vigil
-from meshrl.engines.ray.flow import Flow
-from meshrl.engines.ray.nodes import Home
-from meshrl.engines.ray.parcel import Parcel, pack, unpack
-from meshrl.engines.ray.route import Handle, Route, Stop
-from meshrl.engines.transport import PoolRef
+from meshrl.engines.ray.cluster import Home
+from meshrl.engines.ray.refs import Flow, Handle, Parcel, Route, available, pack, unless_silent, unpack
+from meshrl.engines.remote import PoolRef
 from meshrl.errors import DataError
 from meshrl.mesh import Bytes, Segment, in_transit, pool
 
@@ -31,10 +27,9 @@ if TYPE_CHECKING:
 
     from meshrl.engines.ray.link import Link, Meeting
 
+
 RELAY: Final = "relay"
 """The concurrency group of a `RankProcess` that forwards values. It has its own thread, so no call delays it."""
-LARGE: Final = 1 << 23
-"""Size in bytes of the smallest value that is relayed."""
 _GRACE: Final = 3.0
 """Seconds that a received value is kept for the next machine."""
 _REMEMBERED: Final = 1000
@@ -43,7 +38,6 @@ _IDLE: Final = 600.0
 """Seconds of silence after which a link is dropped. Its other end may be dead, which it does not notice."""
 _ALIGNED: Final = 64
 
-T = TypeVar("T")
 K = TypeVar("K")
 Key: TypeAlias = "list[ObjectRef[object]]"
 """One reference, in a list. Ray would fetch a bare argument."""
@@ -55,57 +49,6 @@ class Wire(NamedTuple):
     meeting: "Meeting"
     number: int
     """The number of the value on the link."""
-
-
-async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
-    """Await something from a machine. Raises `Gone` if the machine is given up first."""
-    waits = asyncio.ensure_future(coming)
-    waiting = _Waiting()
-    waits.add_done_callback(lambda _: waiting.reply.arrive(None))
-    if home is not None:
-        vigil(home.door).attend(waiting.reply, waiting)
-    try:
-        await waiting.reply
-        return await waits
-    finally:
-        waits.cancel()
-
-
-async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
-    """Await something from a rank. Raises `Gone` if its machine is given up, or it is silent for its patience."""
-    patience = stop.home.door.patience
-    waits, silent = asyncio.ensure_future(unless_lost(stop.home, coming)), 0
-    answer = _answer(stop)
-    try:
-        while not (await asyncio.wait([waits], timeout=patience / KNOCKS))[0]:
-            silent = 0 if answer.done() else silent + 1
-            if silent == KNOCKS:
-                raise Gone(
-                    f"a rank on {stop.home} has not answered for {patience:g} s, which is run.patience: its process is "
-                    "stopped, or lets none of its threads run"
-                )
-            answer = _answer(stop) if answer.done() else answer
-        return await waits
-    finally:
-        waits.cancel()
-        answer.cancel()
-
-
-def _answer(stop: Stop) -> asyncio.Future[object]:
-    answer = asyncio.ensure_future(stop.handle.answers.remote())
-    answer.add_done_callback(lambda came: came.cancelled() or came.exception())  # its death fails what is awaited
-    return answer
-
-
-class _Waiting:
-    """A task that waits for a value from another machine."""
-
-    def __init__(self) -> None:
-        self.reply = Reply()
-
-    def lose(self, reason: str) -> None:
-        """Give that machine up."""
-        self.reply.arrive(None, Gone(reason))
 
 
 class Relay:
@@ -214,11 +157,6 @@ class _Arrival:
         return unpack(Parcel(self.flow.head, [memory[start:stop] for start, stop in self._spans], []))
 
 
-def available() -> bool:
-    """True if torch is installed, so this process can relay."""
-    return find_spec("torch") is not None
-
-
 async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]", idle: float) -> "Link":
     """Return the link of this key, made once for concurrent callers, and made again after a failure.
 
@@ -240,7 +178,7 @@ def _is_over(made: "asyncio.Task[Link]", idle: float) -> bool:
 def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":
     from meshrl.engines.ray.link import Link  # noqa: PLC0415 -- it loads torch, which takes seconds
 
-    return Link(own.door.ip, own.door.patience, meeting)
+    return Link(own.health_port.ip, own.health_port.patience, meeting)
 
 
 def _flowing(parcel: Parcel) -> Flow:

@@ -4,11 +4,10 @@
 there, and stops it.
 """
 
-from meshrl.run.launch.kuberay import Pods, files_beside, ray_job
+from meshrl.run.launch.kuberay import Pods, files_beside, ray_job, yaml_text
 from meshrl.run.launch.needs import Need, needs_of, nodes_for
 from meshrl.run.launch.slurm import SlurmOptions, slurm_script, submit
 from meshrl.run.launch.ssh import SSH, SshCluster
-from meshrl.run.launch.yaml_text import yaml_text
 
 __all__ = [
     "SSH",

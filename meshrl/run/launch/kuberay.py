@@ -1,11 +1,12 @@
 """Manifests for KubeRay: a RayJob whose cluster fits the meshes, and a ConfigMap with the configuration."""
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from meshrl.errors import ConfigError
 from meshrl.run.launch.needs import Need, check_enough, nodes_for
@@ -51,19 +52,15 @@ def ray_job(
             f"the configuration and the Python files next to it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
             "put large files into the image or on a volume"
         )
-    about = {"name": named, **({"namespace": pods.namespace} if pods.namespace else {})}
-    settings = {"name": f"{named}-config", **({"namespace": pods.namespace} if pods.namespace else {})}
-    entry = (
-        f"cd {_FOLDER} && exec meshrl run {shlex.join(arguments)} run.engine=auto"
-        if files
-        else (f"meshrl run {shlex.join(arguments)} run.engine=auto")
-    )
+    namespace = {"namespace": pods.namespace} if pods.namespace else {}
+    command = f"meshrl run {shlex.join(arguments)} run.engine=auto"
+    entry = f"cd {_FOLDER} && exec {command}" if files else command
     claims = _volumes(named, pods, has_files=bool(files))
     worker = {"cpu": str(pods.cpus), "memory": pods.memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
     job: dict[str, object] = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": about,
+        "metadata": {"name": named, **namespace},
         "spec": {
             "entrypoint": f"bash -c {shlex.quote(entry)}",
             "shutdownAfterJobFinishes": True,
@@ -87,8 +84,9 @@ def ray_job(
             },
         },
     }
-    given: dict[str, object] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": settings, "data": dict(files)}
-    return [given, job] if files else [job]
+    metadata = {"name": f"{named}-config", **namespace}
+    config: dict[str, object] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": dict(files)}
+    return [config, job] if files else [job]
 
 
 def files_beside(config: Path) -> dict[str, str]:
@@ -98,14 +96,14 @@ def files_beside(config: Path) -> dict[str, str]:
 
 def _volumes(name: str, pods: Pods, *, has_files: bool) -> list[tuple[dict[str, object], str]]:
     """The volumes of a pod, each with its mount point."""
-    found: list[tuple[dict[str, object], str]] = [
+    volumes: list[tuple[dict[str, object], str]] = [
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm")  # noqa: S108 -- the pod's
     ]
     if has_files:
-        found.append(({"name": "meshrl-config", "configMap": {"name": f"{name}-config"}}, _FOLDER))
+        volumes.append(({"name": "meshrl-config", "configMap": {"name": f"{name}-config"}}, _FOLDER))
     for number, (claim, place) in enumerate((pods.volumes or {}).items()):
-        found.append(({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}, place))
-    return found
+        volumes.append(({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}, place))
+    return volumes
 
 
 def _pod(
@@ -124,3 +122,45 @@ def _pod(
             "volumes": [volume for volume, _ in volumes],
         }
     }
+
+
+def yaml_text(value: object, indent: str = "") -> str:
+    """Write mappings, sequences, texts, numbers and booleans. A text of several lines becomes a block."""
+    if isinstance(value, Mapping) and value:
+        pairs = cast("Mapping[str, object]", value).items()
+        return "".join(f"{indent}{_key(key)}:{_after(each, indent)}" for key, each in pairs)
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        return "".join(f"{indent}-{_after(each, indent)}" for each in cast("Sequence[object]", value))
+    return f"{indent}{_scalar(value)}\n"
+
+
+def _after(value: object, indent: str) -> str:
+    """Write a value that follows a key or a dash."""
+    inner = indent + "  "
+    if isinstance(value, str) and _is_block(value):
+        lines = value.split("\n")[:-1]
+        return " |\n" + "".join(f"{inner}{line}\n" if line else "\n" for line in lines)
+    if value and isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+        return "\n" + yaml_text(cast("object", value), inner)
+    return f" {_scalar(value)}\n"
+
+
+def _scalar(value: object) -> str:
+    """Write a scalar as JSON, except characters with two escapes there, which YAML does not join."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    letters = (json.dumps(each)[1:-1] if ord(each) < 1 << 16 else f"\\U{ord(each):08x}" for each in value)
+    return f'"{"".join(letters)}"'
+
+
+def _key(key: str) -> str:
+    """Quote a key that YAML might not read as text."""
+    is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]{3,}", key) and key.lower() not in ("true", "false", "null")
+    return key if is_plain else _scalar(key)
+
+
+def _is_block(text: str) -> bool:
+    """True if YAML reads the text back unchanged as a block."""
+    lines = text.split("\n")
+    plain = all(line.isprintable() and line == line.rstrip() for line in lines)
+    return len(lines) > 2 and not lines[-1] and bool(lines[-2]) and plain and not text.startswith((" ", "\n"))

@@ -6,7 +6,7 @@ from typing import Final
 
 from meshrl.errors import ConfigError
 from meshrl.roles import RoleConfig
-from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.config import MeshConfig
 from meshrl.run.jobs import Job
 
 _MOST: Final = 100_000
@@ -34,7 +34,7 @@ class Need:
         return " and ".join([f"{self.cpus} CPU", *([f"{self.gpus:g} GPU"] if self.gpus else [])])
 
 
-def needs_of(job: Job[RunConfig]) -> list[Need]:
+def needs_of(job: Job) -> list[Need]:
     """Return the needs of each mesh of a job: those with a table, and those that only roles name."""
     meshes = dict(job.run.meshes)
     for _, value in job.config:

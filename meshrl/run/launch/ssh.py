@@ -90,10 +90,10 @@ class SshCluster:
         self._nodes: list[_Node] = []
         self._run: subprocess.Popen[str] | None = None
         with ThreadPoolExecutor(len(hosts)) as asking:
-            told = list(asking.map(self._asked, hosts))
-        if wrong := [each for each in told if isinstance(each, str)]:
+            answers = list(asking.map(self._probe, hosts))
+        if wrong := [each for each in answers if isinstance(each, str)]:
             raise ConfigError("\n".join([f"{len(wrong)} of {len(hosts)} hosts cannot be used:", *wrong]))
-        self.machines: list[Machine] = cast("list[Machine]", told)
+        self.machines: list[Machine] = cast("list[Machine]", answers)
 
     def check(self, needs: Sequence[Need]) -> None:
         """Raise `ConfigError` if the meshes do not fit on the hosts."""
@@ -121,12 +121,12 @@ class SshCluster:
         head = self.machines[0]
         program = [self._python, "-c", "from meshrl.cli import main; main()", "run", *arguments]
         self._run = self._connected(head.host, [*program, f"run.engine={head.address}:{self._port}"])
-        told: set[str] = set()
-        while (status := _waited(self._run, 1.0)) is None:
+        reported: set[str] = set()
+        while (status := _wait(self._run, 1.0)) is None:
             for node in self._nodes:
-                if node.process.poll() is not None and node.host not in told:
-                    told.add(node.host)
-                    log.warning("Ray has ended on a host", host=node.host, last=node.said()[-200:])
+                if node.process.poll() is not None and node.host not in reported:
+                    reported.add(node.host)
+                    log.warning("Ray has ended on a host", host=node.host, last=node.output()[-200:])
         return status
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class SshCluster:
                     cast("IO[str]", process.stdin).close()
             until = time.monotonic() + _END
             for process in processes:
-                if _waited(process, max(0.1, until - time.monotonic())) is None:
+                if _wait(process, max(0.1, until - time.monotonic())) is None:
                     process.kill()
                     process.wait()
 
@@ -149,7 +149,7 @@ class SshCluster:
     ) -> None:
         self.close()
 
-    def _asked(self, host: str) -> Machine | str:
+    def _probe(self, host: str) -> Machine | str:
         """A host's description, or why it cannot be used."""
         command = _line(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([self._python, '-c', _PROBE])}")
         try:
@@ -168,8 +168,8 @@ class SshCluster:
             return f"  {host}: it did not answer within {_ANSWER:g} s"
         found = [line for line in done.stdout.splitlines() if line.startswith("meshrl-probe ")]
         if done.returncode or not found:
-            said = done.stdout.strip() or f"it ended with status {done.returncode}"
-            return f"  {host}: {said.splitlines()[-1]}"
+            reason = done.stdout.strip() or f"it ended with status {done.returncode}"
+            return f"  {host}: {reason.splitlines()[-1]}"
         missing, address, cpus, gpus = json.loads(found[-1].removeprefix("meshrl-probe "))
         if missing:
             return f"  {host}: {self._python} there has no {' and no '.join(missing)}"
@@ -179,28 +179,28 @@ class SshCluster:
         """Start nodes concurrently, and wait until they run."""
         ray = [self._python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         for machine, options in wanted:
-            self._nodes.append(_Node(machine.host, self._connected(machine.host, [*ray, *options], said=PIPE)))
+            self._nodes.append(_Node(machine.host, self._connected(machine.host, [*ray, *options], output=PIPE)))
         for node in self._nodes[-len(wanted) :] if wanted else ():
             if not node.started.wait(_ANSWER) or node.process.poll() is not None:
                 raise ConfigError(
-                    f"Ray did not start on {node.host} within {_ANSWER:g} s:\n{node.said() or 'it said nothing'}"
+                    f"Ray did not start on {node.host} within {_ANSWER:g} s:\n{node.output() or 'it said nothing'}"
                 )
 
-    def _connected(self, host: str, command: Sequence[str], said: int | None = None) -> "subprocess.Popen[str]":
+    def _connected(self, host: str, command: Sequence[str], output: int | None = None) -> "subprocess.Popen[str]":
         line = _line(_TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command)))
         # In a new session, so that Ctrl-C reaches it only through this process, in order.
         process = subprocess.Popen(  # noqa: S603 -- the user's own command
             [*self._ssh, host, line],
             stdin=PIPE,
-            stdout=said,
-            stderr=STDOUT if said else None,
+            stdout=output,
+            stderr=STDOUT if output else None,
             text=True,
             start_new_session=True,
         )
-        told = cast("IO[str]", process.stdin)
+        stdin = cast("IO[str]", process.stdin)
         with suppress(BrokenPipeError):  # the reason for its end is reported where it is awaited
-            told.write(f"{self._token}\n")
-            told.flush()
+            stdin.write(f"{self._token}\n")
+            stdin.flush()
         return process
 
 
@@ -215,7 +215,7 @@ class _Node:
         self._lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Its last output lines."""
         return "".join(self._lines[-20:]).strip()
 
@@ -237,7 +237,7 @@ def _line(script: str) -> str:
     return f"""exec sh -c 'eval "$(echo "$1" | base64 -d)"' sh {coded}"""
 
 
-def _waited(process: "subprocess.Popen[str]", seconds: float) -> int | None:
+def _wait(process: "subprocess.Popen[str]", seconds: float) -> int | None:
     """Its exit status. None if it still runs."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)

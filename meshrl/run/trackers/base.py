@@ -1,11 +1,28 @@
-"""The interface of experiment trackers."""
+"""The interface of experiment trackers, and the thread that calls each."""
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final
 
+from meshrl import log
+from meshrl.errors import ConfigError, described
 from meshrl.events import Event
+from meshrl.observe import read_run, render
+from meshrl.user_code import load_name, where_raised
+
+_ID: Final = "run_id"
+_MAX_QUEUED: Final = 10_000
+"""Messages that may wait for a tracker."""
+_PATIENCE: Final = 120.0
+"""Seconds that a run waits at its end for all trackers to finish."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +98,163 @@ class Tracker:
         Its `status` is `finished`, `interrupted` or `failed`. `report`: the HTML file of the report, if the tracker
         wants it and it could be made.
         """
+
+
+_SHIPPED: Final = {
+    "tensorboard": "meshrl.run.trackers.shipped:TensorBoard",
+    "wandb": "meshrl.run.trackers.shipped:Wandb",
+    "mlflow": "meshrl.run.trackers.shipped:Mlflow",
+    "trackio": "meshrl.run.trackers.shipped:Trackio",
+    "otlp": "meshrl.run.trackers.otlp:Otlp",
+}
+"""The shipped trackers and their places. All except the first need the extra of the same name."""
+
+
+def make_tracker(name: str) -> Tracker:
+    """Construct the tracker of this name. Raises ConfigError if there is none or it cannot be constructed."""
+
+    def is_own(value: object) -> bool:
+        return isinstance(value, type) and issubclass(value, Tracker) and value is not Tracker
+
+    try:
+        if name in _SHIPPED:
+            module, _, attribute = _SHIPPED[name].partition(":")
+            cls: object = getattr(import_module(module), attribute)
+        else:
+            cls = load_name("tracker", name, _SHIPPED, is_own)
+        if not (isinstance(cls, type) and issubclass(cls, Tracker)):
+            raise ConfigError(f"tracker {name!r} is not a class that inherits from meshrl.Tracker")
+        return cls()
+    except ConfigError as error:
+        raise ConfigError(f"run.log: {error}") from error.__cause__
+    except ModuleNotFoundError as error:
+        remedy = f"pip install 'meshrl[{name}]'" if name in _SHIPPED else "install it, or take the tracker out"
+        raise ConfigError(f"run.log: {name!r} needs the package {error.name!r}: {remedy}") from error
+    except Exception as error:  # a library or a user's code may raise anything
+        raise ConfigError(f"run.log: the tracker {name!r} could not be made: {where_raised(error)}") from error
+
+
+class Trackers:
+    """All trackers of a run. Messages wait until `begin`, when the run has its folder."""
+
+    def __init__(self, names: Sequence[str], project: str | None = None) -> None:
+        """`names`: as in `run.log`. `project`: as in `run.project`. Raises ConfigError if one cannot be made."""
+        self._project = project
+        self._queues = [_Queue(name, make_tracker(name)) for name in names]
+        self._begun = False
+
+    def begin(self, folder: Path, config: Mapping[str, object], first_step: int) -> None:
+        """Begin, now that the run has its folder. A second call does nothing."""
+        if self._begun or not self._queues:
+            return
+        self._begun = True
+        file = folder / _ID
+        goes_on = file.is_file()
+        if not goes_on:
+            file.write_text(uuid.uuid4().hex[:16] + "\n", "utf-8")
+        run_id = file.read_text("utf-8").strip()
+        run = TrackedRun(run_id, folder.name, self._project, folder, config, first_step, goes_on)
+        for queue in self._queues:
+            queue.start(run)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of a step or an evaluation."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.metrics, step, values))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Send some rows of a step's batch."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.samples, step, rows))
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """Send events. `began`: the zero of their times, in Unix seconds."""
+        for queue in self._queues:
+            if queue.tracker.wants_events:
+                queue.put(partial(queue.tracker.events, events, began))
+
+    def end(self, folder: Path | None, summary: Mapping[str, object]) -> None:
+        """End the run, after its files are written. `folder`: None if it belongs to another run by now.
+
+        Waits until the trackers have taken all messages. If the run never had its folder, they get none.
+        """
+        if not self._begun:
+            return
+        wanted = any(queue.tracker.wants_report for queue in self._queues)
+        report = _report(folder) if wanted and folder else None
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.end, summary, report if queue.tracker.wants_report else None))
+        for queue in self._queues:
+            queue.close()
+        deadline = time.monotonic() + _PATIENCE
+        for queue in self._queues:
+            queue.wait(deadline)
+
+
+class _Queue:
+    """Messages to one tracker, in order."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._name = name
+        self._queue = SimpleQueue[Callable[[], None] | None]()
+        self._broken = False
+        self._thread: Thread | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        begin = partial(self.tracker.begin, run)
+        at_once = self.tracker.begins_at_once
+        if at_once and not self._send(begin):
+            return
+        first = () if at_once else (begin,)
+        self._thread = Thread(target=self._deliver, args=first, name=f"tracker {self._name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put(message)
+        else:
+            self._give_up(f"{_MAX_QUEUED} messages wait for it")
+
+    def close(self) -> None:
+        """Accept no more messages."""
+        self._queue.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until all messages are taken, or until `deadline` on the monotonic clock."""
+        if self._thread and not self._broken:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._give_up(f"it has not taken everything within {_PATIENCE:g} s")
+
+    def _deliver(self, *first: Callable[[], None]) -> None:
+        if not all(map(self._send, first)):
+            return
+        while (message := self._queue.get()) is not None and not self._broken:
+            if not self._send(message):
+                return
+
+    def _send(self, message: Callable[[], None]) -> bool:
+        """Pass a message to the tracker. False if it raised, after which it gets no more."""
+        try:
+            message()
+        except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
+            self._give_up(described(error))
+            return False
+        return True
+
+    def _give_up(self, why: str) -> None:
+        self._broken = True
+        log.warning(f"the tracker {self._name} receives nothing more of this run, whose folder has everything: {why}")
+
+
+def _report(folder: Path) -> Path | None:
+    file = folder / "report.html"
+    try:
+        file.write_text(render(read_run(folder)), "utf-8")
+    except Exception as error:  # noqa: BLE001 -- a failing report does not fail a finished run
+        log.warning(f"{folder}: no report could be made for the trackers: {described(error)}")
+        return None
+    return file

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span as Sent
 from opentelemetry.trace import StatusCode, set_span_in_context
@@ -46,8 +47,8 @@ class Otlp(Tracker):
     def begin(self, run: TrackedRun) -> None:
         """Open the connection to the collector at `run.otlp`."""
         # The exporter logs every attempt. These messages are reported once, here.
-        self._said = _Said()
-        logging.getLogger("opentelemetry").addHandler(self._said)
+        self._exporter_log = _LastMessage()
+        logging.getLogger("opentelemetry").addHandler(self._exporter_log)
         address = str(cast("Mapping[str, object]", run.config["run"])["otlp"])
         parts = urlsplit(address)
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
@@ -56,9 +57,9 @@ class Otlp(Tracker):
         about = {f"meshrl.{name}": value for name, value in run.links.items()}
         own = {"service.name": run.project or "meshrl", "meshrl.run": run.name, "meshrl.run_id": run.id}
         self._ids = _Ids(run.id)
-        self._ended = _Ended()
+        self._ended = InMemorySpanExporter()
         provider = TracerProvider(resource=Resource.create(own | about), id_generator=self._ids, shutdown_on_exit=False)
-        provider.add_span_processor(self._ended)
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("meshrl")
         self._kept: deque[Timed] = deque(maxlen=_MOST)
         self._began = 0.0
@@ -80,7 +81,7 @@ class Otlp(Tracker):
         """Send events after the last step."""
         self._send(self._taken(inf))
         self._exporter.shutdown()
-        logging.getLogger("opentelemetry").removeHandler(self._said)
+        logging.getLogger("opentelemetry").removeHandler(self._exporter_log)
 
     def _taken(self, until: float) -> Sequence[Timed]:
         """The events that ended until then. Spans on ranks go with their call, which ends later."""
@@ -99,7 +100,8 @@ class Otlp(Tracker):
         self._ids.step = step
         began = step.began if step else min(event.began for event in events)
         ended = step.ended if step else max(event.ended for event in events)
-        root = self._tracer.start_span(_named(step), start_time=self._at(began))
+        name = f"step {step.step}{f' of loop {step.loop}' if step.loop else ''}" if step else "outside of steps"
+        root = self._tracer.start_span(name, start_time=self._at(began))
         calls = {event.id: self._child(root, event) for event in events if isinstance(event, Call)}
         for event in events:
             if not isinstance(event, Call):
@@ -109,13 +111,15 @@ class Otlp(Tracker):
             if isinstance(event, Call):
                 calls[event.id].end(self._at(event.ended))
         root.end(self._at(ended))
-        self._export(self._ended.take())
+        spans = self._ended.get_finished_spans()
+        self._ended.clear()
+        self._export(spans)
 
     def _child(self, parent: Sent, event: Timed) -> Sent:
-        name, about = _described(event)
-        told = {f"meshrl.{key}": value for key, value in about.items() if value is not None}
+        name, numbers = _described(event)
+        attributes = {f"meshrl.{key}": value for key, value in numbers.items() if value is not None}
         began = self._at(event.began)
-        child = self._tracer.start_span(name, set_span_in_context(parent), attributes=told, start_time=began)
+        child = self._tracer.start_span(name, set_span_in_context(parent), attributes=attributes, start_time=began)
         if isinstance(event, Call) and event.error:
             child.set_status(StatusCode.ERROR, event.error)
         return child
@@ -130,28 +134,30 @@ class Otlp(Tracker):
             if time.monotonic() < self._alone_until:
                 return
             some = spans[first : first + _AT_ONCE]
-            self._said.last = ""
+            self._exporter_log.last = ""
             if self._exporter.export(some) is SpanExportResult.SUCCESS:
                 continue
-            if _REFUSED.search(self._said.last):
-                self._warn("refuses", f"{len(some):,} spans, which are lost; others are sent on", self._said.last)
+            message = self._exporter_log.last
+            if _REFUSED.search(message):
+                self._warn("refuses", f"{len(some):,} spans, which are lost; others are sent on", message)
                 continue
             self._alone_until = time.monotonic() + _AWAY
             self._warn(
                 "takes no",
                 "traces: see that a collector for OTLP over HTTP is there. Steps are left out until it does; it is "
                 f"asked every {_AWAY:g} s",
-                self._said.last,
+                message,
             )
 
-    def _warn(self, what: str, told: str, said: str = "") -> None:
+    def _warn(self, problem: str, advice: str, message: str = "") -> None:
         """Report a problem once, with the exporter's message if it has one."""
-        if what not in self._warned:
-            log.warning(f"run.otlp: {self._shown} {what} {told}{f'. Its exporter says: {said}' if said else ''}")
-        self._warned.add(what)
+        if problem not in self._warned:
+            exporter = f". Its exporter says: {message}" if message else ""
+            log.warning(f"run.otlp: {self._shown} {problem} {advice}{exporter}")
+        self._warned.add(problem)
 
 
-class _Said(logging.Handler):
+class _LastMessage(logging.Handler):
     """Keeps the last log message."""
 
     last = ""
@@ -159,13 +165,6 @@ class _Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message, shortened and without an address's user and password."""
         self.last = re.sub(r"//[^/\s@]*@", "//", record.getMessage())[:500]
-
-
-def _named(step: Step | None) -> str:
-    """The name of a trace's root."""
-    if step is None:
-        return "outside of steps"
-    return f"step {step.step} of loop {step.loop}" if step.loop else f"step {step.step}"
 
 
 def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:
@@ -192,19 +191,3 @@ class _Ids(IdGenerator):
     def generate_trace_id(self) -> int:
         """The run's id in 64 bits, the number of the loop from 0 in 32, and that of the step from 1 in 32."""
         return (self._run << 64) + ((self.step.loop << 32) + self.step.step + 1 if self.step else 0)
-
-
-class _Ended(SpanProcessor):
-    """Keeps ended spans."""
-
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Keep a span."""
-        self._spans.append(span)
-
-    def take(self) -> Sequence[ReadableSpan]:
-        """Return and forget the kept spans."""
-        taken, self._spans = self._spans, []
-        return taken

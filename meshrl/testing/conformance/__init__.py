@@ -13,7 +13,7 @@ from typing import Final
 from meshrl.errors import BackendError
 
 try:
-    from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
+    from meshrl.testing.conformance import draws, interruptions, numbers, refusals, rows, state
     from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
 except ModuleNotFoundError as _missing:
     raise BackendError(
@@ -39,16 +39,16 @@ __all__ = [
     "name_of",
 ]
 
-POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.POLICY, *checkpoints.POLICY)
+POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.POLICY)
 """The guarantees of a policy."""
 
-CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoints.CRITIC)
+CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *state.CRITIC)
 """The guarantees of a critic."""
 
 REFERENCE: Final[tuple[Check, ...]] = (*numbers.REFERENCE, *refusals.REFERENCE)
 """The guarantees of a reference."""
 
-REWARD_MODEL: Final[tuple[Check, ...]] = judging.CHECKS
+REWARD_MODEL: Final[tuple[Check, ...]] = (*numbers.REWARD_MODEL, *state.REWARD_MODEL, *refusals.REWARD_MODEL)
 """The guarantees of a reward model that is trained."""
 
 CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)

@@ -5,11 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch, Metrics, Weights
+from meshrl.data import Batch, Metrics, Ragged, Weights
 from meshrl.errors import MeshrlError, RankFailed
 from meshrl.mesh import Array
-from meshrl.roles import Policy
-from meshrl.testing.witness import PromiseBroken
+from meshrl.roles import Policy, Reference
+from meshrl.testing.invariant_checker import PromiseBroken
 
 TOLERANCE: Final = 1e-5
 """Largest difference of a number, relative to its size if that is above 1. Ranks, micro-batches and kernels add float32
@@ -23,10 +23,15 @@ def require(holds: bool, text: str) -> None:
         raise PromiseBroken(text)
 
 
-def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
+def equal(what: str, actual: object, expected: object) -> None:
+    """Require that both are equal."""
+    require(actual == expected, f"{what} is {actual!r}, not {expected!r}")
+
+
+def close(what: str, actual: Array, expected: Array, tolerance: float) -> None:
     """Require equal shapes, and numbers within the tolerance. Infinite values and NaN are never within it."""
-    require(found.shape == expected.shape, f"{what} has shape {found.shape}, not {expected.shape}")
-    one, other = found.astype(np.float64), expected.astype(np.float64)
+    equal(f"the shape of {what}", actual.shape, expected.shape)
+    one, other = actual.astype(np.float64), expected.astype(np.float64)
     error = np.abs(one - other) / np.maximum(1, np.abs(other))
     bad = ~(error <= tolerance)
     if bad.any():
@@ -39,53 +44,57 @@ def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
         )
 
 
-def close_metrics(what: str, found: Metrics, expected: Metrics, tolerance: float) -> None:
+def close_metrics(what: str, actual: Metrics, expected: Metrics, tolerance: float) -> None:
     """Require equal names, and means within the tolerance."""
-    names = sorted(found), sorted(expected)
-    require(names[0] == names[1], f"{what} has {', '.join(names[0])}, and on the plain backend {', '.join(names[1])}")
+    equal(f"{what}: the list of metrics", sorted(actual), sorted(expected))
     for name in expected:
-        close(f"{what}: `{name}`", np.array(found[name]), np.array(expected[name]), tolerance)
+        close(f"{what}: `{name}`", np.array(actual[name]), np.array(expected[name]), tolerance)
 
 
-def close_columns(what: str, found: Batch, expected: Batch, names: tuple[str, ...], tolerance: float) -> None:
+def close_columns(what: str, actual: Batch, expected: Batch, names: tuple[str, ...], tolerance: float) -> None:
     """Require token columns of equal rows, dtype and source, and values within the tolerance."""
     for name in names:
-        one, other = found.ragged(name), expected.ragged(name)
+        one, other = actual.ragged(name), expected.ragged(name)
         whole = f"{what}: `{name}`"
-        same = one.lengths.tolist() == other.lengths.tolist()
-        require(same, f"{whole} has rows of {one.lengths.tolist()} tokens, not {other.lengths.tolist()}")
-        require(one.dtype == other.dtype, f"{whole} is {one.dtype}, not {other.dtype}")
-        require(one.source == other.source, f"{whole} comes from {one.source}, not {other.source}")
+        equal(f"{whole}, by the lengths of rows,", one.lengths.tolist(), other.lengths.tolist())
+        equal(f"{whole}, by dtype and source,", (one.dtype, one.source), (other.dtype, other.source))
         close(whole, one.values, other.values, tolerance)
 
 
-def alike(what: str, found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+def alike(what: str, actual: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
     """Require equal names, shapes and dtypes."""
-    shown = [{name: f"{array.dtype}{list(array.shape)}" for name, array in each.items()} for each in (found, expected)]
+    shown = [{name: f"{array.dtype}{list(array.shape)}" for name, array in each.items()} for each in (actual, expected)]
     wrong = sorted(name for name in shown[0].keys() | shown[1].keys() if shown[0].get(name) != shown[1].get(name))
-    told = "; ".join(
-        f"`{name}` is {shown[0].get(name, 'missing')}, not {shown[1].get(name, 'there')}" for name in wrong[:3]
-    )
-    require(not wrong, f"{what} differ from the plain backend's in {len(wrong)} tensors: {told}")
+    examples = [f"`{name}` is {shown[0].get(name, 'missing')}, not {shown[1].get(name, 'there')}" for name in wrong[:3]]
+    require(not wrong, f"{what} differ from the plain backend's in {len(wrong)} tensors: {'; '.join(examples)}")
 
 
-def close_weights(what: str, found: Weights, expected: Weights, tolerance: float) -> None:
+def close_weights(what: str, actual: Weights, expected: Weights, tolerance: float) -> None:
     """Require equal version, names, shapes and dtypes, and values within the tolerance."""
-    same = found.version == expected.version
-    require(same, f"{what}: the weights are of version {found.version}, not {expected.version}")
-    close_tensors(what, found.tensors, expected.tensors, tolerance)
+    equal(f"{what}: the weights' version", actual.version, expected.version)
+    close_tensors(what, actual.tensors, expected.tensors, tolerance)
 
 
-def close_tensors(what: str, found: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float) -> None:
+def close_tensors(what: str, actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float) -> None:
     """Require equal names, shapes and dtypes, and values within the tolerance."""
-    alike(f"{what}: the weights", found, expected)
+    alike(f"{what}: the weights", actual, expected)
     for name, array in expected.items():
-        close(f"{what}: weight `{name}`", found[name], array, tolerance)
+        close(f"{what}: weight `{name}`", actual[name], array, tolerance)
 
 
 async def loaded(policy: Policy) -> Weights:
     """A policy's weights, loaded into this process."""
     return await (await policy.weights()).load()
+
+
+async def scores(policy: Policy, batch: Batch) -> Ragged:
+    """A policy's log-probs of rows, at their temperatures."""
+    return (await (await policy.logprobs(batch)).load()).ragged("logprobs")
+
+
+async def reference_scores(reference: Reference, batch: Batch) -> Array:
+    """A reference's log-probs of rows, float32[tokens]."""
+    return (await (await reference.logprobs(batch)).load()).ragged("reference_logprobs").values
 
 
 async def refused(what: str, call: Awaitable[object], kind: type[MeshrlError], *words: str) -> None:
@@ -94,9 +103,9 @@ async def refused(what: str, call: Awaitable[object], kind: type[MeshrlError], *
         await call
     except MeshrlError as error:
         cause = (error.__cause__ or error) if isinstance(error, RankFailed) else error
-        told = f"{what} is refused with {type(cause).__name__}: {str(cause)[:300]}"
-        require(isinstance(cause, kind), f"{told}\nwhich should be a {kind.__name__}")
+        message = f"{what} is refused with {type(cause).__name__}: {str(cause)[:300]}"
+        require(isinstance(cause, kind), f"{message}\nwhich should be a {kind.__name__}")
         missing = [word for word in words if word not in str(cause)]
-        require(not missing, f"{told}\nwhich does not say {', '.join(missing)}")
+        require(not missing, f"{message}\nwhich does not say {', '.join(missing)}")
         return
     raise PromiseBroken(f"{what} is accepted: it should be a {kind.__name__}")

@@ -10,7 +10,7 @@ from meshrl.data import Batch, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.mesh import Array
 from meshrl.roles import Sampler, Sampling
-from meshrl.testing.conformance.compare import close, refused, require
+from meshrl.testing.conformance.compare import close, equal, refused, require, scores
 from meshrl.testing.conformance.material import SLOTS
 from meshrl.testing.conformance.samples import (
     ERROR,
@@ -22,15 +22,15 @@ from meshrl.testing.conformance.samples import (
     first,
     in_order,
     most_probable,
-    new_weights,
-    old_weights,
+    policy_of,
     questions,
     rest,
-    scores,
+    same_log_probs,
     unused,
+    weights_of,
 )
 from meshrl.testing.conformance.subject import Check, Trial
-from meshrl.testing.witness import PromiseBroken
+from meshrl.testing.invariant_checker import PromiseBroken
 
 _ROWS: Final = 12
 _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
@@ -52,16 +52,14 @@ async def a_cancelled_call(trial: Trial) -> None:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        left = sampler.generate(prompts, _LONG)
-        await first(left)
-        if isinstance(left, AsyncGenerator):
-            await left.aclose()
+        abandoned = sampler.generate(prompts, _LONG)
+        await first(abandoned)
+        if isinstance(abandoned, AsyncGenerator):
+            await abandoned.aclose()
     await drawn(sampler, questions(3 * SLOTS), Sampling(max_tokens=6))
     if trial.subject.weights is None:
-        pair = await trial.pair()
         rollouts = await drawn(sampler, questions(3 * SLOTS), Sampling(max_tokens=6, temperature=0))
-        policy = await trial.plain.policy(model=pair.old)
-        await most_probable("greedy after cancelled calls", policy, pair, rollouts)
+        await most_probable("greedy after cancelled calls", trial, rollouts)
 
 
 async def an_abort(trial: Trial) -> None:
@@ -81,17 +79,11 @@ async def an_abort(trial: Trial) -> None:
     require(not whole.row("aborted").any(), "rows that an abort stopped are still `aborted` after they continued")
     for row in range(len(prompts)):
         had = rows.tokens[row].tolist()
-        now = whole.tokens[row][: len(had)].tolist()
-        require(now == had, f"row {row} had the tokens {had} when it was aborted, and continues with {now}")
+        equal(f"the beginning of row {row}, aborted and continued,", whole.tokens[row][: len(had)].tolist(), had)
     if trial.subject.weights is None:
-        require(
-            [len(tokens) for tokens in completions(whole)] == prompts.row("max_tokens").tolist(),
-            "rows that were aborted and continue do not end at their limits",
-        )
-        pair = await trial.pair()
-        await most_probable(
-            "greedy after an abort", await trial.plain.policy(model=pair.old), pair, whole.select([1, 6, 11])
-        )
+        lengths = [len(tokens) for tokens in completions(whole)]
+        equal("the lengths of rows that were aborted and continued", lengths, prompts.row("max_tokens").tolist())
+        await most_probable("greedy after an abort", trial, whole.select([1, 6, 11]))
 
 
 async def versions_of_tokens(trial: Trial) -> None:
@@ -100,17 +92,16 @@ async def versions_of_tokens(trial: Trial) -> None:
     Weights are loaded repeatedly until one call has tokens of both versions: a server that gets no CPU time may load
     them between two calls.
     """
-    weights = await new_weights(trial)
+    weights = await weights_of(trial, NEW)
     for _ in range(_LOADS):
         calls, _ = await _with_new_weights(await begun(trial), weights)
         rows = Batch.concat(calls)
-        for row, versions in enumerate(_drawn_by(rows)):
-            told = f"the tokens of row {row} have the versions {versions.tolist()}"
-            require(set(versions.tolist()) <= {OLD, NEW}, f"{told}, and the sampler had {OLD}, then {NEW}")
-            require(bool((np.diff(versions) >= 0).all()), f"{told}: they fall")
-            oldest = int(rows.row("oldest_version")[row])
-            require(oldest == versions.min(), f"{told}, and its `oldest_version` is {oldest}")
-        kinds = [set(np.concatenate(_drawn_by(call)).tolist()) for call in calls]
+        for row, versions in enumerate(_versions(rows)):
+            case = f"the tokens of row {row} have the versions {versions.tolist()}"
+            require(set(versions.tolist()) <= {OLD, NEW}, f"{case}, and the sampler had {OLD}, then {NEW}")
+            require(bool((np.diff(versions) >= 0).all()), f"{case}: they fall")
+            equal(f"{case}, and `oldest_version`", int(rows.row("oldest_version")[row]), int(versions.min()))
+        kinds = [set(np.concatenate(_versions(call)).tolist()) for call in calls]
         require(OLD in kinds[0], f"no token has version {OLD}, whose weights drew the rows that came before the load")
         if {OLD, NEW} in kinds:
             return
@@ -127,58 +118,51 @@ async def numbers_around_a_load(trial: Trial) -> None:
     checked not to be drawn by the old ones. Weights are loaded repeatedly until a load finds a row in progress: a
     server that gets no CPU time may report neither tokens nor aborts before its rows have ended.
     """
-    rows, drawn_by = await _with_a_row_that_turns(trial)
-    pair = await trial.pair()
-    old, new = [await scores(await trial.plain.policy(model=folder), rows) for folder in (pair.old, pair.new)]
-    turned: list[float] = []
-    for row, versions in enumerate(drawn_by):
-        told, all_versions, mask = rows.sampler_logprobs[row], rows.versions[row], rows.loss_mask[row].astype(np.bool_)
-        before, after = mask & (all_versions == OLD), mask & (all_versions == NEW)
-        close(f"row {row}: log-probs of version {OLD}", told[before], old[row][before], ERROR)
+    rows, versions_of = await _with_a_row_that_turns(trial)
+    old, new = [await scores(await policy_of(trial, version), rows) for version in (OLD, NEW)]
+    differences: list[float] = []
+    for row, versions in enumerate(versions_of):
+        actual, by_token, mask = rows.sampler_logprobs[row], rows.versions[row], rows.loss_mask[row].astype(np.bool_)
+        before, after = mask & (by_token == OLD), mask & (by_token == NEW)
+        close(f"row {row}: log-probs of version {OLD}", actual[before], old[row][before], ERROR)
         if versions == {NEW}:
-            close(f"row {row}: log-probs of version {NEW}", told[after], new[row][after], ERROR)
+            close(f"row {row}: log-probs of version {NEW}", actual[after], new[row][after], ERROR)
         elif len(versions) == 2:
             turn = int(after.argmax())
-            turned.append(abs(float(told[turn]) - float(old[row][turn])))
+            differences.append(abs(float(actual[turn]) - float(old[row][turn])))
     require(
-        max(turned) > ERROR,
-        f"of {len(turned)} rows the first token of version {NEW} has the log-prob of version {OLD}: weights count as "
-        "loaded before they are",
+        max(differences) > ERROR,
+        f"of {len(differences)} rows the first token of version {NEW} has the log-prob of version {OLD}: weights count "
+        "as loaded before they are",
     )
-    require({NEW} in drawn_by, f"no row was drawn by version {NEW} alone: rows that wait begin with the new weights")
+    require({NEW} in versions_of, f"no row was drawn by version {NEW} alone: rows that wait begin with the new weights")
 
 
 async def greedy_after_a_load(trial: Trial) -> None:
     """After a load, greedy completions are the new weights', with and without tied embeddings, at once and later."""
     for tied in (True, False):
-        pair = await trial.pair(tied)
         sampler = await begun(trial, tied)
         await drawn(sampler, questions(6), Sampling(max_tokens=4))
-        _, later = await _with_new_weights(sampler, await new_weights(trial, tied))
+        _, later = await _with_new_weights(sampler, await weights_of(trial, NEW, tied))
         what = f"greedy after a load, with a head that is {'' if tied else 'not '}tied"
-        await most_probable(what, await trial.plain.policy(model=pair.new), pair, later)
-        await sampler.load((await old_weights(trial, tied)).with_version(NEW + 1))
+        await most_probable(what, trial, later, NEW, tied)
+        await sampler.load((await weights_of(trial, OLD, tied)).with_version(NEW + 1))
         back = await drawn(sampler, questions(6), Sampling(max_tokens=8, temperature=0))
-        policy = await trial.plain.policy(model=pair.old)
-        await most_probable(f"{what}, back at the first weights", policy, pair, back)
+        await most_probable(f"{what}, back at the first weights", trial, back, OLD, tied)
 
 
 async def a_prompt_that_was_read_before(trial: Trial) -> None:
     """After a load, a prompt is read again: nothing that the old weights computed is used."""
-    sampler, pair = await begun(trial), await trial.pair()
-    texts = ["abcdefgh" * 30 + ">", "abcdefgh" * 30 + "ab>", "hgfedcba" * 20]
-    prompts = questions(3).assign(prompt=texts)
+    sampler = await begun(trial)
+    prompts = questions(3).assign(prompt=["abcdefgh" * 30 + ">", "abcdefgh" * 30 + "ab>", "hgfedcba" * 20])
     sampling = Sampling(max_tokens=3, temperature=0)
     before = await drawn(sampler, prompts, sampling)
     await drawn(sampler, prompts, sampling)  # now certainly from a cache, if there is one
-    policies = [await trial.plain.policy(model=folder) for folder in (pair.old, pair.new)]
-    await most_probable("greedy before the load", policies[0], pair, before)
-    await sampler.load(await new_weights(trial))
+    await most_probable("greedy before the load", trial, before)
+    await sampler.load(await weights_of(trial, NEW))
     after = await drawn(sampler, prompts, sampling)
-    await most_probable("greedy after the load", policies[1], pair, after)
-    mask = np.asarray(after.loss_mask.values, np.bool_)
-    told, expected = after.sampler_logprobs.values[mask], (await scores(policies[1], after)).values[mask]
-    close("log-probs after a prompt that was read before the load", told, expected, ERROR)
+    await most_probable("greedy after the load", trial, after, NEW)
+    await same_log_probs("log-probs after a prompt that was read before", await policy_of(trial, NEW), after)
 
 
 async def weights_of_another_model(trial: Trial) -> None:
@@ -186,10 +170,10 @@ async def weights_of_another_model(trial: Trial) -> None:
 
     None of them is taken, and the sampler continues.
     """
-    sampler, pair = await begun(trial), await trial.pair()
-    tensors = dict((await new_weights(trial)).tensors)
+    sampler = await begun(trial)
+    tensors = dict((await weights_of(trial, NEW)).tensors)
     name, array = next((name, array) for name, array in tensors.items() if array.ndim == 2)
-    others = {key: kept for key, kept in tensors.items() if key != name}
+    others = {key: value for key, value in tensors.items() if key != name}
     for what, wrong, word in (
         ("weights that lack a tensor", others, name),
         ("weights with a strange tensor", {**tensors, "strange.weight": array}, "strange.weight"),
@@ -198,9 +182,8 @@ async def weights_of_another_model(trial: Trial) -> None:
     ):
         await refused(what, sampler.load(Weights(NEW, wrong)), ModelError, word)
         rows = await drawn(sampler, questions(4), Sampling(max_tokens=6, temperature=0))
-        versions = set(rows.row("oldest_version").tolist())
-        require(versions == {OLD}, f"{what} are refused, and yet tokens are of versions {versions}, not {OLD}")
-    await most_probable("greedy after refused weights", await trial.plain.policy(model=pair.old), pair, rows)
+        equal(f"`oldest_version` after {what} were refused", set(rows.row("oldest_version").tolist()), {OLD})
+    await most_probable("greedy after refused weights", trial, rows)
 
 
 async def a_replay(trial: Trial) -> None:
@@ -208,7 +191,7 @@ async def a_replay(trial: Trial) -> None:
 
     A sampler that cannot repeat a record refuses it with a DataError, and continues.
     """
-    weights = [await old_weights(trial), await new_weights(trial)]
+    weights = [await weights_of(trial, version) for version in (OLD, NEW)]
     prompts = _long_rows()
     if not trial.subject.replays:
         sampler, used = await unused(trial), await begun(trial)
@@ -228,9 +211,8 @@ async def a_replay(trial: Trial) -> None:
     await again.load(weights[0])
     _, same = await asyncio.gather(again.load(weights[1]), drawn(again, prompts, _LONG))  # long before its place
     for name in ("versions", "tokens", "sampler_logprobs"):
-        differ = sum(
-            one.tolist() != other.tolist() for one, other in zip(same.ragged(name), rows.ragged(name), strict=True)
-        )
+        pairs = zip(same.ragged(name), rows.ragged(name), strict=True)
+        differ = sum(one.tolist() != other.tolist() for one, other in pairs)
         require(not differ, f"a sampler that repeats a record gives {differ} of {_ROWS} rows other `{name}`")
 
 
@@ -262,11 +244,11 @@ async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Ba
 
 async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
     """Rows, at least one of them drawn by both versions, and the versions that drew each row."""
-    weights = await new_weights(trial)
+    weights = await weights_of(trial, NEW)
     for _ in range(_LOADS):
         calls, _ = await _with_new_weights(await begun(trial), weights)
         rows = Batch.concat(calls)
-        versions = [set(each.tolist()) for each in _drawn_by(rows)]
+        versions = [set(each.tolist()) for each in _versions(rows)]
         if {OLD, NEW} in versions:
             return rows, versions
     raise PromiseBroken(
@@ -274,7 +256,7 @@ async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
     )
 
 
-def _drawn_by(rows: Batch) -> list[Array]:
+def _versions(rows: Batch) -> list[Array]:
     """The versions of each row's sampled tokens."""
     return [versions[np.asarray(mask, np.bool_)] for mask, versions in zip(rows.loss_mask, rows.versions, strict=True)]
 

@@ -10,10 +10,10 @@ from typing import Final, TypeAlias
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from meshrl.algo import ClippedLoss
-from meshrl.data import Batch, Ragged, Source
+from meshrl.algo import BradleyTerryLoss, ClippedLoss, score_columns
+from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.mesh import Array, stop
-from meshrl.roles import NewModel, Policy, PolicyConfig
+from meshrl.roles import NewModel, Policy, PolicyConfig, RewardModel
 
 SMALL: Final = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 """11 tokens: an odd number, which ranks cannot divide evenly."""
@@ -33,8 +33,26 @@ _SPREAD: Final = 8.0
 """Factor for the matrices of a new model. Without it, all log-probs are almost equal."""
 
 
+PAIRS: Final = Batch.of(
+    prompt=[text for text in ("abc>", "h>", "gfe>", "abc>", "d>") for _ in range(2)],
+    completion=["cba", "abc", "h", "", "efggggggggg", "gfe", "ccc", "cba", "d", "d"],
+    answer=[text for text in ("cba", "h", "efg", "cba", "d") for _ in range(2)],
+    groups=np.repeat(np.arange(5), 2),
+    preferred=np.array([1, -1, 1, -1, -1, 1, -1, 1, 0, 0], np.int8),
+    least_margins=np.repeat(np.array([0, 1, 0.5, 0, 0], np.float32), 2),
+)
+"""Rows of a reward model: two pairs of one prompt, and one pair without a preference."""
+
+STEPS: Final = Batch.of(
+    prompt=["abc>", "h>", "abc>"],
+    steps=[("c", "ba"), ("h",), ("cb", "a", "ggggggg")],
+    step_labels=[(1.0, 0.0), (1.0,), (1.0, 0.5, 0.0)],
+)
+"""Rows of a reward model with a label for each step."""
+
+
 @dataclass(frozen=True)
-class Model:
+class ModelFolders:
     """A Hugging Face folder with which the roles of both sides begin."""
 
     folder: str
@@ -46,7 +64,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """Two models of one shape with different weights: the one a sampler begins with, and the one it loads."""
 
     old: str
@@ -62,10 +80,10 @@ class Pair:
 Spawn: TypeAlias = Callable[[PolicyConfig], Awaitable[Policy]]
 
 
-async def prepare(spawn: Spawn, place: Path, asked: str | None) -> Model:
-    """Prepare the folders of a trial's model below `place`. Without `asked`, `spawn` makes a new model."""
-    folder = Path(asked) if asked else place / "model"
-    if asked is None:
+async def prepare(spawn: Spawn, place: Path, given: str | None) -> ModelFolders:
+    """Prepare the folders of a trial's model below `place`. Without `given`, `spawn` makes a new model."""
+    folder = Path(given) if given else place / "model"
+    if given is None:
         await _make(spawn, folder, PolicyConfig(model=SMALL))
     config = json.loads((folder / "config.json").read_bytes())
     valued = place / "valued"
@@ -76,10 +94,10 @@ async def prepare(spawn: Spawn, place: Path, asked: str | None) -> Model:
         "bias": np.full(1, 0.1, np.float32),
     }
     save_file(head, valued / "value_head.safetensors")
-    return Model(str(folder), str(valued), config["vocab_size"], config["max_position_embeddings"])
+    return ModelFolders(str(folder), str(valued), config["vocab_size"], config["max_position_embeddings"])
 
 
-async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> Pair:
+async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> ModelPair:
     """Prepare the folders of two new models below `place`."""
     folders = [place / name for name in ("old", "new")]
     for seed, folder in enumerate(folders):
@@ -88,7 +106,7 @@ async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> Pair:
             _untie(folder, seed)
     config = json.loads((folders[0] / "config.json").read_bytes())
     old, new = map(str, folders)
-    return Pair(old, new, tied, config["vocab_size"], config["eos_token_id"])
+    return ModelPair(old, new, tied, config["vocab_size"], config["eos_token_id"])
 
 
 async def _make(spawn: Spawn, folder: Path, config: PolicyConfig) -> None:
@@ -115,14 +133,14 @@ def _untie(folder: Path, seed: int) -> None:
 
 def tensors_of(folder: Path) -> dict[str, Array]:
     """All tensors of a saved model. Those of its value head are under `value_head`."""
-    found: dict[str, Array] = {}
+    tensors: dict[str, Array] = {}
     for file in sorted(folder.glob("*.safetensors")):
         prefix = "value_head." if file.stem == "value_head" else ""
-        found |= {prefix + name: array for name, array in load_file(file).items()}
-    return found
+        tensors |= {prefix + name: array for name, array in load_file(file).items()}
+    return tensors
 
 
-def rollouts(model: Model, rows: int, seed: int) -> Batch:
+def rollouts(model: ModelFolders, rows: int, seed: int) -> Batch:
     """Rows with four prompts of 1 to 8 tokens and completions of 1 to 9. Every third has a gap that is not learned."""
     generator = np.random.default_rng(seed)
     heads = [generator.integers(2, model.vocabulary, generator.integers(1, 9)) for _ in range(4)]
@@ -144,7 +162,7 @@ def rollouts(model: Model, rows: int, seed: int) -> Batch:
     )
 
 
-def by_hand(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
+def by_hand(model: ModelFolders, lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
     """A row for each pair of lengths: all tokens, and how many of the last are learned."""
     generator = np.random.default_rng(seed)
     tokens = Ragged.of([generator.integers(2, model.vocabulary, length) for length, _ in lengths], np.int32)
@@ -153,6 +171,11 @@ def by_hand(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> Batc
     batch = Batch.of(tokens=tokens, loss_mask=Ragged.of(masks, np.bool_), rewards=numbers[0], advantages=numbers[1])
     zeros = Ragged(np.full(len(tokens.values), -2, np.float32), tokens.offsets, source=Source.trainer(0))
     return with_logprobs(batch.assign(logprobs=zeros), seed)
+
+
+async def learned_pairs(model: RewardModel, batch: Batch, loss: BradleyTerryLoss) -> Metrics:
+    """Score pairs and update a reward model on them."""
+    return await model.update(await score_columns(await model.token_scores(await model.encode(batch))), loss)
 
 
 def with_logprobs(scored: Batch, seed: int) -> Batch:

@@ -1,12 +1,24 @@
 """Checks of numbers: equal to the plain backend's, however the rows are divided."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from meshrl.algo import ClippedLoss, Correction, CrossEntropy, Gae, Loss, PreferenceLoss, ValueLoss
+from meshrl.algo import (
+    BradleyTerryLoss,
+    ClippedLoss,
+    Correction,
+    CrossEntropy,
+    Gae,
+    Loss,
+    PreferenceLoss,
+    ProcessLoss,
+    ValueLoss,
+    with_labels,
+)
 from meshrl.data import Batch, Ragged
-from meshrl.roles import Critic, Policy, Reference
+from meshrl.roles import Critic, Policy, Reference, RewardModel
 from meshrl.testing.conformance.compare import (
     close,
     close_columns,
@@ -14,9 +26,20 @@ from meshrl.testing.conformance.compare import (
     close_tensors,
     close_weights,
     loaded,
+    reference_scores,
     require,
+    scores,
 )
-from meshrl.testing.conformance.material import LOSS, TEXTS, by_hand, tensors_of, with_returns
+from meshrl.testing.conformance.material import (
+    LOSS,
+    PAIRS,
+    STEPS,
+    TEXTS,
+    by_hand,
+    learned_pairs,
+    tensors_of,
+    with_returns,
+)
 from meshrl.testing.conformance.subject import Check, Trial
 
 _LOSSES: Final[dict[str, Loss]] = {
@@ -30,6 +53,9 @@ _LOSSES: Final[dict[str, Loss]] = {
 }
 
 
+_SCORED: Final = (PAIRS, PAIRS.select([1]), PAIRS.select([]), STEPS)
+
+
 def _updates(name: str, loss: Loss) -> Check:
     async def check(trial: Trial) -> None:
         policies = await trial.policies(micro_batch_tokens=64)
@@ -38,9 +64,7 @@ def _updates(name: str, loss: Loss) -> Check:
         await _same_weights("after three updates", trial, policies)
 
     check.__name__ = check.__qualname__ = name
-    check.__doc__ = (
-        f"Three updates by {loss!r} give the plain backend's metrics (loss, gradient norm, diagnostics) and weights."
-    )
+    check.__doc__ = f"Three updates by {loss!r} give the plain backend's metrics and weights."
     return check
 
 
@@ -48,9 +72,9 @@ async def token_advantages(trial: Trial) -> None:
     """A loss may read advantages of tokens if rows have them: the update is the plain backend's."""
     policies = await trial.policies()
     (batch,) = await trial.batches(1)
-    offsets = batch.tokens.offsets
     values = np.random.default_rng(9).normal(size=len(batch.tokens.values)).astype(np.float32)
-    await _same_update("the update", trial, policies, batch.assign(advantages=Ragged(values, offsets)), LOSS)
+    batch = batch.assign(advantages=Ragged(values, batch.tokens.offsets))
+    await _same_update("the update", trial, policies, batch, LOSS)
     await _same_weights("after it", trial, policies)
 
 
@@ -79,8 +103,8 @@ async def the_order_of_rows(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     order = np.random.default_rng(3).permutation(len(batch))
     expected = (await plain.logprobs(batch)).select(order)
-    found = await own.logprobs(batch.select(order))
-    close_columns("rows in another order", await found.load(), expected, ("logprobs",), trial.tolerance)
+    actual = await own.logprobs(batch.select(order))
+    close_columns("rows in another order", await actual.load(), expected, ("logprobs",), trial.tolerance)
     metrics = await own.update(batch.select(order), LOSS)
     close_metrics("rows in another order", metrics, await plain.update(batch, LOSS), trial.tolerance)
     await _same_weights("after rows in another order", trial, policies)
@@ -94,18 +118,13 @@ async def rows_that_teach_nothing(trial: Trial) -> None:
     whole = Batch.concat([silent.only(*columns), batch.only(*columns), silent.only(*columns)])
     policies = await trial.policies(micro_batch_tokens=40)
     for name in ("clipped_loss_by_token_mean", "clipped_loss_by_sequence_mean", "clipped_loss_by_a_constant"):
-        found, expected = [
-            await policy.update(rows, _LOSSES[name])
-            for policy, rows in zip(policies, (whole, batch.only(*columns)), strict=True)
-        ]
+        actual = await policies[0].update(whole, _LOSSES[name])
+        expected = await policies[1].update(batch.only(*columns), _LOSSES[name])
+        what = f"{name}, with rows that teach nothing"
         for metric in ("loss", "grad_norm"):
-            what = f"{name}, with rows that teach nothing: `{metric}`"
-            error = abs(found[metric] - expected[metric])
-            require(
-                error <= trial.tolerance * max(1, expected[metric]),
-                f"{what} is {found[metric]:.8g}, and {expected[metric]:.8g} without",
-            )
-        await _same_weights(f"{name}, with rows that teach nothing", trial, policies)
+            one, other = np.array(actual[metric]), np.array(expected[metric])
+            close(f"{what}: `{metric}`", one, other, trial.tolerance)
+        await _same_weights(what, trial, policies)
 
 
 async def uneven_rows(trial: Trial) -> None:
@@ -127,10 +146,9 @@ async def short_and_long_rows(trial: Trial) -> None:
     shapes = [(1, 0), (longest, longest - 1), (0, 0), (9, 1), (2, 1), (3, 2), (longest, 1)]
     batch = by_hand(trial.model, shapes)
     await _same_scores("such rows", trial, policies, batch)
-    for rows in (range(len(shapes)), [1], [0, 2, 4]):
-        await _same_update(
-            f"rows of {[shapes[row][0] for row in rows]} tokens", trial, policies, batch.select(list(rows)), LOSS
-        )
+    for rows in ([*range(len(shapes))], [1], [0, 2, 4]):
+        what = f"rows of {[shapes[row][0] for row in rows]} tokens"
+        await _same_update(what, trial, policies, batch.select(rows), LOSS)
     await _same_weights("after such rows", trial, policies)
 
 
@@ -152,8 +170,8 @@ async def reference_log_probs(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     for rows in ([*range(len(batch))], [2], []):
         some = batch.only("tokens", "loss_mask", "temperature").select(rows)
-        found, expected = await (await own.logprobs(some)).load(), await plain.logprobs(some)
-        close_columns(f"a reference of {len(rows)} rows", found, expected, ("reference_logprobs",), trial.tolerance)
+        actual, expected = await (await own.logprobs(some)).load(), await plain.logprobs(some)
+        close_columns(f"a reference of {len(rows)} rows", actual, expected, ("reference_logprobs",), trial.tolerance)
 
 
 async def a_reference_takes_weights(trial: Trial) -> None:
@@ -164,35 +182,42 @@ async def a_reference_takes_weights(trial: Trial) -> None:
     for policy in (own, plain):
         await policy.update(one, LOSS)
     await reference.load(await own.weights())
-    await _says_as("a reference with its own backend's weights", trial, reference, plain)
-    frozen = (await (await reference.logprobs(other)).load()).ragged("reference_logprobs").values
+    await _scores_as("a reference with its own backend's weights", trial, reference, plain)
+    frozen = await reference_scores(reference, other)
     await own.update(other, LOSS)
-    again = (await (await reference.logprobs(other)).load()).ragged("reference_logprobs").values
+    again = await reference_scores(reference, other)
     require(np.array_equal(frozen, again), "an update of the policy changed a reference that had taken its weights")
     await plain.update(other, LOSS)
     await reference.load(await loaded(plain))
-    await _says_as("a reference with the plain backend's weights", trial, reference, plain)
+    await _scores_as("a reference with the plain backend's weights", trial, reference, plain)
 
 
-async def _says_as(what: str, trial: Trial, reference: Reference, plain: Policy) -> None:
+async def _scores_as(what: str, trial: Trial, reference: Reference, plain: Policy) -> None:
     (batch,) = await trial.batches(1)
-    found = (await (await reference.logprobs(batch)).load()).ragged("reference_logprobs")
-    expected = (await (await plain.logprobs(batch)).load()).ragged("logprobs")
-    close(f"{what}: `reference_logprobs`", found.values, expected.values, trial.tolerance)
+    actual, expected = await reference_scores(reference, batch), (await scores(plain, batch)).values
+    close(f"{what}: `reference_logprobs`", actual, expected, trial.tolerance)
 
 
 async def encoding(trial: Trial) -> None:
     """`encode` returns the plain backend's tokens and mask, in the order of the rows."""
-    own, plain = await trial.policies()
     batch = Batch.of(prompt=["b", "abc>", "a>", "hg", "c"], completion=["", *TEXTS])
-    for rows in (batch, batch.select([1]), batch.select([])):
-        found, expected = await (await own.encode(rows)).load(), await plain.encode(rows)
+    await _same_encodings(await trial.policies(), (batch, batch.select([1]), batch.select([])))
+
+
+async def reward_model_encodings(trial: Trial) -> None:
+    """`encode` returns the plain backend's tokens and mask, of pairs and of steps, in the order of the rows."""
+    await _same_encodings(await trial.reward_models(), _SCORED)
+
+
+async def _same_encodings(
+    models: tuple[Policy, Policy] | tuple[RewardModel, RewardModel], batches: Sequence[Batch]
+) -> None:
+    own, plain = models
+    for rows in batches:
+        actual, expected = await (await own.encode(rows)).load(), await plain.encode(rows)
         for name in ("tokens", "loss_mask"):
-            one, other = (
-                [each.tolist() for each in found.ragged(name)],
-                [each.tolist() for each in expected.ragged(name)],
-            )
-            require(one == other, f"`{name}` of {rows.objects('prompt')} is {one}, and the plain backend's {other}")
+            one, other = ([each.tolist() for each in side.ragged(name)] for side in (actual, expected))
+            require(one == other, f"`{name}` of {len(rows)} rows is {one}, and the plain backend's {other}")
 
 
 async def critic_values(trial: Trial) -> None:
@@ -210,36 +235,66 @@ async def critic_updates(trial: Trial) -> None:
     batches[1] = batches[1].select([0, 1, 2, 3, 4])
     for number, (batch, clip) in enumerate(zip(batches, (None, 0.5, 0.5), strict=True)):
         loss = ValueLoss(clip=clip)
-        told, wanted = await own.update(batch, loss), await plain.update(batch, loss)
-        close_metrics(f"update {number} of the critic", told, wanted, trial.tolerance)
+        actual, expected = await own.update(batch, loss), await plain.update(batch, loss)
+        close_metrics(f"update {number} of the critic", actual, expected, trial.tolerance)
     await _same_values("the critic after three updates", trial, critics, batches[0])
-    folders = [trial.folder / "own", trial.folder / "plain"]
-    for critic, folder in zip((own, plain), folders, strict=True):
-        await critic.save(str(folder))
-    found, expected = map(tensors_of, folders)
-    close_tensors("the saved critic", found, expected, trial.tolerance)
-    again = await trial.plain.critic(model=str(folders[0]))
+    again = await trial.plain.critic(model=await _same_saved("critic", trial, critics))
     await _same_values("a critic of the saved folder", trial, (own, again), batches[0])
 
 
+async def reward_model_updates(trial: Trial) -> None:
+    """Four updates of pairs and steps give the plain backend's metrics, scores and weights. The saved folder scores."""
+    models = await trial.reward_models(micro_batch_tokens=20)
+    await _same_rewards("a new reward model", trial, models)
+    for number, rows in enumerate(([*range(10)], [2, 3], [*range(10)])):
+        loss = BradleyTerryLoss(centre=0.1 * number)
+        actual, expected = [await learned_pairs(model, PAIRS.select(rows), loss) for model in models]
+        close_metrics(f"update {number} of the reward model", actual, expected, trial.tolerance)
+    actual, expected = [
+        await model.update(await with_labels(await model.encode(STEPS)), ProcessLoss()) for model in models
+    ]
+    close_metrics("an update of steps", actual, expected, trial.tolerance)
+    await _same_rewards("the reward model after four updates", trial, models)
+    again = await trial.plain.reward_model(model=await _same_saved("reward model", trial, models))
+    await _same_rewards("a reward model of the saved folder", trial, (models[0], again))
+
+
+async def _same_saved(name: str, trial: Trial, models: tuple[Critic, Critic] | tuple[RewardModel, RewardModel]) -> str:
+    """Save both models, require the same tensors, and return the folder of the first."""
+    own, plain = models
+    folders = [trial.folder / "own", trial.folder / "plain"]
+    await own.save(str(folders[0]))
+    await plain.save(str(folders[1]))
+    close_tensors(f"the saved {name}", tensors_of(folders[0]), tensors_of(folders[1]), trial.tolerance)
+    return str(folders[0])
+
+
 async def _same_update(what: str, trial: Trial, policies: tuple[Policy, Policy], batch: Batch, loss: Loss) -> None:
-    found, expected = [await policy.update(batch, loss) for policy in policies]
-    close_metrics(what, found, expected, trial.tolerance)
+    actual, expected = [await policy.update(batch, loss) for policy in policies]
+    close_metrics(what, actual, expected, trial.tolerance)
 
 
 async def _same_weights(what: str, trial: Trial, policies: tuple[Policy, Policy]) -> None:
-    found, expected = [await loaded(policy) for policy in policies]
-    close_weights(what, found, expected, trial.tolerance)
+    actual, expected = [await loaded(policy) for policy in policies]
+    close_weights(what, actual, expected, trial.tolerance)
 
 
 async def _same_scores(what: str, trial: Trial, policies: tuple[Policy, Policy], batch: Batch) -> None:
-    found, expected = [await (await policy.logprobs(batch)).load() for policy in policies]
-    close_columns(what, found, expected, ("logprobs",), trial.tolerance)
+    actual, expected = [await (await policy.logprobs(batch)).load() for policy in policies]
+    close_columns(what, actual, expected, ("logprobs",), trial.tolerance)
 
 
 async def _same_values(what: str, trial: Trial, critics: tuple[Critic, Critic], batch: Batch) -> None:
-    found, expected = [await (await critic.advantages(batch, Gae(decay=0.9))).load() for critic in critics]
-    close_columns(what, found, expected, ("values", "advantages", "returns"), trial.tolerance)
+    actual, expected = [await (await critic.advantages(batch, Gae(decay=0.9))).load() for critic in critics]
+    close_columns(what, actual, expected, ("values", "advantages", "returns"), trial.tolerance)
+
+
+async def _same_rewards(what: str, trial: Trial, models: tuple[RewardModel, RewardModel]) -> None:
+    for batch in _SCORED:
+        actual, expected = [await (await model.token_scores(await model.encode(batch))).load() for model in models]
+        close_columns(f"{what}, {len(batch)} rows", actual, expected, ("token_scores",), trial.tolerance)
+    own, plain = [(await (await model.score(PAIRS)).load("rewards")).rewards for model in models]
+    close(f"{what}: `rewards`", own, plain, trial.tolerance)
 
 
 POLICY: Final[tuple[Check, ...]] = (
@@ -263,3 +318,6 @@ CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
 
 REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs, a_reference_takes_weights)
 """Checks of a reference's numbers."""
+
+REWARD_MODEL: Final[tuple[Check, ...]] = (reward_model_encodings, reward_model_updates)
+"""Checks of a reward model's numbers."""

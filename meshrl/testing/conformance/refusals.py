@@ -1,38 +1,26 @@
 """Checks of mistakes: each is reported, on any rank, changes nothing, and leaves the mesh usable."""
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from meshrl.algo import CrossEntropy, Gae, Loss, ValueLoss
+from meshrl.algo import BradleyTerryLoss, ClippedLoss, CrossEntropy, Gae, Loss, ValueLoss
 from meshrl.data import Batch, Bucket, Ragged, Source, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.mesh import Array
-from meshrl.roles import Reference
-from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
-from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
+from meshrl.testing.conformance.compare import close, close_metrics, loaded, reference_scores, refused, require, scores
+from meshrl.testing.conformance.material import LOSS, PAIRS, ModelFolders, by_hand, learned_pairs, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
 
 _READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
 
 
-@dataclass(frozen=True)
-class _Wrong:
-    """An update that must be refused, and a word of the reason."""
-
-    batch: Batch
-    word: str
-    loss: Loss = LOSS
-
-
 async def a_row_that_is_too_long(trial: Trial) -> None:
     """A row longer than the model takes is a DataError with both lengths, in `update` and `logprobs`."""
-    longest = trial.model.longest
+    words = str(trial.model.longest + 1), str(trial.model.longest)
     batch = _with_a_long_row(trial.model, (await trial.batches(1))[0])
-    await _told(trial, DataError, _Wrong(batch, str(longest + 1)), _Wrong(batch, str(longest)))
+    await _refused(trial, DataError, *((batch, LOSS, word) for word in words))
     policy = await trial.own.policy()
-    await refused("scoring a row that is too long", policy.logprobs(batch), DataError, str(longest + 1), str(longest))
+    await refused("scoring a row that is too long", policy.logprobs(batch), DataError, *words)
     await trial.standard(policy)
 
 
@@ -40,7 +28,7 @@ async def nothing_to_learn(trial: Trial) -> None:
     """A batch without a learned token, or without rows, is a DataError."""
     (batch,) = await trial.batches(1)
     silent = _silent(batch)
-    await _told(trial, DataError, *(_Wrong(rows, "nothing to learn") for rows in (silent, batch.select([]))))
+    await _refused(trial, DataError, *((rows, LOSS, "nothing to learn") for rows in (silent, batch.select([]))))
 
 
 async def a_first_token_that_is_learned(trial: Trial) -> None:
@@ -48,13 +36,13 @@ async def a_first_token_that_is_learned(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     mask = np.asarray(batch.loss_mask.values, np.bool_).copy()
     mask[batch.tokens.offsets[4]] = True
-    await _told(trial, DataError, _Wrong(batch.assign(loss_mask=Ragged(mask, batch.tokens.offsets)), "first"))
+    await _refused(trial, DataError, (batch.assign(loss_mask=Ragged(mask, batch.tokens.offsets)), LOSS, "first"))
 
 
 async def the_loss_of_a_critic(trial: Trial) -> None:
     """A policy refuses a loss of values with a DataError."""
     batch = with_returns((await trial.batches(1))[0], 0)
-    await _told(trial, DataError, _Wrong(batch, "ValueLoss", ValueLoss()))
+    await _refused(trial, DataError, (batch, ValueLoss(), "ValueLoss"))
 
 
 async def log_probs_of_another_model(trial: Trial) -> None:
@@ -64,14 +52,14 @@ async def log_probs_of_another_model(trial: Trial) -> None:
     strange = batch.assign(sampler_logprobs=Ragged(values, offsets, source=Source("reference")))
     later = batch.assign(logprobs=Ragged(values, offsets, source=Source.trainer(3)))
     anchored = LOSS.model_copy(update={"anchor": "trainer"})
-    await _told(trial, DataError, _Wrong(strange, "reference"), _Wrong(later, "version 3", anchored))
+    await _refused(trial, DataError, (strange, LOSS, "reference"), (later, anchored, "version 3"))
 
 
 async def a_column_that_is_missing(trial: Trial) -> None:
     """A batch without a column of the loss is a DataError, even if ranks without rows do not read the column."""
     (batch,) = await trial.batches(1)
     lacking = batch.drop("advantages")
-    await _told(trial, DataError, *(_Wrong(rows, "advantages") for rows in (lacking, lacking.select([0]))))
+    await _refused(trial, DataError, *((rows, LOSS, "advantages") for rows in (lacking, lacking.select([0]))))
 
 
 async def a_column_that_does_not_fit(trial: Trial) -> None:
@@ -80,7 +68,7 @@ async def a_column_that_does_not_fit(trial: Trial) -> None:
     lengths = batch.tokens.lengths.copy()
     lengths[3] -= 1
     short = Ragged.of([np.ones(length) for length in lengths], np.float32)
-    await _told(trial, DataError, _Wrong(batch.assign(advantages=short), "advantages"))
+    await _refused(trial, DataError, (batch.assign(advantages=short), LOSS, "advantages"))
 
 
 async def a_gradient_that_is_not_finite(trial: Trial) -> None:
@@ -88,7 +76,7 @@ async def a_gradient_that_is_not_finite(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     advantages = batch.row("advantages").copy()
     advantages[3] = np.inf
-    await _told(trial, ModelError, _Wrong(batch.assign(advantages=advantages), "finite"))
+    await _refused(trial, ModelError, (batch.assign(advantages=advantages), LOSS, "finite"))
 
 
 async def what_a_critic_refuses(trial: Trial) -> None:
@@ -102,8 +90,8 @@ async def what_a_critic_refuses(trial: Trial) -> None:
     await refused("nothing to learn", own.update(_silent(batch), loss), DataError, "nothing to learn")
     await refused("a policy's loss", own.update(batch, CrossEntropy()), DataError, "CrossEntropy")
     await refused("no returns", own.update(batch.drop("returns").select([0]), loss), DataError, "returns")
-    found, expected = await own.update(batch, loss), await plain.update(batch, loss)
-    close_metrics("the critic's update after what it refused", found, expected, trial.tolerance)
+    actual, expected = await own.update(batch, loss), await plain.update(batch, loss)
+    close_metrics("the critic's update after what it refused", actual, expected, trial.tolerance)
 
 
 async def weights_that_a_reference_refuses(trial: Trial) -> None:
@@ -112,7 +100,7 @@ async def weights_that_a_reference_refuses(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     await plain.update(batch, LOSS)
     weights = await loaded(plain)
-    before = await _scores(reference, batch)
+    before = await reference_scores(reference, batch)
     name, array = list(weights.tensors.items())[-1]
     for word, wrong in {
         "strange": Weights(1, {**weights.tensors, "strange": array}),
@@ -122,15 +110,24 @@ async def weights_that_a_reference_refuses(trial: Trial) -> None:
         "did not arrive": _damaged(weights),
     }.items():
         await refused(f"a reference's load of weights ({word})", reference.load(wrong), ModelError, word)
-        same = np.array_equal(await _scores(reference, batch), before)
+        same = np.array_equal(await reference_scores(reference, batch), before)
         require(same, f"weights ({word}) are refused, and yet the reference's log-probs have changed")
     await reference.load(weights)
-    expected = (await plain.logprobs(batch)).ragged("logprobs").values
-    close("a reference with weights after those it refused", await _scores(reference, batch), expected, trial.tolerance)
+    actual, expected = await reference_scores(reference, batch), (await scores(plain, batch)).values
+    close("a reference with weights after those it refused", actual, expected, trial.tolerance)
 
 
-async def _scores(reference: Reference, batch: Batch) -> Array:
-    return (await (await reference.logprobs(batch)).load()).ragged("reference_logprobs").values
+async def what_a_reward_model_refuses(trial: Trial) -> None:
+    """A policy's loss or a missing column ends an update on all ranks, and changes nothing."""
+    model, other = [await trial.own.reward_model() for _ in range(2)]
+    batch, loss = await model.encode(PAIRS), BradleyTerryLoss()
+    await refused("a policy's loss", model.update(batch, ClippedLoss()), DataError, "this is a reward model")
+    await refused("pairs without scores", model.update(batch, loss), DataError, "token_scores")
+    actual, expected = [
+        ((await learned_pairs(each, PAIRS, loss)).means(), (await (await each.score(PAIRS)).load()).rewards.tolist())
+        for each in (model, other)
+    ]
+    require(actual == expected, "the update after a refused one is not that of an undisturbed reward model")
 
 
 def _damaged(weights: Weights) -> Weights:
@@ -142,15 +139,14 @@ def _damaged(weights: Weights) -> Weights:
     return Weights.of(weights.version, [*first, Bucket(last.index, last.nbytes, memory)])
 
 
-async def _told(trial: Trial, kind: type[MeshrlError], *wrongs: _Wrong) -> None:
-    """Require that the updates are refused, and that the policy's next update is as if they had not been made."""
+async def _refused(trial: Trial, kind: type[MeshrlError], *updates: tuple[Batch, Loss, str]) -> None:
+    """Require that updates are refused with a word, and that the policy's next one is as if they had not been made."""
     policy = await trial.own.policy()
     before = await loaded(policy)
-    for wrong in wrongs:
-        await refused(f"an update of {len(wrong.batch)} rows", policy.update(wrong.batch, wrong.loss), kind, wrong.word)
-        require(
-            await loaded(policy) == before, "an update is refused, and yet the weights or their version have changed"
-        )
+    for batch, loss, word in updates:
+        await refused(f"an update of {len(batch)} rows", policy.update(batch, loss), kind, word)
+        same = await loaded(policy) == before
+        require(same, "an update is refused, and yet the weights or their version have changed")
     await trial.standard(policy)
 
 
@@ -158,7 +154,7 @@ def _silent(batch: Batch) -> Batch:
     return batch.assign(loss_mask=Ragged(np.zeros(len(batch.tokens.values), np.bool_), batch.tokens.offsets))
 
 
-def _with_a_long_row(model: Model, batch: Batch) -> Batch:
+def _with_a_long_row(model: ModelFolders, batch: Batch) -> Batch:
     row = by_hand(model, [(model.longest + 1, 4)]).only(*_READ)
     return Batch.concat([batch.only(*_READ), row])
 
@@ -180,3 +176,6 @@ CRITIC: Final[tuple[Check, ...]] = (what_a_critic_refuses,)
 
 REFERENCE: Final[tuple[Check, ...]] = (weights_that_a_reference_refuses,)
 """Checks of what a reference refuses."""
+
+REWARD_MODEL: Final[tuple[Check, ...]] = (what_a_reward_model_refuses,)
+"""Checks of what a reward model refuses."""

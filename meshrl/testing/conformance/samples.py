@@ -10,8 +10,8 @@ from meshrl.data import Batch, Ragged, Weights
 from meshrl.errors import DataError, RankDied
 from meshrl.mesh import Array, respawn
 from meshrl.roles import Policy, Sampler, Sampling
-from meshrl.testing.conformance.compare import require
-from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair
+from meshrl.testing.conformance.compare import close, equal, require, scores
+from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl.testing.conformance.subject import Trial
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -39,7 +39,7 @@ def questions(rows: int, **columns: Array) -> Batch:
 
 async def begun(trial: Trial, tied: bool = True) -> Sampler:
     """A sampler with the weights `OLD`, which earlier checks may have used."""
-    sampler, weights = await trial.harness.sampler(trial, tied), await old_weights(trial, tied)
+    sampler, weights = await trial.sampler(tied), await weights_of(trial, OLD, tied)
     try:
         await sampler.load(weights)
     except RankDied:  # a check has killed a rank of the mesh
@@ -53,20 +53,17 @@ async def unused(trial: Trial, tied: bool = True) -> Sampler:
     return await trial.own.sampler(model=(await trial.pair(tied)).old, slots=SLOTS)
 
 
-async def old_weights(trial: Trial, tied: bool = True) -> Weights:
-    """The weights of the sampler's folder, as `OLD`."""
-    return await _weights(trial, (await trial.pair(tied)).old, OLD)
-
-
-async def new_weights(trial: Trial, tied: bool = True) -> Weights:
-    """The weights of the pair's other model, as `NEW`."""
-    return await _weights(trial, (await trial.pair(tied)).new, NEW)
-
-
-async def _weights(trial: Trial, folder: str, version: int) -> Weights:
+async def weights_of(trial: Trial, version: int, tied: bool = True) -> Weights:
+    """The weights of the sampler's folder as `OLD`, or those of the pair's other model as `NEW`."""
     given = trial.subject.weights
-    weights = await (await trial.plain.policy(model=folder)).weights() if given is None else given
+    weights = await (await policy_of(trial, version, tied)).weights() if given is None else given
     return (await weights.load()).with_version(version)
+
+
+async def policy_of(trial: Trial, version: int = OLD, tied: bool = True) -> Policy:
+    """A policy of the plain backend with the weights of `OLD` or `NEW`."""
+    pair = await trial.pair(tied)
+    return await trial.plain.policy(model=pair.old if version == OLD else pair.new)
 
 
 async def drawn(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
@@ -93,16 +90,21 @@ def in_order(rollouts: Batch, prompts: Batch, n: int = 1) -> Batch:
     if not len(prompts):
         return rollouts
     require("groups" in rollouts, f"rollouts lack the column `groups` of their prompts: they have {rollouts.names}")
-    came = dict(zip(*(each.tolist() for each in np.unique(rollouts.groups, return_counts=True)), strict=True))
-    wrong = [number for number in prompts.groups.tolist() if came.get(number, 0) != n]
+    counts = dict(zip(*(each.tolist() for each in np.unique(rollouts.groups, return_counts=True)), strict=True))
+    wrong = [number for number in prompts.groups.tolist() if counts.get(number, 0) != n]
     number = wrong[0] if wrong else 0
     require(
         not wrong,
-        f"of prompt {number} {came.get(number, 0)} rollouts came, not {n}, and {len(wrong)} of {len(prompts)} prompts "
-        "have too few or too many: each row is yielded once, whatever waits, stops or continues",
+        f"of prompt {number} {counts.get(number, 0)} rollouts came, not {n}, and {len(wrong)} of {len(prompts)} "
+        "prompts have too few or too many: each row is yielded once, whatever waits, stops or continues",
     )
-    require(len(rollouts) == n * len(prompts), f"{len(rollouts)} rollouts came of {len(prompts)} prompts, {n} of each")
+    equal(f"the number of rollouts of {len(prompts)} prompts, {n} of each,", len(rollouts), n * len(prompts))
     return rollouts.select(np.argsort(rollouts.groups, kind="stable"))
+
+
+def learned(rollouts: Batch) -> NDArray[np.bool_]:
+    """Which of all tokens belong to completions, bool[tokens]."""
+    return np.asarray(rollouts.loss_mask.values, np.bool_)
 
 
 def completions(rollouts: Batch) -> list[list[int]]:
@@ -122,13 +124,14 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(SAMPLED.characters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
 
 
-async def scores(policy: Policy, rollouts: Batch) -> Ragged:
-    """The policy's log-probs of rollouts, at their temperatures."""
-    return (await (await policy.logprobs(rollouts)).load()).ragged("logprobs")
+async def same_log_probs(what: str, policy: Policy, rollouts: Batch) -> None:
+    """Require that `sampler_logprobs` of completions are the policy's log-probs."""
+    mask = learned(rollouts)
+    close(what, rollouts.sampler_logprobs.values[mask], (await scores(policy, rollouts)).values[mask], ERROR)
 
 
-async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) -> None:
-    """Require that each token of the completions is the policy's most probable one, as in greedy generation.
+async def most_probable(what: str, trial: Trial, rollouts: Batch, version: int = OLD, tied: bool = True) -> None:
+    """Require that each token of the completions is the most probable one of a version, as in greedy generation.
 
     By induction: if the previous tokens are those of greedy generation, the most probable token is the next one.
     """
@@ -138,28 +141,27 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
         for place in np.flatnonzero(np.asarray(mask, np.bool_)).tolist()
     ]
     require(bool(places), f"{what}: no row has a completion")
-    table = await _next_tokens(policy, pair, [rollouts.tokens[row][:place] for row, place in places])
-    found = np.array([rollouts.tokens[row][place] for row, place in places])
-    behind = table.max(1) - table[np.arange(len(places)), found]
+    policy = await policy_of(trial, version, tied)
+    table = await next_tokens(trial, policy, [rollouts.tokens[row][:place] for row, place in places])
+    actual = np.array([rollouts.tokens[row][place] for row, place in places])
+    behind = table.max(1) - table[np.arange(len(places)), actual]
     worst = int(behind.argmax())
     row, place = places[worst]
     prompt = str(rollouts.objects("prompt")[row])[:20]
     require(
         bool(behind[worst] <= ERROR),
-        f"{what}: token {place} of row {row} ({prompt!r}) is {found[worst]}, of log-prob "
-        f"{table[worst, found[worst]]:.4f}, and token {table[worst].argmax()} has {table[worst].max():.4f}; so it is "
+        f"{what}: token {place} of row {row} ({prompt!r}) is {actual[worst]}, of log-prob "
+        f"{table[worst, actual[worst]]:.4f}, and token {table[worst].argmax()} has {table[worst].max():.4f}; so it is "
         f"at {int((behind > ERROR).sum())} of {len(places)} tokens: greedy generation takes the most probable one",
     )
 
 
-async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> Floats:
-    """The log-probs of the next token, float64[vocabulary]."""
-    return (await _next_tokens(policy, pair, [np.array(prefix)], temperature)).reshape(-1)
-
-
-async def _next_tokens(policy: Policy, pair: Pair, prefixes: Sequence[Array], temperature: float = 1.0) -> Floats:
+async def next_tokens(
+    trial: Trial, policy: Policy, prefixes: Sequence[Array | Sequence[int]], temperature: float = 1.0
+) -> Floats:
     """The log-probs of the next tokens, float64[prefixes, vocabulary]. Each prefix is scored as a separate row."""
-    rows = [np.append(prefix, token) for prefix in prefixes for token in range(pair.vocabulary)]
+    vocabulary = (await trial.pair()).vocabulary
+    rows = [np.append(prefix, token) for prefix in prefixes for token in range(vocabulary)]
     masks = [np.arange(len(row)) == len(row) - 1 for row in rows]
     batch = Batch.of(
         tokens=Ragged.of(rows, np.int32),
@@ -168,4 +170,4 @@ async def _next_tokens(policy: Policy, pair: Pair, prefixes: Sequence[Array], te
     )
     scored = await scores(policy, batch)
     last = np.asarray(scored.values[scored.offsets[1:] - 1], np.float64)
-    return last.reshape(len(prefixes), pair.vocabulary)
+    return last.reshape(len(prefixes), vocabulary)

@@ -1,22 +1,25 @@
-"""Checks of a policy's state: its weights and their version, saved files, and the order of calls."""
+"""Checks of state: weights and their version, saved files, the order of calls, and checkpoints."""
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable, Coroutine
-from typing import Final, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Final, TypeAlias, TypeVar
 
-import numpy as np
-
-from meshrl.algo import Gae, ValueLoss
+from meshrl.algo import BradleyTerryLoss, Gae, ValueLoss
 from meshrl.data import Batch, Metrics, Ragged, Weights
-from meshrl.errors import ModelError
-from meshrl.roles import Policy, Sampling
-from meshrl.testing.conformance.compare import alike, close, loaded, refused, require
-from meshrl.testing.conformance.material import LOSS, SMALL, TEXTS, with_returns
-from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.errors import MeshrlError, ModelError, RankDied
+from meshrl.mesh import Actor, at, endpoint, ranks, respawn
+from meshrl.roles import Critic, Policy, RewardModel, Sampling, Stateful
+from meshrl.testing.conformance.compare import alike, equal, loaded, refused, require
+from meshrl.testing.conformance.material import LOSS, PAIRS, SMALL, TEXTS, learned_pairs, with_returns
+from meshrl.testing.conformance.samples import learned, rest, same_log_probs
+from meshrl.testing.conformance.subject import OPTIMIZER, Check, Trial, update_result
 
-_SAMPLER_ERROR: Final = 1e-4
-"""Largest difference in float32 between a sampler's and a policy's log-probs. It computes row by row, with a cache."""
+M = TypeVar("M", bound=Stateful)
+
+_SCHEDULED: Final = OPTIMIZER.model_copy(update={"schedule": "cosine", "total_steps": 6})
 
 
 async def weights(trial: Trial) -> None:
@@ -24,17 +27,17 @@ async def weights(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     for dtype in ("float32", "bfloat16"):
         own, plain = await trial.policies(dtype=dtype)
-        found, expected = await loaded(own), await loaded(plain)
-        alike(f"the weights in {dtype}", found.tensors, expected.tensors)
-        require(found == expected, f"weights in {dtype} that were never updated are not those of the model's folder")
+        actual, expected = await loaded(own), await loaded(plain)
+        alike(f"the weights in {dtype}", actual.tensors, expected.tensors)
+        require(actual == expected, f"weights in {dtype} that were never updated are not those of the model's folder")
         await own.update(batch, LOSS)
         once = await loaded(own)
         await own.update(batch, LOSS)
         twice = await loaded(own)
-        versions = [found.version, once.version, twice.version]
-        require(versions == [0, 1, 2], f"before, between and after two updates the weights are of versions {versions}")
-        prints = {each.fingerprint() for each in (found, once, twice)}
-        require(len(prints) == 3, f"of the weights before, between and after two updates only {len(prints)} differ")
+        moments = "before, between and after two updates"
+        equal(f"{moments}, the list of versions", [each.version for each in (actual, once, twice)], [0, 1, 2])
+        prints = {each.fingerprint() for each in (actual, once, twice)}
+        require(len(prints) == 3, f"of the weights {moments} only {len(prints)} differ")
 
 
 async def a_new_model(trial: Trial) -> None:
@@ -55,18 +58,9 @@ async def a_sampler_takes_the_weights(trial: Trial) -> None:
     sampler = await trial.plain.sampler()
     await sampler.load(await policy.weights())
     prompts = Batch.of(prompt=[text for text in TEXTS if text])
-    drawn = [part async for part in sampler.generate(prompts, Sampling(n=4, max_tokens=8))]
-    rollouts = await Batch.concat([await part.load() for part in drawn]).load()
-    mask = np.asarray(rollouts.loss_mask.values, np.bool_)
-    versions = np.unique(rollouts.versions.values[mask]).tolist()
-    require(versions == [2], f"after two updates the sampler's tokens are of versions {versions}")
-    scored = (await (await policy.logprobs(rollouts)).load()).ragged("logprobs").values
-    close(
-        "the policy's log-probs of what was sampled",
-        scored[mask],
-        rollouts.sampler_logprobs.values[mask],
-        _SAMPLER_ERROR,
-    )
+    rollouts = await rest(sampler.generate(prompts, Sampling(n=4, max_tokens=8)))
+    equal("the version of tokens after two updates", set(rollouts.versions.values[learned(rollouts)].tolist()), {2})
+    await same_log_probs("the policy's log-probs of what was sampled", policy, rollouts)
 
 
 async def saving(trial: Trial) -> None:
@@ -76,19 +70,16 @@ async def saving(trial: Trial) -> None:
     for batch in await trial.batches(2):
         await policy.update(batch, LOSS)
         await policy.save(str(folder))
-    beside = sorted(each.name for each in folder.parent.iterdir())
-    require(beside == ["model"], f"the folder above the saved one has {', '.join(beside)}, not `model` alone")
+    equal("what is in the folder above the saved one", [each.name for each in folder.parent.iterdir()], ["model"])
     expected = (await loaded(policy)).fingerprint()
     for side, again in zip(("own", "plain"), await trial.policies(model=str(folder)), strict=True):
-        found = await loaded(again)
-        require(found.version == 0, f"a policy of a saved folder begins at version {found.version}")
-        require(
-            found.fingerprint() == expected,
-            f"what the {side} backend loads from the saved folder is not what was saved",
-        )
+        actual = await loaded(again)
+        equal("the version at which a policy of a saved folder begins", actual.version, 0)
+        same = actual.fingerprint() == expected
+        require(same, f"what the {side} backend loads from the saved folder is not what was saved")
     (trial.folder / "notes.txt").write_text("mine", "utf-8")
     await refused("saving over other files", policy.save(str(trial.folder)), ModelError, str(trial.folder))
-    require((trial.folder / "notes.txt").read_text("utf-8") == "mine", "a refused save has changed other files")
+    equal("another file after a refused save", (trial.folder / "notes.txt").read_text("utf-8"), "mine")
 
 
 async def the_same_bits(trial: Trial) -> None:
@@ -97,9 +88,9 @@ async def the_same_bits(trial: Trial) -> None:
     runs: list[tuple[str, list[dict[str, float]]]] = []
     for _ in range(2):
         policy = await trial.own.policy(micro_batch_tokens=40)
-        told = [(await policy.update(batch, LOSS)).means() for batch in batches]
-        runs.append(((await loaded(policy)).fingerprint(), told))
-    require(runs[0][1] == runs[1][1], f"two runs of three updates tell {runs[0][1]} and {runs[1][1]}")
+        metrics = [(await policy.update(batch, LOSS)).means() for batch in batches]
+        runs.append(((await loaded(policy)).fingerprint(), metrics))
+    equal("the list of metrics of three updates, in a second run,", runs[1][1], runs[0][1])
     require(runs[0][0] == runs[1][0], "two runs of three updates end with other weights")
 
 
@@ -108,37 +99,31 @@ async def a_cancelled_update(trial: Trial) -> None:
     (batch,) = await trial.batches(1)
     policy, twin = [await trial.own.policy(micro_batch_tokens=24) for _ in range(2)]
     moments = (0.0, 0.3, 0.7)
-    prints, told = [(await loaded(twin)).fingerprint()], list[Metrics]()
+    prints, undisturbed = [(await loaded(twin)).fingerprint()], list[dict[str, float]]()
     seconds = 0.0
     for _ in range(len(moments) + 1):
         began = time.monotonic()
-        told.append(await twin.update(batch, LOSS))
+        metrics = await twin.update(batch, LOSS)
         seconds = time.monotonic() - began
+        undisturbed.append(metrics.means())
         prints.append((await loaded(twin)).fingerprint())
-    made = 0
+    count = 0
     for moment in moments:
         task = asyncio.ensure_future(policy.update(batch, LOSS))
         await asyncio.sleep(moment * seconds)
         task.cancel()
         await asyncio.wait({task})
-        made = await _whole(task, policy, made, prints, f"cancelled after {moment} of its time")
-    metrics = await policy.update(batch, LOSS)
-    same = metrics.means() == told[made].means()
-    require(same, f"the update after cancelled ones returns {metrics}, and that of an undisturbed policy {told[made]}")
-    await _whole(None, policy, made + 1, prints, "that came after cancelled ones")
-
-
-async def _whole(task: "asyncio.Future[Metrics] | None", policy: Policy, made: int, prints: list[str], how: str) -> int:
-    """The number of updates after one that must be complete or absent."""
-    found = await loaded(policy)
-    answered = task is not None and not task.cancelled()
-    if task is not None and answered:
-        task.result()  # raises the update's error
-    may = {made} if task is None else {made + 1} if answered else {made, made + 1}
-    require(found.version in may, f"an update {how} leaves version {found.version}, after version {made}")
-    same = found.fingerprint() == prints[found.version]
-    require(same, f"an update {how} leaves weights that {found.version} updates do not make: it was made in part")
-    return found.version
+        if not task.cancelled():
+            task.result()  # raises the update's error
+        how = f"an update cancelled after {moment} of its time leaves"
+        weights = await loaded(policy)
+        possible = {count, count + 1} if task.cancelled() else {count + 1}
+        require(weights.version in possible, f"{how} version {weights.version}, after version {count}")
+        count = weights.version
+        same = weights.fingerprint() == prints[count]
+        require(same, f"{how} weights that {count} updates do not make: it was made in part")
+    expected = undisturbed[count], count + 1, prints[count + 1]
+    equal("the update after cancelled ones", await update_result(policy, batch), expected)
 
 
 async def calls_at_once(trial: Trial) -> None:
@@ -146,22 +131,18 @@ async def calls_at_once(trial: Trial) -> None:
     one, other = await trial.batches(2)
     policy, twin = [await trial.own.policy(micro_batch_tokens=40) for _ in range(2)]
 
-    def calls(asked: Policy) -> list[_Call]:
+    def calls(called: Policy) -> list[_Call]:
         return [
-            lambda: asked.update(one, LOSS),
-            lambda: asked.logprobs(other),
-            asked.weights,
-            lambda: asked.update(other.select([0]), LOSS),
-            lambda: asked.logprobs(one.select([1])),
-            lambda: asked.update(one, LOSS),
-            asked.weights,
+            lambda: called.update(one, LOSS),
+            lambda: called.logprobs(other),
+            called.weights,
+            lambda: called.update(other.select([0]), LOSS),
+            lambda: called.logprobs(one.select([1])),
+            lambda: called.update(one, LOSS),
+            called.weights,
         ]
 
-    together = await asyncio.gather(*(call() for call in calls(policy)))
-    alone = [await call() for call in calls(twin)]
-    for number, (found, expected) in enumerate(zip(together, alone, strict=True)):
-        same = await _bits(found) == await _bits(expected)
-        require(same, f"call {number} of {len(alone)} gives {found} among others, and {expected} alone")
+    await _same_answers("among others", calls(policy), calls(twin))
 
 
 async def roles_side_by_side(trial: Trial) -> None:
@@ -179,11 +160,16 @@ async def roles_side_by_side(trial: Trial) -> None:
             policy.weights,
         ]
 
-    together = await asyncio.gather(*(call() for call in await calls()))
-    alone = [await call() for call in await calls()]
-    for number, (found, expected) in enumerate(zip(together, alone, strict=True)):
-        same = await _bits(found) == await _bits(expected)
-        require(same, f"call {number} of {len(alone)} gives {found} while other roles run, and {expected} alone")
+    await _same_answers("while other roles run", await calls(), await calls())
+
+
+async def _same_answers(how: str, together: "Sequence[_Call]", alone: "Sequence[_Call]") -> None:
+    """Require that calls at once give the same bits as calls one after the other."""
+    answers = await asyncio.gather(*(call() for call in together))
+    expected = [await call() for call in alone]
+    for number, (actual, wanted) in enumerate(zip(answers, expected, strict=True)):
+        same = await _bits(actual) == await _bits(wanted)
+        require(same, f"call {number} of {len(alone)} gives {actual} {how}, and {wanted} alone")
 
 
 _Answer: TypeAlias = Metrics | Batch | Weights
@@ -201,6 +187,94 @@ async def _bits(answer: _Answer) -> object:
     return {name: (column.values.tobytes(), str(column.source)) for name, column in columns.items()}
 
 
+async def a_policy_goes_on(trial: Trial) -> None:
+    """A restored policy continues bit for bit: weights, version, moments and learning rate. So does one in use."""
+    first, second, *remaining = await trial.batches(4)
+    policy = await trial.own.policy(optimizer=_SCHEDULED)
+    for batch in (first, second):
+        await policy.update(batch, LOSS)
+    folder = str(trial.folder / "state")
+    await policy.checkpoint(folder)
+    saved = await loaded(policy)
+    expected = [await update_result(policy, batch) for batch in remaining]
+    fresh, used = [await trial.own.policy(optimizer=_SCHEDULED) for _ in range(2)]
+    await used.update(remaining[1], LOSS)
+    for which, again in (("fresh", fresh), ("used", used)):
+        await again.restore(folder)
+        same = await loaded(again) == saved
+        require(same, f"a {which} policy that is restored has not the weights of the checkpoint")
+        actual = [await update_result(again, batch) for batch in remaining]
+        equal(f"the updates of a restored {which} policy", actual, expected)
+
+
+async def a_critic_goes_on(trial: Trial) -> None:
+    """A restored critic continues bit for bit. A policy refuses its checkpoint, and is unchanged."""
+    batches = [with_returns(batch, seed) for seed, batch in enumerate(await trial.batches())]
+
+    async def step(critic: Critic, number: int) -> object:
+        metrics = await critic.update(batches[number], ValueLoss())
+        valued = await (await critic.advantages(batches[number], Gae())).load("values")
+        return metrics.means(), valued.ragged("values").values.tobytes()
+
+    await _restored("critic", trial, lambda: trial.own.critic(optimizer=_SCHEDULED), step)
+
+
+async def a_reward_model_goes_on(trial: Trial) -> None:
+    """A restored reward model continues bit for bit. A policy refuses its checkpoint, and is unchanged."""
+
+    async def step(model: RewardModel, _: int) -> object:
+        metrics = await learned_pairs(model, PAIRS, BradleyTerryLoss())
+        scored = await (await model.score(PAIRS)).load("rewards")
+        return metrics.means(), scored.rewards.tobytes()
+
+    await _restored("reward model", trial, lambda: trial.own.reward_model(optimizer=_SCHEDULED), step)
+
+
+async def _restored(
+    name: str, trial: Trial, make: Callable[[], Awaitable[M]], step: Callable[[M, int], Awaitable[object]]
+) -> None:
+    """Require that the third step of a model is the same after a checkpoint, which a policy refuses."""
+    model = await make()
+    for number in range(2):
+        await step(model, number)
+    folder = str(trial.folder / "state")
+    await model.checkpoint(folder)
+    expected = await step(model, 2)
+    again = await make()
+    await again.restore(folder)
+    require(await step(again, 2) == expected, f"a restored {name} continues with other numbers than one that was not")
+    policy = await trial.own.policy()
+    await refused(f"the checkpoint of a {name}", policy.restore(folder), MeshrlError, folder)
+    await trial.standard(policy)
+
+
+async def a_policy_made_again(trial: Trial) -> None:
+    """A policy that was respawned and restored continues bit for bit.
+
+    If ranks are processes, one of them was killed before.
+    """
+    one, other = await trial.batches(2)
+    policy = await trial.own.policy()
+    await policy.update(one, LOSS)
+    folder = str(trial.folder / "state")
+    await policy.checkpoint(folder)
+    expected = await update_result(policy, other)
+    if trial.harness.subject.engine != "local":
+        killer = await trial.own.spawn(_Killer)
+        await refused("being killed", at(killer, **ranks(killer)[-1].axes).kill(), RankDied)
+        await refused("an update after a death", policy.update(other, LOSS), RankDied)
+    await respawn(policy)
+    equal("the version of a policy that is made again", (await loaded(policy)).version, 0)
+    await policy.restore(folder)
+    equal("the update of a policy that is made again and restored", await update_result(policy, other), expected)
+
+
+class _Killer(Actor):
+    @endpoint
+    async def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 POLICY: Final[tuple[Check, ...]] = (
     weights,
     a_new_model,
@@ -209,8 +283,16 @@ POLICY: Final[tuple[Check, ...]] = (
     the_same_bits,
     a_cancelled_update,
     calls_at_once,
+    a_policy_goes_on,
+    a_policy_made_again,
 )
 """Checks of a policy's state."""
+
+CRITIC: Final[tuple[Check, ...]] = (a_critic_goes_on,)
+"""Checks of a critic's state."""
+
+REWARD_MODEL: Final[tuple[Check, ...]] = (a_reward_model_goes_on,)
+"""Checks of a reward model's state."""
 
 TOGETHER: Final[tuple[Check, ...]] = (roles_side_by_side,)
 """Checks of a policy, a critic and a reference together."""

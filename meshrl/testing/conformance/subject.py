@@ -4,13 +4,13 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
-from meshrl.data import Batch, Metrics, Weights
+from meshrl.data import Batch, Weights
 from meshrl.engines import make_engine
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError, MeshrlError
@@ -31,9 +31,18 @@ from meshrl.roles import (
     implementation,
     planner_of,
 )
-from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
-from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
-from meshrl.testing.witness import PromiseBroken
+from meshrl.testing.conformance.compare import TOLERANCE, equal, loaded
+from meshrl.testing.conformance.material import (
+    LOSS,
+    SLOTS,
+    ModelFolders,
+    ModelPair,
+    prepare,
+    prepare_pair,
+    rollouts,
+    with_logprobs,
+)
+from meshrl.testing.invariant_checker import PromiseBroken
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,36 +92,33 @@ class Subject:
     """How many of `top_k` and `top_p` its sampler supports together. It must refuse more."""
 
     def __str__(self) -> str:
-        axes = [f"{axis}{size}" for axis, size in self.axes.items()]
-        return "-".join([self.backend, self.engine, *axes, *_flat(self.keys)])
+        return "-".join([self.backend, self.engine, *_flat(self.axes), *_flat(self.keys)])
 
 
 def _flat(keys: Mapping[str, object]) -> list[str]:
-    found: list[str] = []
+    parts: list[str] = []
     for name, value in keys.items():
-        found += [f"{name}.{inner}" for inner in _flat(value)] if isinstance(value, Mapping) else [f"{name}{value}"]
-    return found
+        parts += [f"{name}.{inner}" for inner in _flat(value)] if isinstance(value, Mapping) else [f"{name}{value}"]
+    return parts
 
 
+@dataclass(frozen=True)
 class Side:
     """One backend on one mesh. Actors are stopped with the stack, or without a stack with the mesh."""
 
-    def __init__(
-        self, backend: str, mesh: Mesh, keys: Mapping[str, object], model: Model, stack: AsyncExitStack | None
-    ) -> None:
-        self.model = model
-        self._backend = backend
-        self._mesh = mesh
-        self._keys = keys
-        self._stack = stack
+    backend: str
+    mesh: Mesh
+    keys: Mapping[str, object]
+    model: ModelFolders
+    stack: AsyncExitStack | None
 
     async def policy(self, **keys: object) -> Policy:
         """A new policy. `keys` override those of the suite."""
-        return await self._role(Policy, PolicyConfig, {"optimizer": OPTIMIZER, **self._keys, **keys})
+        return await self._role(Policy, PolicyConfig, {"optimizer": OPTIMIZER, **self.keys, **keys})
 
     async def critic(self, **keys: object) -> Critic:
         """A new critic, with a head that is not zero."""
-        table = {"model": self.model.valued, "optimizer": OPTIMIZER, **self._keys, **keys}
+        table = {"model": self.model.valued, "optimizer": OPTIMIZER, **self.keys, **keys}
         return await self._role(Critic, CriticConfig, table)
 
     async def reward_model(self, **keys: object) -> RewardModel:
@@ -122,28 +128,27 @@ class Side:
 
     async def reference(self, **keys: object) -> Reference:
         """A new reference."""
-        return await self._role(Reference, ReferenceConfig, {**self._keys, **keys})
+        return await self._role(Reference, ReferenceConfig, {**self.keys, **keys})
 
     async def sampler(self, **keys: object) -> Sampler:
         """A new sampler."""
-        known = self._known(SamplerConfig)
-        return await self._role(Sampler, SamplerConfig, {**known, **keys})
+        return await self._role(Sampler, SamplerConfig, {**self._known(SamplerConfig), **keys})
 
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Spawn an actor on these ranks, in addition to the roles."""
-        actor = await self._mesh.spawn(create, *args, **kwargs)
-        if self._stack is not None:
-            self._stack.push_async_callback(stop, actor)
+        actor = await self.mesh.spawn(create, *args, **kwargs)
+        if self.stack is not None:
+            self.stack.push_async_callback(stop, actor)
         return actor
 
     def _known(self, schema: type[ModelConfig]) -> Mapping[str, object]:
         """The subject's keys that a table has."""
         known = {*schema.model_fields, *schema.open_tables()}
-        return {name: value for name, value in self._keys.items() if name in known}
+        return {name: value for name, value in self.keys.items() if name in known}
 
     async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
-        config = schema.model_validate({"backend": self._backend, "model": self.model.folder, **table})
-        return planned(await self.spawn(implementation(role, self._backend), config), await planner_of(config))
+        config = schema.model_validate({"backend": self.backend, "model": self.model.folder, **table})
+        return planned(await self.spawn(implementation(role, self.backend), config), await planner_of(config))
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class Trial:
     harness: "Harness"
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelFolders:
         """The model of all roles of both sides."""
         return self.own.model
 
@@ -181,22 +186,49 @@ class Trial:
         """The tested backend."""
         return self.harness.subject
 
-    async def pair(self, tied: bool = True) -> Pair:
+    async def pair(self, tied: bool = True) -> ModelPair:
         """The models that a sampler begins with and loads."""
-        return await self.harness.pair(tied)
+        pairs = self.harness.pairs
+        if tied not in pairs:
+            place = self.harness.place / ("tied" if tied else "untied")
+            pairs[tied] = await prepare_pair(self.harness.plain_policy, place, tied)
+        return pairs[tied]
+
+    async def sampler(self, tied: bool = True) -> Sampler:
+        """A sampler of the pair's old model, with whatever weights the last check left.
+
+        All checks share it, because an engine may take long to start.
+        """
+        samplers = self.harness.samplers
+        if tied not in samplers:
+            samplers[tied] = await replace(self.own, stack=None).sampler(model=(await self.pair(tied)).old, slots=SLOTS)
+        return samplers[tied]
 
     async def batches(self, count: int = 3) -> list[Batch]:
         """Different batches of rollouts, with the log-probs that losses read."""
-        return [await self.harness.batch(self, seed) for seed in range(count)]
+        batches = self.harness.batches
+        for key in [(self.model, seed) for seed in range(count)]:
+            if key not in batches:
+                scored = await (await self.plain.policy()).logprobs(rollouts(self.model, _ROWS, key[1]))
+                batches[key] = with_logprobs(scored, key[1])
+        return [batches[self.model, seed] for seed in range(count)]
 
     async def standard(self, policy: Policy) -> None:
         """Require that a policy without updates makes the subject's first update bit for bit."""
-        expected, fingerprint = await self.harness.standard(self)
-        metrics = await policy.update((await self.batches(1))[0], LOSS)
-        weights = await loaded(policy)
-        require(weights.version == 1, f"one update was made, and the weights are of version {weights.version}")
-        same = metrics.means() == expected.means() and weights.fingerprint() == fingerprint
-        require(same, f"the next update is not that of an undisturbed policy: it returns {metrics}, not {expected}")
+        standards = self.harness.standards
+        (batch,) = await self.batches(1)
+        if self.model not in standards:
+            standards[self.model] = await update_result(await self.own.policy(), batch)
+        result = await update_result(policy, batch)
+        equal("the version after one update", result[1], 1)
+        equal("the next update, which should be that of an undisturbed policy,", result, standards[self.model])
+
+
+async def update_result(policy: Policy, batch: Batch) -> tuple[dict[str, float], int, str]:
+    """An update's metrics, and the version and the fingerprint of the weights after it."""
+    metrics = await policy.update(batch, LOSS)
+    weights = await loaded(policy)
+    return metrics.means(), weights.version, weights.fingerprint()
 
 
 Check: TypeAlias = Callable[[Trial], Awaitable[None]]
@@ -221,15 +253,17 @@ class Harness:
         self._engine: Engine | None = None
         self._stack = AsyncExitStack()
         self._started = False
-        self._models: dict[str | None, Model] = {}
-        self._pairs: dict[bool, Pair] = {}
-        self._standards: dict[Model, tuple[Metrics, str]] = {}
-        self._batches: dict[tuple[Model, int], Batch] = {}
-        self._samplers: dict[bool, Sampler] = {}
+        self.models: dict[str | None, ModelFolders] = {}
+        """What trials make once, as the following."""
+        self.pairs: dict[bool, ModelPair] = {}
+        self.batches: dict[tuple[ModelFolders, int], Batch] = {}
+        self.standards: dict[ModelFolders, tuple[dict[str, float], int, str]] = {}
+        """Results of the subject's first update."""
+        self.samplers: dict[bool, Sampler] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-conformance-")))
+            self.place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-conformance-")))
             beside = LocalEngine()
             stack.push_async_callback(beside.close)
             self._beside = await Mesh.reserve(beside, 1, Resources(cpus=1), "plain")
@@ -247,8 +281,11 @@ class Harness:
     async def trial(self, model: str | None = None) -> AsyncGenerator[Trial]:
         """Both sides for one check. Their actors are stopped after it."""
         async with AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._place)))
-            prepared = await self._prepared(model)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.place)))
+            if model not in self.models:
+                place = self.place / f"model-{len(self.models)}"
+                self.models[model] = await prepare(self.plain_policy, place, model)
+            prepared = self.models[model]
             own = Side(self.subject.backend, self._mesh, self.subject.keys, prepared, stack)
             plain = Side(PLAIN, self._beside, {}, prepared, stack)
             yield Trial(own, plain, self.subject.tolerance, folder, self)
@@ -272,50 +309,12 @@ class Harness:
             await self._reserve()
             raise
 
-    async def batch(self, trial: Trial, seed: int) -> Batch:
-        """Rollouts, made once."""
-        key = trial.model, seed
-        if key not in self._batches:
-            scored = await (await trial.plain.policy()).logprobs(rollouts(trial.model, _ROWS, seed))
-            self._batches[key] = with_logprobs(scored, seed)
-        return self._batches[key]
-
-    async def pair(self, tied: bool) -> Pair:
-        """Two models for samplers, made once."""
-        if tied not in self._pairs:
-            place = self._place / ("tied" if tied else "untied")
-            self._pairs[tied] = await prepare_pair(self._plain_policy, place, tied)
-        return self._pairs[tied]
-
-    async def sampler(self, trial: Trial, tied: bool) -> Sampler:
-        """A sampler of the pair's old model, with whatever weights the last check left.
-
-        All checks share it, because an engine may take long to start.
-        """
-        if tied not in self._samplers:
-            side = Side(self.subject.backend, self._mesh, self.subject.keys, trial.model, stack=None)
-            self._samplers[tied] = await side.sampler(model=(await self.pair(tied)).old, slots=SLOTS)
-        return self._samplers[tied]
-
-    async def standard(self, trial: Trial) -> tuple[Metrics, str]:
-        """Metrics and weights' fingerprint of the subject's first update, made once."""
-        if trial.model not in self._standards:
-            policy = await trial.own.policy()
-            metrics = await policy.update((await trial.batches(1))[0], LOSS)
-            self._standards[trial.model] = metrics, (await loaded(policy)).fingerprint()
-        return self._standards[trial.model]
-
     async def _run(self, check: Check, model: str | None) -> None:
         async with self.trial(model) as trial:
             await check(trial)
 
-    async def _prepared(self, model: str | None) -> Model:
-        if model not in self._models:
-            place = self._place / f"model-{len(self._models)}"
-            self._models[model] = await prepare(self._plain_policy, place, model)
-        return self._models[model]
-
-    async def _plain_policy(self, config: PolicyConfig) -> Policy:
+    async def plain_policy(self, config: PolicyConfig) -> Policy:
+        """A policy of the plain backend, which the caller stops."""
         return await self._beside.spawn(implementation(Policy, PLAIN), config)
 
     async def _reserve(self) -> None:
@@ -329,8 +328,8 @@ class Harness:
         self._started = False
 
     async def _release(self) -> None:
-        samplers = list(self._samplers.values())
-        self._samplers.clear()
+        samplers = list(self.samplers.values())
+        self.samplers.clear()
         with suppress(TimeoutError, MeshrlError):
             async with asyncio.timeout(_GRACE):
                 for sampler in samplers:
@@ -341,7 +340,7 @@ class Harness:
 
 async def _begin(trial: Trial) -> None:
     try:
-        await trial.harness.sampler(trial, tied=True)
+        await trial.sampler()
     except BackendError:  # the backend has no such role
         await trial.own.policy()
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 _NOTES = os.environ.get("COUNTED_TESTS")
-_ENGINES = ("meshrl.engines.processes.template", "meshrl_inference.worker", "meshrl_inference.process")
+_ENGINES = ("meshrl.engines.processes.template", "meshrl_inference.engine_side.worker", "meshrl_inference.process")
 
 
 def note(what: str) -> None:

@@ -1,6 +1,7 @@
-"""The optimizer of a rank: over its shards, with the norm of the whole gradient."""
+"""The optimizer of a rank, over its shards, and the checkpoint of a sharded model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
-from meshrl_torch.checkpoint.spread_state import MOMENTS
-from meshrl_torch.model.devices import moved
-from meshrl_torch.train.fsdp.parts import is_split, local
-from meshrl_torch.train.fsdp.sharded import Sharded
-from meshrl_torch.train.fsdp.world import SHARD, TP
+from meshrl_torch.checkpoint.boxes import Box, Boxes
+from meshrl_torch.checkpoint.state import MODEL, MOMENTS, SpreadState
+from meshrl_torch.model.attention import moved
+from meshrl_torch.train.fsdp.sharded import Sharded, is_split, local, rectangle
+from meshrl_torch.train.fsdp.world import REPLICATE, SHARD, TP
 from meshrl_torch.train.optimizer import Optimizer
 
 
@@ -41,8 +42,8 @@ class ShardedOptimizer(Optimizer):
         for shard, spread in zip(self.shards, self._spread, strict=True):
             gradient = spread.grad
             shard.grad = None if gradient is None else local(gradient)
-        for stepped, kept in self._adamw.state.items():
-            kept.update({name: moved(kept[name], stepped.device) for name in MOMENTS})
+        for stepped, state in self._adamw.state.items():
+            state.update({name: moved(state[name], stepped.device) for name in MOMENTS})
         try:
             return super().step(predicts)
         finally:
@@ -66,29 +67,80 @@ class ShardedOptimizer(Optimizer):
         if not steps:
             self._adamw.state.clear()
         for shard in self.shards if steps else ():
-            kept = self._adamw.state[shard]
-            kept["step"] = torch.tensor(float(steps), device=shard.device)
+            state = self._adamw.state[shard]
+            state["step"] = torch.tensor(float(steps), device=shard.device)
             for name in MOMENTS:
-                if name not in kept:
-                    kept[name] = torch.zeros_like(shard)
+                if name not in state:
+                    state[name] = torch.zeros_like(shard)
 
     def _to_host(self) -> None:
         """Move the moments to the host's memory, each to a buffer that is made once. Waits for the copies."""
-        for shard, kept in self._adamw.state.items():
+        for shard, state in self._adamw.state.items():
             for name in MOMENTS:
                 if (shard, name) not in self._hosts:
                     pinned = shard.device.type == "cuda"
-                    self._hosts[shard, name] = torch.empty_like(kept[name], device="cpu", pin_memory=pinned)
-                kept[name] = self._hosts[shard, name].copy_(kept[name])
+                    self._hosts[shard, name] = torch.empty_like(state[name], device="cpu", pin_memory=pinned)
+                state[name] = self._hosts[shard, name].copy_(state[name])
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all shards of all ranks, float32[]."""
         squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square()
-        there = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
-        split = torch.tensor(there, device=squares.device)
+        splits = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
+        split = torch.tensor(splits, device=squares.device)
         mesh = self._sharded.world.mesh
         own, apart = squares[~split].sum(), squares[split].sum()
         dist.all_reduce(apart, group=mesh[TP].get_group())
         total = own + apart
         dist.all_reduce(total, group=mesh[SHARD].get_group())
         return total.sqrt().float()
+
+
+class ShardedState(SpreadState):
+    """A model in training, whose parameters are DTensors."""
+
+    def __init__(
+        self, role: str, sharded: Sharded, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
+    ) -> None:
+        """`parameters`: those that the optimizer steps over, in its order, by name."""
+        super().__init__(role, sharded.world)
+        self._sharded, self._optimizer = sharded, optimizer
+        self._parameters = parameters
+
+    @property
+    def _steps(self) -> int:
+        return self._optimizer.steps
+
+    def _sizes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterator[Box]:
+        for box in self._boxes(kinds, self._written_here()):
+            yield replace(box, tensor=box.tensor.to("cpu", copy=copied))
+
+    def _begin(self, steps: int) -> None:
+        self._optimizer.begin(steps)
+
+    def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
+        boxes.read(self._boxes(kinds, self._parameters))
+
+    def _boxes(self, kinds: Sequence[str], names: Collection[str]) -> Iterator[Box]:
+        """Yield this rank's shards, as views of the model and its moments."""
+        self._sharded.reshard()
+        for kind in kinds:
+            own = map(local, self._parameters.values()) if kind == MODEL else self._optimizer.moments(kind)
+            for (name, parameter), part in zip(self._parameters.items(), own, strict=True):
+                if name in names:
+                    yield from rectangle(f"{kind}/{name}", parameter, part)
+
+    def _written_here(self) -> Collection[str]:
+        """Names that this rank writes. Of ranks with the same part one writes it, and replicas share the work."""
+        mesh = self._sharded.world.mesh
+        loads = [0] * mesh[REPLICATE].size()
+        names: set[str] = set()
+        for name, parameter in self._parameters.items():
+            lightest = loads.index(min(loads))
+            loads[lightest] += parameter.numel()
+            alone = is_split(parameter) or mesh.get_local_rank(TP) == 0
+            if alone and lightest == mesh.get_local_rank(REPLICATE):
+                names.add(name)
+        return names

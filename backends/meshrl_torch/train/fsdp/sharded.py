@@ -5,28 +5,69 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from meshrl.errors import ModelError
+from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.scoring import Passes, Predict, one_by_one
 from meshrl_torch.options import FsdpConfig
-from meshrl_torch.train.fsdp.world import World
+from meshrl_torch.train.fsdp.world import TP, World
 
 _STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARED: Final = "replicated_with_grad_allreduce"
 """transformers' name for a module that each rank holds whole and uses for its own heads."""
 
-
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 """Silences advice against gathering shards of shards in two hops, which is how they were made."""
+
+
+class _Chunked(Protocol):
+    """The interface of spread tensors for torch.distributed.checkpoint."""
+
+    def __create_chunk_list__(self) -> Sequence[ChunkStorageMetadata]:
+        """Return the place of this rank's part in the whole."""
+        ...
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part, as a view, or a whole tensor as it is."""
+    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def rectangle(name: str, tensor: Tensor, part: Tensor) -> Iterator[Box]:
+    """Yield this rank's part of a tensor, or another of its shape, with its place. Nothing if it is empty."""
+    if not part.numel():
+        return
+    if not isinstance(tensor, DTensor):
+        yield Box(name, tuple(tensor.shape), (0,) * tensor.dim(), part)
+    else:
+        (chunk,) = cast("_Chunked", tensor).__create_chunk_list__()
+        yield Box(name, tuple(tensor.shape), tuple(chunk.offsets), part)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """True if each rank along `tp` has another part of a DTensor. A bias may be whole on all."""
+    spread = cast("DTensor", tensor)
+    names = spread.device_mesh.mesh_dim_names or ()
+    return any(name == TP and kind.is_shard() for name, kind in zip(names, spread.placements, strict=True))
+
+
+def is_first(tensor: Tensor) -> bool:
+    """True if no rank before this one has the same part."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    mesh, kinds = tensor.device_mesh, tensor.placements
+    return all(kind.is_shard() or mesh.get_local_rank(dim) == 0 for dim, kind in enumerate(kinds))
 
 
 class Root(nn.Module):

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_torch.options import FsdpConfig
-from meshrl_torch.ranks.process_group import Shared, join
-from meshrl_torch.ranks.rank_group import RankGroup
+from meshrl_torch.ranks.process_group import RankGroup, SharedGroups, join
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
 TP: Final = "tp"
 
-_meshes: Final[Shared[DeviceMesh]] = Shared()
+_meshes: Final[SharedGroups[DeviceMesh]] = SharedGroups()
 """By device and grid of ranks, because roles with the same layout share process groups."""
 
 
@@ -44,8 +43,12 @@ class World(RankGroup):
 
     @classmethod
     def on(cls, grid: Tensor, device: torch.device) -> "World":
-        """Return this rank's place in a grid of the default group's ranks, int64[replicate, shard, tp]."""
-        mesh = _shared(device, grid)
+        """Return this rank's place in a grid of the default group's ranks, int64[replicate, shard, tp].
+
+        All ranks call it together. The mesh of a grid is made once in a process.
+        """
+        key = device.type, *grid.shape, *grid.flatten().tolist()
+        mesh = _meshes.get(key, lambda: DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP)))
         here = mesh.get_coordinate() or (0, 0, 0)
         place = tuple(here[:2])  # ranks along tp have the same rows
         return cls(grid.shape[0] * grid.shape[1], place, mesh, device)
@@ -69,18 +72,12 @@ def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
     dp, tp = axes.get("dp", 1), axes.get("tp", 1)
     if dp % config.replicate:
         raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")
-    shards, kept = dp // config.replicate, config.reshard_after_forward
-    if not isinstance(kept, bool) and shards % kept:
+    shards, neighbours = dp // config.replicate, config.reshard_after_forward
+    if not isinstance(neighbours, bool) and shards % neighbours:
         raise ConfigError(
-            f"fsdp.reshard_after_forward = {kept} does not divide the {shards} ranks that share parameters"
+            f"fsdp.reshard_after_forward = {neighbours} does not divide the {shards} ranks that share parameters"
         )
     numbers = torch.arange(prod(axes.values())).reshape(tuple(axes.values()))
     order = [list(axes).index(axis) for axis in ("dp", "tp") if axis in axes]
     others = [index for index in range(numbers.dim()) if index not in order]
     return numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
-
-
-def _shared(device: torch.device, grid: Tensor) -> DeviceMesh:
-    """Return the mesh of this grid, int64[replicate, shard, tp], made once in a process, by all ranks together."""
-    key = device.type, *grid.shape, *grid.flatten().tolist()
-    return _meshes.get(key, lambda: DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP)))

@@ -1,0 +1,270 @@
+"""Messages between a sampler and its engine's process, and the interface of an engine.
+
+Tokens and log-probs travel as bytes: int32, float32. Importable without torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from meshrl_torch.wire.manifest import Manifest
+
+WEIGHTS: Final = "weights"
+CACHE: Final = "kv_cache"
+"""Engines' names for the two parts of a GPU's memory."""
+PROBES: Final = 8
+"""Most sequences of a probe."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: the arguments of the engine."""
+
+    model: str
+    """A Hugging Face folder."""
+    dtype: str
+    max_tokens: int
+    """The longest sequence."""
+    slots: int
+    threads: int
+    """CPU threads of each of the engine's workers."""
+    tp: int
+    """Number of workers that each matrix is split over."""
+    gpus: list[str]
+    """GPUs that the engine is to see, by CUDA's names. Empty: those that its process sees."""
+    kv_cache_mib: int | None
+    memory_share: float
+    eager: bool
+    sleep: bool
+    """True to free the GPU's memory while no row is decoded."""
+    own: dict[str, bool | str | None]
+    """Options that only this engine has."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A sequence to continue."""
+
+    number: int
+    """Unique among all rows of this engine."""
+    tokens: bytes
+    max_tokens: int
+    """New tokens at most."""
+    seed: int
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Start to decode rows."""
+
+    rows: list[Row]
+    temperature: float
+    top_p: float
+    top_k: int
+    ends: list[int]
+    stop: list[str]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop decoding these rows. With `wanted`, they come back as they are, aborted."""
+
+    rows: list[int]
+    wanted: bool
+
+
+class SharedTensor(msgspec.Struct, frozen=True):
+    """A tensor in shared memory, and the fingerprint of its bytes."""
+
+    name: str
+    dtype: str
+    """The name of the dtype in torch."""
+    shape: list[int]
+    start: int
+    """Offset in bytes."""
+    fingerprint: int
+    """XXH3's 64 bits."""
+
+
+class SharedBucket(msgspec.Struct, frozen=True):
+    """Tensors in one file of the shared memory."""
+
+    path: str
+    tensors: list[SharedTensor]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load new weights between two steps."""
+
+    version: int
+    buckets: list[SharedBucket]
+    recompute: bool
+    """True if running rows read their tokens again with the new weights."""
+    probe: list[list[int]]
+    """Sequences of tokens, whose log-probs under the new weights are returned."""
+    manifest: Manifest | None = None
+    """Of the policy's ranks, if the engine reads their broadcast. It then needs no buckets."""
+    together: int = 1
+    """Number of processes that read the broadcast at once."""
+
+    @property
+    def specs(self) -> Mapping[str, tuple[str, list[int]]]:
+        """Dtype and shape of each tensor, by name."""
+        if self.manifest is not None:
+            return {name: (self.manifest.dtype, list(shape)) for name, shape in self.manifest.shapes.items()}
+        return {each.name: (each.dtype, each.shape) for bucket in self.buckets for each in bucket.tensors}
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is ready."""
+
+    version: str
+    """The version of its package."""
+    tokens: int
+    """Number of tokens that the model knows."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A row that was decoded, or stopped."""
+
+    number: int
+    tokens: bytes
+    """The new tokens."""
+    logprobs: bytes
+    spans: list[tuple[int, int]]
+    """Versions, each with the index of the first new token that used it."""
+    reason: str
+    """`stop`, `length` or `abort`."""
+
+    @classmethod
+    def of(
+        cls, number: int, tokens: list[int], logprobs: list[float], spans: list[tuple[int, int]], reason: str
+    ) -> "Done":
+        """Make it from numbers."""
+        return cls(
+            number, np.array(tokens, np.int32).tobytes(), np.array(logprobs, np.float32).tobytes(), spans, reason
+        )
+
+
+class Rows(msgspec.Struct, frozen=True, tag=True):
+    """Rows that left the engine."""
+
+    done: list[Done]
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """New weights are in use, and all arrived as they were sent."""
+
+    version: int
+    steps: int
+    """Number of steps that the engine had made."""
+    seconds: float
+    """Seconds in which it made none."""
+    logprobs: bytes
+    """Log-probs of the probe's tokens, except the first of each sequence."""
+    transport: str = ""
+    """How a broadcast arrived, such as "by gloo"."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """New weights were refused. The engine keeps its old ones, or decodes nothing until others come."""
+
+    text: str
+    lost: str = ""
+    """Who has not sent them, if some did not arrive."""
+    usable: bool = True
+    """False if some of the new weights are in use."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine has failed, and its process ends."""
+
+    text: str
+
+
+Order = Generate | Abort | Load
+Answer = Ready | Rows | Loaded | Refused | Failed
+
+to_engine: Final = msgspec.msgpack.Decoder(Start | Order)
+to_sampler: Final = msgspec.msgpack.Decoder(Answer)
+encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Outcome(NamedTuple):
+    """How an engine, or one of its processes, has loaded weights."""
+
+    transport: str = ""
+    """How they arrived, such as "by gloo". Empty if not all arrived as they were sent."""
+    begun: bool = False
+    """True if some of the model's tensors are new."""
+    reason: str = ""
+    lost: str = ""
+    """Who has not sent weights that did not arrive."""
+
+    @classmethod
+    def of_all(cls, outcomes: Iterable["Outcome"]) -> "Outcome":
+        """Combine those of an engine's processes: the first failure if there is one."""
+        each = list(outcomes)
+        failed = [outcome for outcome in each if not outcome.transport]
+        return failed[0]._replace(begun=any(outcome.begun for outcome in each)) if failed else each[0]
+
+
+IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
+"""The outcome for weights that were checked before."""
+
+
+class Engine(Protocol):
+    """An engine, and the rows that it decodes. The process's main thread calls everything.
+
+    A backend's module `engine` makes one by its function `start`.
+    """
+
+    version: str
+    """The version of the engine's package."""
+    tokens: int
+    """Number of tokens that the model knows."""
+    steps: int
+    """Number of decode steps."""
+    finished: list[Done]
+    """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """Its processes, one for each place along tp. Empty if it computes in this one."""
+        ...
+
+    @property
+    def decodes(self) -> bool:
+        """True if there are rows to decode."""
+        ...
+
+    def add(self, order: Generate, salt: str) -> None:
+        """Start to decode rows. They share cached prefixes only with rows of the same salt."""
+        ...
+
+    def abort(self, rows: list[int], *, wanted: bool) -> None:
+        """Stop decoding these rows. With `wanted`, they are added to `finished`, now or in a step, aborted."""
+        ...
+
+    def step(self, orders: Connection) -> None:
+        """Decode until a row has ended, but only briefly, and no longer than until there is an order to read."""
+        ...
+
+    def load(self, order: Load) -> Outcome:
+        """Use new weights from the next step on. Names, dtypes and shapes were checked before, and bytes in buckets.
+
+        If a broadcast fails after some tensors are new, the engine decodes nothing until other weights come.
+        """
+        ...
+
+    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+        """Return the log-probs of tokens except the first of each sequence. Other rows are decoded in between."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the GPU's memory, because there is nothing to decode."""
+        ...
+
+    def wake(self, names: list[str]) -> None:
+        """Take GPU memory again for `WEIGHTS`, `CACHE` or both, whichever sleep."""
+        ...

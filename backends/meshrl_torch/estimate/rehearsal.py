@@ -1,0 +1,256 @@
+"""A rehearsal of a model's passes, with tensors that have shapes but no memory: it counts the bytes that are alive."""
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshrl.errors import ConfigError
+from meshrl.roles import MemoryTerm
+from meshrl_torch.model.attention import Packed
+
+fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it, nor for the next
+_Mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+
+class LiveBytes(_Mode):  # type: ignore[misc]  # its type is not known
+    """Counts the storages that operations make inside the block, until they are freed. Includes fake ones.
+
+    Memory that a kernel uses internally is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes that are alive."""
+        self._peak = 0
+        self._sizes: Final[dict[int, int]] = {}
+        self._resize: Final[Callable[[torch.UntypedStorage, int], torch.UntypedStorage]] = torch.UntypedStorage.resize_
+
+    def peak(self) -> int:
+        """Return the peak since the last call."""
+        most, self._peak = self._peak, self.now
+        return most
+
+    def __enter__(self) -> Self:
+        # FSDP allocates and frees whole parameters without the dispatcher.
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            self._resize(storage, size)
+            self._see(storage)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(kind, error, trace)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for each in _tensors(result):
+            self._see((each.to_local() if isinstance(each, DTensor) else each).untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 -- identifies a storage
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._peak = max(self._peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _tensors(result: object) -> Iterator[Tensor]:
+    """Yield the tensors in an operation's result, which may be in lists."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for each in cast("Iterable[object]", result):
+            yield from _tensors(each)
+
+
+class Figures(NamedTuple):
+    """Bytes that a rank holds of a model."""
+
+    parameters: int
+    masters: int
+    moments: int
+    gradients: int
+    gathered: int
+    activations: int
+    head: int
+    """The peak beyond these while the head and its gradient are computed."""
+    workspace: int
+    """What the rest of the pass needs beyond that."""
+
+    def terms(self, during: str, *, host: bool) -> list[MemoryTerm]:
+        """Return the figures that are not 0, with their formulas."""
+        return [
+            MemoryTerm(name, size, when and during, text, host)
+            for size, (name, when, text) in zip(self, _TERMS, strict=True)
+            if size
+        ]
+
+
+_TERMS: Final = (
+    ("parameters", "", "each parameter and buffer of the rank, in the dtype that it is kept in"),
+    ("masters", "", "4 bytes for each trained parameter of a narrower dtype"),
+    ("moments", "", "8 bytes for each trained parameter: AdamW's two, in float32"),
+    ("gradients", "during", "4 bytes for each trained parameter: float32, summed over micro-batches"),
+    ("gathered", "during", "embeddings and head, whole in the dtype of the passes"),
+    ("activations", "during", "what the layers keep of a micro-batch; of shards, one layer's whole parameters too"),
+    ("logits", "during", "a chunk's logits, at most 2**26, their probabilities and the head's gradient"),
+    ("workspace", "during", "a layer's gradients, recomputed activations and whole parameters"),
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Bytes alive at points of a pass, for a model of some layers."""
+
+    figures: Figures
+    before: int
+    """At the start of the second micro-batch: permanent memory, and gradients."""
+    computed: int
+    """After the computation of its layers."""
+    early: int
+    """The peak from the layers' first activation to the first of their gradients, beyond `computed`."""
+    late: int
+    """The peak after that."""
+
+    def deeper(self, shallow: "Rehearsal", layers: int) -> "Rehearsal":
+        """Extrapolate to `layers` more layers. `shallow`: the rehearsal with one layer less."""
+        grown = [one + layers * (one - other) for one, other in zip(self.figures, shallow.figures, strict=True)]
+        figures = Figures(*grown)._replace(head=self.figures.head, gathered=self.figures.gathered)
+        before = self.before + layers * (self.before - shallow.before)
+        computed = self.computed + layers * (self.computed - shallow.computed)
+        late = self.late - self.before + before
+        workspace = max(0, max(computed + self.early, late) - computed - figures.head)
+        return replace(self, figures=figures._replace(workspace=workspace), before=before, computed=computed, late=late)
+
+
+class PeakMeter:
+    """Measures the peak in each part of a pass."""
+
+    def __init__(self, live: LiveBytes, body: nn.Module, last: nn.Module) -> None:
+        """`body`: computes the states that the head reads. `last`: its last layer."""
+        self._live = live
+        self._most: dict[str, int] = {}
+        self._entered = self._computed = 0
+        last.register_forward_pre_hook(self._enter_last, with_kwargs=True)
+        body.register_forward_pre_hook(self._enter_body)
+        body.register_forward_hook(self._leave_body)
+
+    def begin(self) -> None:
+        """Start a pass."""
+        self._live.peak()
+        self._most = dict.fromkeys(("body", "head", "layer", "rest"), 0)
+
+    def end(self) -> None:
+        """End the pass."""
+        self._note("rest")
+
+    def rehearsal(self, held: Figures, before: int, *, trains: bool) -> Rehearsal:
+        """Return the measurements of the last pass. `before`: bytes that were alive at its start."""
+        most, computed = self._most, self._computed
+        gathered = min(held.gathered, self._entered - before)
+        if not trains:
+            head = max(most.values()) - before - gathered
+            return Rehearsal(held._replace(gathered=gathered, head=head), before, before + gathered, head, 0)
+        early = max(most["body"], most["head"], most["layer"]) - computed
+        head = max(0, most["head"] - computed)
+        workspace = max(0, max(computed + early, most["rest"]) - computed - head)
+        activations = computed - before - gathered
+        measured = held._replace(gathered=gathered, activations=activations, head=head, workspace=workspace)
+        return Rehearsal(measured, before, computed, early, most["rest"])
+
+    def _enter_last(self, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        states = inputs[0] if inputs else cast("Tensor", named["hidden_states"])
+        if states.requires_grad:
+            states.register_hook(lambda _: self._note("layer"))
+
+    def _enter_body(self, _: nn.Module, __: object) -> None:
+        self._entered = self._live.now
+
+    def _leave_body(self, _: nn.Module, __: object, output: Any) -> None:
+        self._computed = self._live.now
+        self._note("body")
+        states = cast("Tensor", output if isinstance(output, Tensor) else output.last_hidden_state)
+        if states.requires_grad:
+            states.register_hook(lambda _: self._note("head"))
+
+    def _note(self, part: str) -> None:
+        self._most[part] = max(self._most[part], self._live.peak())
+
+
+class GpuAttention(Packed):
+    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Return tensors of attention's shapes, and keep what its backward pass needs."""
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        if self.keys is not None:
+            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        return cast("Tensor", _Kernel.apply(q, k, v))[None]  # type: ignore[no-untyped-call]
+
+
+class _Kernel(torch.autograd.Function):
+    """Keeps what flash attention keeps. Inputs and outputs are [tokens, heads, dims]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = torch.empty_like(q)
+        sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ctx.saved_tensors[:3]
+        summed = q.new_empty(q.shape, dtype=torch.float32)  # the queries' gradient, summed over blocks of keys
+        wide = [q.new_empty((len(k), *q.shape[1:])) for _ in (k, v)]  # for each query head, before they are summed
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del summed, wide
+        return gradients
+
+
+@contextmanager
+def rehearsed_alone(rank: int, size: int) -> Generator[None]:
+    """Simulate one rank of a group of this size. Results of the other ranks are there at once.
+
+    ConfigError if the process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process is in a process group, and memory is estimated in a group whose other ranks are simulated: "
+            "estimate it in a separate process, as `meshrl memory` does"
+        )
+    group = import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
+    dist.init_process_group("fake", store=group.FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

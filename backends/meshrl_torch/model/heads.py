@@ -1,0 +1,276 @@
+"""Heads of one number on a language model's body: the value at each token, or the score of a text at its last one."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, cast
+
+import numpy as np
+from accelerate import init_empty_weights
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from meshrl import log
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError, ModelError
+from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig
+from meshrl_torch.model.loading import CLASSIFIER, GENERATOR, Kind, folder_of
+from meshrl_torch.model.network import LanguageModel, ready
+from meshrl_torch.model.packing import MicroBatch, Rows, check_first, ends, learned
+from meshrl_torch.model.saving import VALUE_HEAD
+from meshrl_torch.model.scoring import Passes, score, states
+from meshrl_torch.model.text import (
+    encode_completions,
+    encode_dialogues,
+    encode_prompts,
+    encode_texts,
+    end_token,
+    texts_of,
+)
+
+_SUFFIX: Final = "ForSequenceClassification"
+
+
+def predicted_values(model: LanguageModel, head: nn.Linear, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+    """Return the value of the state that each target of a micro-batch was sampled from, float32[targets]."""
+    return cast("Tensor", head(states(model, micro).float()))[:, 0]
+
+
+def values(passes: Passes, batch: Batch) -> Ragged:
+    """Return the value of the state that each learned token was sampled from, ragged float32. 0 for others."""
+    tokens, mask = batch.tokens, batch.loss_mask
+
+    def rows() -> Rows:
+        check_first(tokens, mask)
+        passes.model.check_rows(batch)
+        return learned(tokens, mask)
+
+    return Ragged(score(passes, batch, rows, mask), tokens.offsets)
+
+
+def value_head(model: LanguageModel, config: ModelConfig) -> nn.Linear:
+    """Return the value head in the model's folder, or a new one whose values are 0: float32, for any body's dtype."""
+    head = nn.Linear(int(model.network.config.get_text_config().hidden_size), 1)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    if isinstance(config.model, NewModel) or not (file := folder_of(config.model) / VALUE_HEAD).exists():
+        return head
+    remedy = "Save the critic again, or remove the file for a head that starts at 0"
+    try:
+        saved = load_file(file)
+    except SafetensorError as error:
+        raise ModelError(f"{file} cannot be read: {error}. {remedy}") from error
+    shapes = {name: list(tensor.shape) for name, tensor in sorted(saved.items())}
+    wanted = {"bias": [1], "weight": [1, head.in_features]}
+    if shapes != wanted:
+        raise ModelError(f"{file} is not a value head of this model: it has {shapes}, and not {wanted}. {remedy}")
+    head.load_state_dict(saved)
+    return head
+
+
+class ScoreModel:
+    """A sequence classifier with one label, with the handling of rows that it cannot score."""
+
+    def __init__(self, model: LanguageModel, config: ModelConfig) -> None:
+        """Raises ModelError if the model's head is not linear, or returns more than one number."""
+        network = model.network
+        head = getattr(network, "score", None)
+        if not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"model {config.model!r} is a {type(network).__name__}, whose head is not a linear layer named "
+                "`score`: choose a decoder with such a head, LlamaForSequenceClassification or "
+                "Qwen3ForSequenceClassification, for example"
+            )
+        if head.out_features != 1:
+            labels = ", ".join(map(str, (network.config.id2label or {}).values()))
+            raise ModelError(
+                f"model {config.model!r} has {head.out_features} labels ({labels}): a reward model must have one, "
+                "whose score is the reward"
+            )
+        self.model, self.head = model, head
+        self._pad: int | None = network.config.get_text_config().pad_token_id
+        self._warned = False
+
+    def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        """Return the score of each text that ends in a micro-batch, float32[targets]."""
+        hidden, bias = states(self.model, micro), cast("Tensor | None", self.head.bias)
+        return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
+
+    def score(self, passes: Passes, batch: Batch) -> Batch:
+        """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, with the model's tokenizer.
+
+        With `chat`, they are two messages in its template. Without it, tokens are those of a policy's `encode`. A
+        truncated completion is scored as if it ended there, because the model learned from whole texts. Scripts decide
+        on the cost of truncation by the column `truncated`. A row gets reward 0 and a `reward_error` if the tokenizer
+        cannot encode it, if it is too long for the model, or if its score is not finite.
+        """
+        tokens, shared, errors = passes.ranks.together(lambda: self._read(batch))
+        scores = score(passes, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None)
+        rewards = np.zeros(len(batch), np.float32)
+        judged = np.flatnonzero(tokens.lengths)
+        rewards[judged] = scores[tokens.offsets[judged + 1] - 1]
+        for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
+            errors[row] = f"the score is {rewards[row]}, and a reward must be finite"
+            rewards[row] = 0
+        if errors and not self._warned:
+            self._warned = True
+            log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
+        return batch.assign(rewards=rewards, reward_error=[errors.get(row) for row in range(len(batch))])
+
+    def encode(self, batch: Batch) -> Batch:
+        """Add `tokens`, as `score` reads them, and `loss_mask`, True at the last token, or at that of each of `steps`.
+
+        DataError for a row that the model cannot read, that has no step, or that has a step without tokens.
+        """
+        if "steps" in batch:
+            rows, scored = self._encoded_steps(batch)
+        else:
+            texts = self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))
+            rows = [self._unpadded(ids) for ids in texts]
+            scored = [[len(ids) - 1] for ids in rows]
+        for row, ids in enumerate(rows):
+            if refused := self._refused(ids):
+                raise DataError(f"row {row} cannot be judged: {refused}")
+        tokens = Ragged.of(rows, np.int32)
+        places = [start + at for start, own in zip(tokens.offsets[:-1].tolist(), scored, strict=True) for at in own]
+        mask = np.zeros(len(tokens.values), np.bool_)
+        mask[places] = True
+        return batch.assign(tokens=tokens, loss_mask=Ragged(mask, tokens.offsets))
+
+    def _encoded_steps(self, batch: Batch) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """Return the tokens of each row, and the place in it of each step's last token."""
+        tokenizer = self.model.tokenizer
+        if self.model.chat is not None:
+            raise DataError(
+                "`steps` are tokenised one by one, which a chat template does not: set chat = false and write the "
+                "template's marks into `task.prompt`, or leave `steps` out"
+            )
+        end = end_token(tokenizer)
+        rows: list[Sequence[int]] = []
+        scored: list[list[int]] = []
+        steps = _texts(batch.objects("steps") if len(batch) else ())
+        prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), chat=None)
+        for row, (prompt, own) in enumerate(zip(prompts, steps, strict=True)):
+            pieces = encode_texts(tokenizer, own)
+            if not pieces or not all(pieces):
+                raise DataError(f"row {row} has the steps {own!r}: each needs a token, at which it is scored")
+            ends_at = len(prompt) + np.cumsum([len(piece) for piece in pieces]) - 1
+            rows.append(self._unpadded([*prompt, *(token for piece in pieces for token in piece), end]))
+            scored.append([*ends_at[:-1].tolist(), len(rows[-1]) - 1])
+        return rows, scored
+
+    def _read(self, batch: Batch) -> tuple[Ragged, NDArray[np.int64], dict[int, str]]:
+        """Return each row's tokens plus one (none if it cannot be scored), numbers of shared tokens, and errors."""
+        prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
+        rows: list[list[int]] = []
+        errors: dict[int, str] = {}
+        try:
+            encoded: list[list[int] | DataError] = list(self._tokens(prompts, completions))
+        except DataError:
+            encoded = [self._tokens_or_error(*pair) for pair in zip(prompts, completions, strict=True)]
+        for row, tokens in enumerate(encoded):
+            ids = [] if isinstance(tokens, DataError) else self._unpadded(tokens)
+            if refused := str(tokens) if isinstance(tokens, DataError) else self._refused(ids):
+                errors[row] = refused
+            rows.append([] if refused else [*ids, 0])
+        return Ragged.of(rows, np.int32), _shared(prompts, rows), errors
+
+    def _tokens_or_error(self, prompt: str, completion: str) -> list[int] | DataError:
+        try:
+            return self._tokens([prompt], [completion])[0]
+        except DataError as error:
+            return error
+
+    def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> list[list[int]]:
+        tokenizer = self.model.tokenizer
+        if self.model.chat is not None:
+            return encode_dialogues(tokenizer, prompts, completions, self.model.chat)
+        heads, tails = encode_prompts(tokenizer, prompts, chat=None), encode_completions(tokenizer, completions)
+        return [prompt + completion for prompt, completion in zip(heads, tails, strict=True)]
+
+    def _unpadded(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens up to the last that is not padding, where transformers' classifiers learn to score."""
+        end = len(ids)
+        while end and ids[end - 1] == self._pad:
+            end -= 1
+        return ids[:end]
+
+    def _refused(self, ids: Sequence[int]) -> str | None:
+        """Return why the model cannot read these tokens, or None."""
+        if not ids:
+            return "the row has no token"
+        if max(ids) >= self.model.known:
+            return f"the row has the token {max(ids)} and the model knows 0 to {self.model.known - 1}"
+        try:
+            self.model.check_lengths(len(ids), "the row")
+        except DataError as error:
+            return str(error)
+        return None
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    """Return the kind of a table's model: a reward model, which a frozen reward requires, or a language model."""
+    if isinstance(config, RewardModelConfig):
+        return CLASSIFIER
+    if not isinstance(config, RewardTrainingConfig) or isinstance(config.model, NewModel):
+        return GENERATOR
+    folder = folder_of(config.model)
+    written: Sequence[str] = ()
+    with contextlib.suppress(Exception):  # the loader of the folder reports its errors
+        written = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or ()
+    return CLASSIFIER if any(name.endswith(_SUFFIX) for name in written) else GENERATOR
+
+
+def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
+    """Return a reward model as it is, or a language model's body with a new head whose scores are 0.
+
+    ModelError if the architecture has no classifier with a linear head named `score`.
+    """
+    generator = model.network
+    if type(generator).__name__.endswith(_SUFFIX):
+        return ScoreModel(model, config)
+    shape = generator.config
+    shape.num_labels = 1
+    if shape.pad_token_id is None:  # transformers finds a row's last token by it
+        shape.pad_token_id = model.tokenizer.pad_token_id
+    try:
+        with init_empty_weights():
+            network = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(shape))
+    except ValueError as error:
+        raise ModelError(
+            f"model {config.model!r} is a {type(generator).__name__}, and transformers has no sequence classifier of "
+            "its architecture: take a Llama or a Qwen3, for example"
+        ) from error
+    body = generator.base_model
+    setattr(network, network.base_model_prefix, body)
+    head = getattr(network, "score", None)
+    if isinstance(head, nn.Linear):
+        network.score = nn.Linear(head.in_features, 1, bias=False, dtype=body.dtype)
+        nn.init.zeros_(network.score.weight)
+    return ScoreModel(replace(ready(network, model.tokenizer, model.chat), kernel=model.kernel), config)
+
+
+def _texts(steps: Sequence[object]) -> list[list[str]]:
+    """Return the steps of each row."""
+    for row, own in enumerate(steps):
+        if not isinstance(own, Sequence) or isinstance(own, str) or not all(isinstance(each, str) for each in own):
+            raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one for each step")
+    return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
+
+
+def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:
+    """Return how many tokens each row shares with all rows of its prompt at the beginning, int64[rows]."""
+    families: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if rows[row]:
+            families.setdefault(prompt, []).append(row)
+    shared = np.zeros(len(rows), np.int64)
+    for family in families.values():
+        ordered = sorted(rows[row] for row in family)  # what the first and the last share, all share
+        ends_at = (at for at, (one, other) in enumerate(zip(ordered[0], ordered[-1], strict=False)) if one != other)
+        shared[family] = next(ends_at, len(ordered[0]))
+    return shared

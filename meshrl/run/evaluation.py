@@ -1,0 +1,464 @@
+"""Evaluation of a model: exact match and pass@k on held-out prompts, during training and after it."""
+
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import ClassVar, Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, field_validator
+
+from meshrl.config import Config, Table, load_toml, validate
+from meshrl.data import Batch
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import DataError
+from meshrl.mesh import Mesh
+from meshrl.observe import table_of
+from meshrl.overlap import Score, publish, rollout
+from meshrl.roles import (
+    MOST_COMPLETIONS,
+    Policy,
+    PolicyConfig,
+    Reward,
+    RewardModelConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    implementation,
+)
+from meshrl.run.artifacts import newest_model, read_policy
+from meshrl.run.background_eval import Measurement
+from meshrl.run.config import EvaluationConfig
+from meshrl.run.folder import write_whole
+from meshrl.run.jobs import find_config, root_of
+from meshrl.run.run import Run
+from meshrl.tasks import RewardConfig, Task, TaskConfig, exact_match
+
+_Z: Final = 1.959963984540054
+"""The 97.5 percent quantile of a standard normal distribution: 95 percent are within plus and minus this."""
+_RESAMPLES: Final = 2000
+_GREEDY: Final[Mapping[str, float]] = {"n": 1, "temperature": 0.0}
+_EXACT: Final = "exact_match"
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A measured number and its 95 percent confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def powers_of_2(n: int) -> list[int]:
+    """Return the powers of 2 up to n, and n: the k of pass@k."""
+    return sorted({*(1 << power for power in range(n.bit_length())), n})
+
+
+def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
+    """Estimate the chance that one of k completions of a prompt is right, float64[prompts].
+
+    `correct`: int[prompts], the number of right completions among the n of each prompt. This is the unbiased estimator
+    `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv:2107.03374), equation 1, as a product without large numbers.
+    DataError unless 1 <= k <= n and each count is from 0 to n.
+    """
+    counts = np.asarray(correct, np.int64)
+    if not 1 <= k <= n:
+        raise DataError(f"pass@{k} of {n} completions for each prompt: k must be from 1 to {n}; draw more, or lower k")
+    if counts.size and (counts.min() < 0 or counts.max() > n):
+        raise DataError(f"pass@{k}: counts from {counts.min()} to {counts.max()} of {n} completions: from 0 to {n}")
+    number = np.arange(1, n + 1, dtype=np.float64)
+    factors = np.maximum(1.0 - k / number, 0.0)
+    # The chance that none is right is the product of 1 - k / i over i from n - c + 1 to n.
+    tails = np.concatenate([[1.0], np.cumprod(factors[::-1])])
+    return 1.0 - tails[counts]
+
+
+def wilson(right: int, of: int) -> Estimate:
+    """Estimate a share of independent trials, with Wilson's interval (1927): good for few trials and near 0 and 1.
+
+    Raises DataError if there are no trials.
+    """
+    if of < 1:
+        raise DataError(f"the share of {right} in {of} trials: there must be at least one trial")
+    share, spread = right / of, _Z**2 / of
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z * float(np.sqrt(share * (1 - share) / of + spread / (4 * of))) / (1 + spread)
+    return Estimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
+
+
+def bootstrap(values: ArrayLike, seed: int) -> Estimate:
+    """Estimate the mean of one value for each prompt. The interval resamples prompts (Efron 1979, percentiles).
+
+    `values`: float[prompts]. The uncertainty is that of the choice of prompts. Completions of a prompt are not
+    resampled. The seed determines every bit. DataError if there are no prompts.
+    """
+    given = np.asarray(values, np.float64)
+    if not given.size:
+        raise DataError("bootstrap: no prompt was measured: give at least one value")
+    random = np.random.default_rng(seed)
+    means = [given[random.integers(len(given), size=len(given))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(float(given.mean()), float(low), float(high))
+
+
+class BesideSampling(Sampling):
+    """How completions are sampled apart from training. Training samples the same tokens with and without them."""
+
+    beside: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Rewards of the completions of some prompts."""
+
+    greedy: NDArray[np.float32]
+    """Rewards of the greedy completions, [prompts]."""
+    sampled: NDArray[np.float32]
+    """Rewards of the sampled completions, [prompts, n]."""
+    truncated: float
+    """Share of the sampled completions that were cut at the token limit."""
+    reward_errors: int
+    """Greedy and sampled completions whose reward function raised."""
+    versions: tuple[int, int]
+    """Versions of the weights that sampled the oldest and the newest token."""
+
+    def numbers(self, threshold: float) -> Mapping[str, float]:
+        """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
+        prompts, n = self.sampled.shape
+        correct = (self.sampled >= threshold).sum(axis=1)
+        return {
+            "eval/greedy": float((self.greedy >= threshold).mean()),
+            **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
+            "eval/reward": float(self.sampled.mean(dtype=np.float64)),
+            "eval/truncated": self.truncated,
+            "eval/reward_errors": self.reward_errors,
+            "eval/prompts": prompts,
+            "eval/version_oldest": self.versions[0],
+            "eval/version_newest": self.versions[1],
+        }
+
+
+async def _judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None) -> _Judged:
+    """Score one greedy completion and `sampling.n` sampled ones for each prompt.
+
+    `score`: as for `rollouts`. Without it, the `rewards` of the rows count, which episodes have. Otherwise a completion
+    is right if it equals the `answer`.
+    """
+    greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
+    sampled = await _scored(await rollout(sampler, prompts, sampling), score)
+    # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
+    newest = int((await sampled.load("versions")).versions.values.max(initial=0))
+    oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
+    errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
+    return _Judged(
+        greedy=greedy.rewards,
+        sampled=sampled.rewards.reshape(len(prompts), sampling.n),
+        truncated=float(np.asarray(sampled.row("truncated"), np.float64).mean()),
+        reward_errors=sum(error is not None for error in errors),
+        versions=(min(oldest), max(newest, *oldest)),
+    )
+
+
+def evaluate_during(
+    run: Run,
+    config: EvaluationConfig | None,
+    sampler: Sampler,
+    prompts: Batch,
+    sampling: Sampling,
+    score: Score | None = None,
+    *,
+    policy: Policy | None = None,
+) -> None:
+    """Evaluate the sampler on held-out prompts every `config.every` steps while the run trains. No-op without `config`.
+
+    Call it before `run.steps`. The results go to evaluations.jsonl as `eval/greedy`, `eval/pass@k` and so on. An error
+    in an evaluation ends the run. It begins when a step's weights are published, and training continues. So later
+    tokens may come from newer weights, unless `config.pause_training` is set. `eval/version_oldest` and
+    `eval/version_newest` show the versions. With `ahead = 0` the run trains on exactly the same data as without it.
+
+    `policy`: publish its weights before each evaluation, for scripts that do not publish after each step. Raises
+    DataError if there are no prompts.
+    """
+    if config is None:
+        return
+    if not len(prompts):
+        raise DataError(
+            f"there are no prompts for an evaluation every {config.every} steps: hold some out (task.held_out), or "
+            "leave [evaluation] out"
+        )
+    some = prompts.select(np.arange(min(len(prompts), config.rows or len(prompts))))
+    beside = BesideSampling(
+        **sampling.model_dump(include={"max_tokens", "top_p", "top_k", "ignore_eos", "stop"}),
+        n=config.n,
+        temperature=config.temperature or sampling.temperature or 1.0,  # n greedy samples would all be equal
+        seed=config.seed,
+    )
+
+    async def measure() -> Mapping[str, float]:
+        return (await _judge(sampler, some, beside, score)).numbers(config.threshold)
+
+    prepare = partial(publish, policy, sampler) if policy else None
+    run.beside(Measurement(config.every, measure, config.pause_training, prepare))
+
+
+async def _scored(rollouts: Batch, score: Score | None) -> Batch:
+    if score is not None:
+        rollouts = await score(rollouts)
+    elif "rewards" not in rollouts:
+        rollouts = await _matched(rollouts)
+    errors = ("reward_error",) if "reward_error" in rollouts else ()
+    return await rollouts.load("rewards", "truncated", "oldest_version", *errors)
+
+
+async def evaluate(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None
+) -> dict[str, float]:
+    """Measure the mean reward on held-out prompts: `greedy`, and `sampled` at the temperature, one completion each.
+
+    The reward comes from `score`, else from the episodes of an environment, else from exact match. NaN if there are no
+    prompts.
+    """
+    _, greedy, sampled, _ = await _means(sampler, prompts, sampling, score)
+    return {"greedy": greedy, "sampled": sampled}
+
+
+async def _means(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None
+) -> tuple[str, float, float, list[dict[str, object]]]:
+    """Return the name of the reward, its means over greedy and sampled completions, and a row for each prompt.
+
+    A row has the rewards `greedy` and `sampled`, and the texts `prompt` and `completion` (greedy).
+    """
+    if not len(prompts):
+        return "reward" if score else _EXACT, nan, nan, []
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
+    sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
+    name = "reward" if score or "rewards" in greedy else _EXACT
+    greedy, sampled = await _scored(greedy, score), await _scored(sampled, score)
+    texts = [text for text in ("prompt", "completion") if text in greedy]
+    greedy = await greedy.load("rewards", *texts)
+    columns = {text: greedy.objects(text) for text in texts}
+    columns |= {"greedy": greedy.rewards.tolist(), "sampled": sampled.rewards.tolist()}
+    rows = [{key: column[index] for key, column in columns.items()} for index in range(len(prompts))]
+    means = [float(each.rewards.mean(dtype=np.float64)) for each in (greedy, sampled)]
+    return name, means[0], means[1], rows
+
+
+class Measured(Protocol):
+    """The configuration of an algorithm that samples."""
+
+    @property
+    def evaluation(self) -> EvaluationConfig | None:
+        """How to evaluate while the run trains."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the algorithm samples completions."""
+        ...
+
+
+@asynccontextmanager
+async def held_out(
+    run: Run,
+    sampler: Sampler,
+    prompts: Batch,
+    config: Measured,
+    score: Score | None = None,
+    *,
+    policy: Policy | None = None,
+) -> AsyncGenerator[None]:
+    """Evaluate the sampler on held-out prompts before and after the block, and during it if `config.evaluation` is set.
+
+    The results of `evaluate` before and after the block go to summary.json, as `reward_before`, `reward_after` and
+    `reward_sampled_...`. Their names begin with `exact_match_` if that is the reward, or if there is none. The rewards
+    of each prompt after the block go to held_out.jsonl. In a resumed run, "before" means before the first step of the
+    whole run. If the block raises, there is no evaluation after it. `score` and `policy`: as for `evaluate_during`.
+
+        async with held_out(run, sampler, task.held_out, config, reward.score):
+            async for step in run.steps(config.steps):
+                ...
+    """
+    reward: object = getattr(config, "reward", None)
+    is_exact = isinstance(reward, RewardConfig) and list(reward.parts.values()) == [_EXACT]
+    judged = None if is_exact else score
+
+    rows: list[dict[str, object]] = []
+
+    async def measure() -> dict[str, float]:
+        name, greedy, sampled, rows[:] = await _means(sampler, prompts, config.sampling, judged)
+        return {name: greedy, f"{name}_sampled": sampled}
+
+    before = await run.once("held out", measure)
+    evaluate_during(run, config.evaluation, sampler, prompts, config.sampling, score, policy=policy)
+    yield
+    after = await measure()
+    if rows:
+        write_whole(run.folder / "held_out.jsonl", msgspec.json.Encoder(enc_hook=str).encode_lines(rows))
+    for name, number in after.items():
+        run.summary(**{f"{name}_before": before[name], f"{name}_after": number})
+
+
+async def _matched(rollouts: Batch) -> Batch:
+    """Add `rewards`: 1 if the completion equals the answer, else 0."""
+    rollouts = await rollouts.load("completion", "answer")
+    pairs = zip(rollouts.objects("completion"), rollouts.objects("answer"), strict=True)
+    right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]
+    return rollouts.assign(rewards=np.array(right, np.float32))
+
+
+class EvalOptions(Config):
+    """The options of `meshrl eval`."""
+
+    task: str | None = None
+    """A configuration, or a .jsonl or .parquet file that fits the run's templates. Default: the run's own task."""
+    n: int = Field(default=8, ge=1, le=MOST_COMPLETIONS)
+    """Completions for each prompt, for pass@k."""
+    reward: str | None = None
+    """A reward function, named as in `reward.function`. Default: the run's reward."""
+    threshold: float = 1.0
+    """Lowest reward of a right completion."""
+    rows: int | None = Field(default=None, ge=1)
+    """Number of prompts, from the first on. Default: all."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature. Default: the run's."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """New tokens of a completion at most. Default: the run's."""
+    backend: str | None = None
+    """The backend that samples. Default: the run's."""
+    seed: int = 0
+    """Seed for sampling and for the bootstrap."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _draws(cls, temperature: float | None) -> float | None:
+        if temperature == 0:
+            raise ValueError(
+                "is greedy, but a greedy completion of each prompt is evaluated anyway: leave it out, or set the "
+                "temperature of the others"
+            )
+        return temperature
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The measurements, as in `eval.json`."""
+
+    model: str
+    task: str
+    prompts: int
+    n: int
+    temperature: float
+    threshold: float
+    seed: int
+    greedy: Estimate
+    """Share of prompts whose greedy completion is right, with Wilson's interval."""
+    pass_at: dict[int, Estimate]
+    """pass@k of sampled completions by k, with the bootstrap's interval over prompts."""
+    reward: Estimate
+    """Mean reward of sampled completions, with the interval of pass@k."""
+    truncated: float
+    """Share of sampled completions that were cut at the token limit."""
+    reward_errors: int
+
+    def lines(self) -> Iterator[tuple[str, Estimate]]:
+        """Yield each measurement with its name."""
+        yield "greedy", self.greedy
+        for k, estimate in self.pass_at.items():
+            yield f"pass@{k}", estimate
+        yield "mean reward", self.reward
+
+
+async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
+    """Evaluate the newest model or checkpoint of a run. The result depends only on the seed. `run` is absolute.
+
+    ConfigError if the run has none, DataError if there are no prompts. Errors of roles are raised too.
+    """
+    file = run / "config.toml"
+    table, policy = read_policy(run)
+    prompts, source = _prompts(file, table, options)
+    sampling = _sampling(file, table, options)
+    engine = LocalEngine()
+    with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as scratch:
+        try:
+            newest, folder = await newest_model(run, policy, Path(scratch))
+            mesh = await Mesh.reserve(engine, 1)
+            config = _sampler_config(file, table, policy, folder, options)
+            sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
+            judging = _reward_config(file, table, options)
+            reward = await mesh.spawn(implementation(Reward, judging.backend), judging)
+            judged = await _judge(sampler, prompts, sampling, reward.score)
+        finally:
+            await engine.close()
+    correct = (judged.sampled >= options.threshold).sum(axis=1)
+    right = int((judged.greedy >= options.threshold).sum())
+    return Evaluation(
+        model=str(newest.path.relative_to(run)),
+        task=source,
+        prompts=len(prompts),
+        n=options.n,
+        temperature=sampling.temperature,
+        threshold=options.threshold,
+        seed=options.seed,
+        greedy=wilson(right, len(prompts)),
+        pass_at={k: bootstrap(pass_at_k(correct, options.n, k), options.seed) for k in powers_of_2(options.n)},
+        reward=bootstrap(judged.sampled.mean(axis=1, dtype=np.float64), options.seed),
+        truncated=judged.truncated,
+        reward_errors=judged.reward_errors,
+    )
+
+
+def _prompts(file: Path, table: Table, options: EvalOptions) -> tuple[Batch, str]:
+    """Return the prompts, and their source."""
+    own = table_of(table, "task")
+    if options.task is None:
+        config, source = validate(TaskConfig, own, file), "held out by the run"
+    elif Path(options.task).suffix in (".jsonl", ".parquet"):
+        given = {**own, "source": options.task, "options": {}, "held_out": 0}
+        config, source = validate(TaskConfig, given, file), options.task
+    else:
+        other = find_config(options.task)
+        given = table_of(load_toml(other), "task")
+        config, source = validate(TaskConfig, given, other, folder=root_of(other)), str(other)
+    task = Task.load(config)
+    held_out = task.held_out if config.held_out else task.train
+    if options.task is None and not config.held_out:
+        raise DataError(
+            f"{file}: the run trains on all of its prompts (task.held_out = 0), so there is nothing to evaluate it "
+            "on: name a task, as in `meshrl eval RUN other.jsonl`"
+        )
+    return held_out.select(np.arange(min(len(held_out), options.rows or len(held_out)))), source
+
+
+def _sampling(file: Path, table: Table, options: EvalOptions) -> Sampling:
+    drawn = validate(Sampling, table_of(table, "sampling"), file)
+    temperature = options.temperature or drawn.temperature or 1.0  # n greedy samples would all be equal
+    limit = options.max_tokens or drawn.max_tokens
+    return drawn.model_copy(
+        update={"n": options.n, "seed": options.seed, "temperature": temperature, "max_tokens": limit}
+    )
+
+
+def _sampler_config(
+    file: Path, table: Table, policy: PolicyConfig, folder: Path, options: EvalOptions
+) -> SamplerConfig:
+    shared = policy.model_dump(include={"dtype", "chat", "chat_template_kwargs"})
+    backend = {"backend": options.backend} if options.backend else {}
+    return validate(SamplerConfig, {**shared, **_own(table, "sampler"), "model": str(folder), **backend}, file)
+
+
+def _reward_config(file: Path, table: Table, options: EvalOptions) -> RewardConfig | RewardModelConfig:
+    if options.reward is not None:
+        return RewardConfig(function=options.reward)
+    own = _own(table, "reward")
+    return validate(RewardModelConfig, own, file) if "model" in own else validate(RewardConfig, own, file)
+
+
+def _own(table: Table, role: str) -> Table:
+    """Return a role's table without the keys that place it in a run. Here each role runs alone."""
+    return {key: value for key, value in table_of(table, role).items() if key not in ("mesh", "axes", "lora")}

@@ -1,0 +1,112 @@
+"""A rank that dies is heard of by the others at once, whatever they wait for."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrl.mesh import Rank
+from meshrl_torch.ranks import process_group as group
+from meshrl_torch.ranks.host_monitor import HostMonitor
+
+Losses: TypeAlias = "Queue[tuple[int, int]]"
+"""The rank that hears of a loss, and the lost rank."""
+Watching: TypeAlias = Callable[..., list[HostMonitor]]
+
+
+def _hear(losses: Losses, own: int, gone: int, silent: bool) -> None:
+    assert not silent
+    losses.put((own, gone))
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return Queue()
+
+
+@pytest.fixture
+def watching(losses: Losses) -> Iterator[Watching]:
+    """`watching(store, size, *ranks)`: the monitors of some ranks, in this process."""
+    made: list[HostMonitor] = []
+
+    def make(store: Any, size: int, *ranks: int, **limits: float) -> list[HostMonitor]:
+        for index in ranks:
+            hear = partial(_hear, losses, index)
+            made.append(HostMonitor(store, Rank(index, size), "127.0.0.1", hear, **{"patience": 10, **limits}))
+        return made
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def new_store() -> Any:
+    return vars(dist)["HashStore"]()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_hear_of_a_rank_that_is_killed(
+    victim: int, watching: Watching, losses: Losses, tmp_path: Path
+) -> None:
+    store, (reading, writing) = vars(dist)["FileStore"](str(tmp_path / "store"), 3), os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            HostMonitor(store, Rank(victim, 3), "127.0.0.1", lambda *_: None, 10)
+            os.write(writing, b"ready")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        watching(store, 3, *({0, 1, 2} - {victim}), connected=600)
+        assert os.read(reading, 5) == b"ready"
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(reading)
+    assert {losses.get() for _ in range(2)} == {(each, victim) for each in range(3) if each != victim}
+
+
+def test_a_rank_that_dies_before_it_has_connected_is_heard_of(watching: Watching, losses: Losses) -> None:
+    watching(new_store(), 3, 0, 1, connected=0.5)
+    assert {losses.get() for _ in range(2)} == {(0, 2), (1, 2)}
+
+
+def test_a_rank_that_dies_is_heard_of_before_all_have_connected(watching: Watching, losses: Losses) -> None:
+    _, _, dies = watching(new_store(), 4, 0, 1, 2)
+    dies._own.shutdown(socket.SHUT_RDWR)
+    assert (0, 2) in {losses.get() for _ in range(3)}
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_closed_monitor_counts_as_no_loss_and_reports_none(leaves: int, watching: Watching, losses: Losses) -> None:
+    monitors = watching(new_store(), 3, 0, 1, 2, patience=(0.1, 1e9)[leaves])  # the system takes any patience
+    monitors[leaves].close()
+    if leaves:  # the others are watched still
+        monitors[2]._own.shutdown(socket.SHUT_RDWR)
+        assert (0, 2) in {losses.get() for _ in range(2)}
+    for each in monitors:
+        each.close()
+    assert losses.empty()
+
+
+def test_collectives_of_gpus_are_aborted_but_not_those_of_a_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=(world := object())))
+    group._end_collectives(torch.device("cpu"), world, 1, silent=False)  # type: ignore[arg-type]
+    group._end_collectives(torch.device("cuda"), object(), 1, silent=False)  # type: ignore[arg-type]
+    assert aborted == []
+    group._end_collectives(torch.device("cuda"), world, 1, silent=False)  # type: ignore[arg-type]
+    assert aborted == ["all"]
