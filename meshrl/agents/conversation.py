@@ -269,15 +269,14 @@ class Conversation:
         texts = [(row["tokens"].tolist(), len(path[0].added)) for row, path in zip(rows, paths, strict=True)]
         experts = [[turn.drawn.experts for turn in path if turn.drawn.experts is not None] for path in paths]
         recorded = [np.concatenate(each) for each in experts if each]
+        versions = [row["versions"][np.flatnonzero(row["loss_mask"])] for row in rows]
         return Batch.of(
             **({"experts": Ragged.of(recorded, np.int16, source=Source("sampler"))} if recorded else {}),
             prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],
             completion=[self._chat.decode(tokens[begin:]) for tokens, begin in texts],
             **ragged_columns(rows),
             turn=Ragged.of([row["turn"] for row in rows], np.int32),
-            oldest_version=np.array(
-                [row["versions"][row["loss_mask"].astype(np.bool_)].min() for row in rows], np.int32
-            ),
+            oldest_version=np.array([each.min() for each in versions], np.int32),
             temperature=np.array([path[-1].drawn.temperature for path in paths], np.float32),
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
         )

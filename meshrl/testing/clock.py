@@ -15,7 +15,7 @@ from contextvars import Context
 from pathlib import Path
 from random import Random
 from types import AsyncGeneratorType, BuiltinMethodType, CoroutineType, FrameType, GeneratorType, MethodType
-from typing import Any, Never, TypeVar, TypeVarTuple, cast
+from typing import Never, TypeVar, TypeVarTuple, cast
 
 from meshrl.errors import MeshrlError
 from meshrl.events import Pending
@@ -140,11 +140,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
             future.set_exception(error)
         return future
 
-    def _no_files(self, *args: Any, **kwargs: Any) -> Never:
+    def _no_files(self, *args: object, **kwargs: object) -> Never:
         raise Deadlock(f"the program waits for a file, a socket or a process; {_ALONE}")
 
     # Hooks of asyncio: every connection, server and pipe comes to one of them.
-    add_reader = add_writer = sock_connect = _make_socket_transport = _make_datagram_transport = _no_files
+    def add_reader(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        self._no_files()
+
+    def add_writer(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        self._no_files()
+
+    sock_connect = _make_socket_transport = _make_datagram_transport = _no_files
     _make_subprocess_transport = _make_read_pipe_transport = _make_write_pipe_transport = _no_files
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
