@@ -18,7 +18,7 @@ class Stateful(Actor, ABC):
     @endpoint
     @abstractmethod
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the actor's whole state into a folder of its own, which is created if needed.
+        """Write the actor's whole state into a separate folder, which is created if needed.
 
         Each rank receives the same folder and writes its share. The caller makes sure that a half-written folder is
         never read. With `wait = False` the call returns once the state is copied, and `written` waits for the rest.

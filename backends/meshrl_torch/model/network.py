@@ -110,7 +110,7 @@ def in_chunks(
     chosen: Tensor,
     temperature: Tensor | None,
 ) -> Tensor:
-    """Return `compute(hidden, chosen, temperature)`, which makes logits of so many columns, at most MAX_LOGITS at once.
+    """Return `compute(hidden, chosen, temperature)`, whose logits of all columns are at most MAX_LOGITS at once.
 
     Several chunks are computed again in the backward pass.
     """
