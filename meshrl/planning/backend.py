@@ -207,13 +207,14 @@ class SimLearner(SimRole, StateOfUpdates):
         check_predicts(loss, predicts)
         check_sources(batch, loss)
         await self._work("update", len(batch))
-        self.version += 1
+        self._count_update()
 
 
 class SimPolicy(SimLearner, Policy):
     """A policy whose weights are only a version."""
 
-    role, state_of = "Policy", "simulated Policy"
+    role: ClassVar[str] = "Policy"
+    state_of: ClassVar[str] = "simulated Policy"
 
     async def encode(self, batch: Batch) -> Batch:
         """Return rows of two tokens: one of the prompt, one of the completion."""
@@ -254,7 +255,8 @@ class SimReference(SimRole, Reference):
 class SimCritic(SimLearner, Critic):
     """A critic whose values, advantages and returns are zero."""
 
-    role, state_of = "Critic", "simulated Critic"
+    role: ClassVar[str] = "Critic"
+    state_of: ClassVar[str] = "simulated Critic"
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Return zeros."""

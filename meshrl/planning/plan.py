@@ -15,7 +15,7 @@ import msgspec
 from meshrl.errors import ConfigError
 from meshrl.planning.forecast import Forecast, ahead_of, forecast_of, sources
 from meshrl.planning.pace import Pace, lowest_cost
-from meshrl.planning.records import WARM_UP, FittedPace, fit, fit_ends
+from meshrl.planning.records import WARM_UP, FittedPace, RecordedRun, fit, fit_ends
 from meshrl.planning.space import Candidate, Devices, Load, MemoryLimit, Space
 from meshrl.run import Job, find_config, load_job
 from meshrl.tasks import Task, TaskConfig
@@ -224,10 +224,10 @@ class Planner:
         self.options = options
         self._load = _loading(config, given)
         self._job = self._load([])
-        self.records = sources(self._job.config, options.records, options.rollout, options.train)
-        self.memory = MemoryLimit(self._load, options.devices, options.memory)
+        self.records: list[RecordedRun] = sources(self._job.config, options.records, options.rollout, options.train)
+        self.memory: MemoryLimit = MemoryLimit(self._load, options.devices, options.memory)
         aheads = [ahead_of(self._job.config)] if any(_key(each) == "ahead" for each in given) else options.aheads
-        self.candidates = [*Space(self._job, options.devices, aheads, budgets=self.memory.applies)]
+        self.candidates: list[Candidate] = [*Space(self._job, options.devices, aheads, budgets=self.memory.applies)]
         if not self.candidates:
             raise ConfigError(
                 f"{self._job.source}: its backends cannot be divided over {options.devices.count} devices"

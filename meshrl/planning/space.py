@@ -115,17 +115,19 @@ class Space:
                 f"{'no sampler' if isinstance(policy, PolicyConfig) else 'no policy'}"
             )
         calls = isinstance(reward, RewardConfig) and models_of(reward.backend) == "none"
-        self.devices, self.policy, self.sampler = devices, policy, sampler
-        self.reward = cast("RoleConfig", reward) if calls else None
+        self.devices: Devices = devices
+        self.policy: PolicyConfig = policy
+        self.sampler: SamplerConfig = sampler
+        self.reward: RoleConfig | None = cast("RoleConfig", reward) if calls else None
         """The reward if it calls a function, which needs no cores."""
         self.meshes: Mapping[str, MeshConfig] = job.run.meshes
         roles = [table for _, table in tables_of(job.config) if isinstance(table, RoleConfig)]
         divided = {policy.mesh, sampler.mesh, *([self.reward.mesh] if self.reward else [])}
-        self.others = sorted({role.mesh for role in roles} - divided)
+        self.others: list[str] = sorted({role.mesh for role in roles} - divided)
         """Meshes of other roles, which stay unchanged."""
-        self.engine = job.run.engine if "engine" in job.run.model_fields_set else None
+        self.engine: str | None = job.run.engine if "engine" in job.run.model_fields_set else None
         """The configured engine. None if meshrl chooses."""
-        self.aheads = aheads if "ahead" in type(job.config).model_fields else None
+        self.aheads: Sequence[int] | None = aheads if "ahead" in type(job.config).model_fields else None
         """None if the script has no `ahead`."""
         self.budgets = budgets
 

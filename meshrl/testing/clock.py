@@ -152,7 +152,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Raises `Deadlock`: there is no real input and output in virtual time."""
         self._no_files()
 
-    sock_connect = _make_socket_transport = _make_datagram_transport = _no_files
+    async def sock_connect(self, sock: object, address: object) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        self._no_files()
+
+    _make_socket_transport = _make_datagram_transport = _no_files
     _make_subprocess_transport = _make_read_pipe_transport = _make_write_pipe_transport = _no_files
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:

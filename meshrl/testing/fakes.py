@@ -78,6 +78,9 @@ class StateOfUpdates:
     version: int = 0
     """Number of all updates, including those before a restore."""
 
+    def _count_update(self) -> None:
+        self.version += 1
+
     def _state(self) -> State:
         return State(self.state_of, self.version)
 
@@ -114,7 +117,7 @@ class _Learner(StateOfUpdates):
             if name != "rows":
                 batch[name]
         self.updates.append(batch)
-        self.version += 1
+        self._count_update()
 
 
 class FakePolicy(_Learner, Policy):

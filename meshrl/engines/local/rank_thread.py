@@ -74,7 +74,7 @@ class LocalMember:
         self.attempt: int = 0
         """How many times it was stopped."""
         self.loop: asyncio.AbstractEventLoop = slot.enter()
-        self.context = Context()
+        self.context: Context = Context()
         """The context of its calls, in which `current_rank()` is this rank."""
         self.context.run(rank_context.set, rank)
         self.instance: object = None

@@ -157,7 +157,8 @@ class SentCall:
 
     def send(self) -> None:
         """Send it to the rank."""
-        process, self.number = self.process, self.process.sent
+        process = self.process
+        self.number: int = process.sent
         self.reply: Reply = self._send(
             Call(
                 self.endpoint,

@@ -236,7 +236,7 @@ class RemoteEngine(Caller, ABC):
     """The controller's engine. Ranks have its `Caller`."""
 
     def __init__(self, references: type[PoolRef], inline_bytes: int, shares_memory: bool = False) -> None:
-        """See `Caller`."""
+        """See `Caller`. `inline_bytes`: size in bytes of the largest column that travels with a call."""
         super().__init__(references, inline_bytes, shares_memory)
         self._reservations: list[Reservation] = []
         self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()

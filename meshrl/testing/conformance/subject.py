@@ -263,7 +263,7 @@ class Harness:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self.place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-conformance-")))
+            self.place: Path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-conformance-")))
             beside = LocalEngine()
             stack.push_async_callback(beside.close)
             self._beside = await Mesh.reserve(beside, 1, Resources(cpus=1), "plain")
