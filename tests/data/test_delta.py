@@ -77,7 +77,7 @@ async def test_what_changes_as_a_whole_is_sent_as_a_whole_and_a_history_does_not
         values = random.standard_normal(SIZE).astype(np.float32)
         loaded = await sent(sender.weights(version, [("values", values)], None)).load()
         (fetched,) = Stored.fetches
-        assert SIZE * 4 < fetched < SIZE * 5
+        assert SIZE * 4 < fetched < SIZE * 4 + 1000, "a change would say which words, too"
         assert loaded.tensors["values"].tobytes() == values.tobytes()
     sender, values = WeightSource(changes=True), np.zeros(SIZE, np.float32)
     sizes: list[int] = []
