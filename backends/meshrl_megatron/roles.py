@@ -79,7 +79,8 @@ class PipelinedTrainable(roles.Trainable):
                 tensors |= load_file(file)  # mapped
             head = {name.removeprefix(_HEAD): tensors.pop(name) for name in list(tensors) if name.startswith(_HEAD)}
             dtype = model.config.params_dtype
-            saving.write(model.words, folder, head or None, {name: each.to(dtype) for name, each in tensors.items()})
+            tensors = {name: each.to(dtype) for name, each in tensors.items()}  # drops what is float32
+            saving.write(model.words, folder, head or None, tensors)
 
         parts = Path(world.agree(make)[0])
         try:

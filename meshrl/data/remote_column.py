@@ -88,23 +88,25 @@ class InlineRef(Ref):
 class RemoteColumn:
     """A column whose values stay where they were made, as one or more pieces. Immutable.
 
-    Its rows can be selected and joined without the values. `fetch` returns the same column with the needed pieces, and
-    only then can it be read.
+    Its rows can be selected and joined without the values. `arrived` returns the same column with the needed pieces,
+    and only then can it be read. Pieces that differ here may be one where the column arrives, so they are not a set.
     """
 
-    __slots__ = ("_column", "form", "offsets", "pieces", "places", "source")
+    __slots__ = ("_column", "form", "offsets", "pieces", "places", "source", "values")
 
     def __init__(
         self,
         form: ColumnType,
-        pieces: Mapping[Piece, Column | None],
+        pieces: Sequence[Piece],
         places: RowIndex,
         offsets: Rows | None,
         source: Source | None = None,
+        values: Sequence[Column | None] = (),
     ) -> None:
-        """`pieces`: the values of each, None if not fetched. `offsets` and `source`: of a ragged column, if known."""
+        """`offsets` and `source`: of a ragged column, if known. `values`: of each piece, None if not fetched."""
         self.form: ColumnType = form
-        self.pieces: Mapping[Piece, Column | None] = pieces
+        self.pieces: tuple[Piece, ...] = tuple(pieces)
+        self.values: tuple[Column | None, ...] = tuple(values or [None] * len(pieces))
         self.places: RowIndex = places
         self.offsets: Rows | None = offsets
         self.source: Source | None = source
@@ -114,7 +116,7 @@ class RemoteColumn:
         return len(self.places.row)
 
     def __reduce__(self) -> tuple[type["RemoteColumn"], tuple[object, ...]]:
-        return RemoteColumn, (self.form, dict.fromkeys(self.pieces), self.places, self.offsets, self.source)
+        return RemoteColumn, (self.form, self.pieces, self.places, self.offsets, self.source)
 
     @property
     def lengths(self) -> Rows | None:
@@ -129,30 +131,28 @@ class RemoteColumn:
     @property
     def missing(self) -> list[Piece]:
         """The pieces that must be fetched before it can be read."""
-        return [piece for piece, values in self.pieces.items() if values is None]
+        return [piece for piece, values in zip(self.pieces, self.values, strict=True) if values is None]
 
     def take(self, places: RowIndex, kept: Rows, offsets: Rows | None) -> "RemoteColumn":
         """Select rows, by the `places` and `kept` pieces that `RowIndex.take` returned."""
-        pieces = self.pieces
-        if len(kept) < len(pieces):
-            items = list(pieces.items())
-            pieces = dict(items[index] for index in kept)
-        return RemoteColumn(self.form, pieces, places, offsets, self.source)
+        pieces, values = [self.pieces[index] for index in kept], [self.values[index] for index in kept]
+        return RemoteColumn(self.form, pieces, places, offsets, self.source, values)
 
     def arrived(self, fetched: Mapping[Ref, object]) -> "RemoteColumn":
         """Return the same column, readable, with fetched pieces."""
-        return self._with({each: each.of(fetched) if old is None else old for each, old in self.pieces.items()})
+        pairs = zip(self.pieces, self.values, strict=True)
+        return self._with([piece.of(fetched) if old is None else old for piece, old in pairs])
 
     def left(self) -> "RemoteColumn":
         """Return the same column without values, as it travels."""
-        return self._with(dict.fromkeys(self.pieces))
+        return self._with(())
 
     def copied(self) -> "RemoteColumn":
         """Copy the column for another reader. Python values are copied when it is read."""
-        return self._with(self.pieces) if self.form.kind == "objects" else self
+        return self._with(self.values) if self.form.kind == "objects" else self
 
-    def _with(self, pieces: Mapping[Piece, Column | None]) -> "RemoteColumn":
-        return RemoteColumn(self.form, pieces, self.places, self.offsets, self.source)
+    def _with(self, values: Sequence[Column | None]) -> "RemoteColumn":
+        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, self.source, values)
 
     def column(self, name: str) -> Column:
         """Return the values, put together on first use. Raises DataError if they were not fetched."""
@@ -162,7 +162,7 @@ class RemoteColumn:
                     f"column `{name}` ({self.form}, {len(self)} rows) lies on the ranks that made it: "
                     f"write `batch = await batch.load({name!r})` before reading it here"
                 )
-            self._column = self._with_source(self._assembled(cast("list[Column]", list(self.pieces.values()))))
+            self._column = self._with_source(self._assembled(cast("Sequence[Column]", self.values)))
         return self._column
 
     @property
@@ -200,13 +200,13 @@ class RemoteColumn:
                 f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
                 "trailing dims"
             )
-        pieces: dict[Piece, Column | None] = {}
+        found: dict[Piece, Column | None] = {}
         for part in parts:
-            for piece, values in part.pieces.items():
-                if pieces.get(piece) is None:
-                    pieces[piece] = values
+            for piece, values in zip(part.pieces, part.values, strict=True):
+                if found.get(piece) is None:
+                    found[piece] = values
         source = join_sources(name, [part.source for part in parts])
-        return cls(parts[0].form, pieces, places, offsets, source)
+        return cls(parts[0].form, list(found), places, offsets, source, list(found.values()))
 
 
 def source_of(column: "Column | RemoteColumn") -> Source | None:
@@ -230,8 +230,8 @@ def as_remote(column: "Column | RemoteColumn") -> RemoteColumn:
     if isinstance(column, RemoteColumn):
         return column
     offsets = column.offsets if isinstance(column, Ragged) else None
-    pieces: dict[Piece, Column | None] = {Piece(InlineRef(column), ""): column}
-    return RemoteColumn(ColumnType.of(column), pieces, one_piece(len(column)), offsets, source_of(column))
+    piece, form = Piece(InlineRef(column), ""), ColumnType.of(column)
+    return RemoteColumn(form, [piece], one_piece(len(column)), offsets, source_of(column), [column])
 
 
 def _run(rows: NDArray[np.int32]) -> slice | None:

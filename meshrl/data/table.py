@@ -123,9 +123,7 @@ def hold(table: Table, rows: int, put: Put, limit: int, shares: bool) -> dict[st
         ref = put(columns)
         for name, column in columns.items():
             bounds = column.offsets if isinstance(column, Ragged) else None
-            held[name] = RemoteColumn(
-                ColumnType.of(column), {Piece(ref, name): None}, places, bounds, source_of(column)
-            )
+            held[name] = RemoteColumn(ColumnType.of(column), [Piece(ref, name)], places, bounds, source_of(column))
     return held
 
 

@@ -36,7 +36,7 @@ def isolated(value: T) -> T:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped. A task's SystemExit, which ends it too, is raised where the task is awaited."""
+    """Run a loop until `loop.stop()`. A task's SystemExit, which ends it too, is raised where the task is awaited."""
     while True:
         try:
             loop.run_forever()

@@ -354,7 +354,7 @@ pool: Final = Pool()
 
 
 class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
-    """The base of such an array. It keeps the memory from being written again.
+    """The base of an array of `empty`. It keeps the memory from being written again.
 
     It lies on the mapping itself, because numpy lets a view skip bases of the view's type.
     """

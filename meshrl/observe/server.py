@@ -86,7 +86,7 @@ class Watcher:
 
         Raises ConfigError if the requested port is taken.
         """
-        listening = _listening(port)
+        listening, self._is_closing = _listening(port), False
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, ws="none", server_header=False
@@ -174,9 +174,9 @@ def _failed(folder: Path, before: _Shown, error: Exception) -> _Shown:
     """A note about the failure. The other content stays."""
     message = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
     log.warning(f"{message}; looking again")
-    before = before or LiveRun(folder).content()
-    notes = cast("list[str]", before["notes"])
-    return {**before, "notes": [*notes, f"The page stands still, as {message}"]}
+    first = {} if before else LiveRun(folder).content()
+    notes = cast("list[str]", (before or first)["notes"])
+    return {**first, "notes": [*notes, f"The page stands still, as {message}"]}
 
 
 class _Server(uvicorn.Server):

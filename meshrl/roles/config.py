@@ -96,7 +96,8 @@ class RoleConfig(Config):
 def options_of(config: RoleConfig, schema: type[S]) -> S:
     """Return a backend's options in a role's table: `options_of(config, FsdpConfig).replicate`."""
     tables = config.model_extra or {}
-    return next((each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema)), schema())
+    found = (each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema))
+    return next(found, None) or schema()
 
 
 def chosen_options(config: RoleConfig) -> BackendOptions:

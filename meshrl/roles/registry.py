@@ -21,8 +21,8 @@ The module and the schemas import nothing but meshrl, because they are loaded to
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -177,17 +177,20 @@ def _module(backend: str) -> ModuleType:
         installed = f"There are {', '.join(sorted(known))}"
         hint = did_you_mean(backend, known)
         raise BackendError(f"no backend {backend!r} is installed: {f'{hint} {installed}' if hint else installed}")
-    return _imported(backend, known[backend])
+    with _importing(backend):
+        return import_module(known[backend])
 
 
 def _attribute(backend: str, path: str) -> object:
     module, _, attribute = path.partition(":")
-    return cast("object", getattr(_imported(backend, module), attribute))
+    with _importing(backend):
+        return cast("object", getattr(import_module(module), attribute))
 
 
-def _imported(backend: str, module: str) -> ModuleType:
+@contextmanager
+def _importing(backend: str) -> Generator[None]:
     try:
-        return import_module(module)
+        yield
     except ModuleNotFoundError as error:
         raise BackendError(
             f"backend {backend!r} needs the package {error.name!r}, which is not installed: {_remedy(backend)}"

@@ -6,7 +6,7 @@ guarantees, and `serve` passes a trained model to a server.
 """
 
 from meshrl.run.artifacts import merge_adapters, push, serve
-from meshrl.run.audit import audit_run
+from meshrl.run.audit import Audit, Verdict, audit_run
 from meshrl.run.background_eval import BackgroundEvaluations, Measurement
 from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistakes
 from meshrl.run.check_inputs import unchecked_rows
@@ -22,6 +22,7 @@ from meshrl.run.train import run_job, train
 
 __all__ = [
     "AlgorithmConfig",
+    "Audit",
     "BackgroundEvaluations",
     "BesideSampling",
     "EvalOptions",
@@ -37,6 +38,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Steps",
+    "Verdict",
     "audit_run",
     "copy_script",
     "description_of",

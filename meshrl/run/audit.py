@@ -59,6 +59,8 @@ class Audit:
     """Number of dropped prompts by reason: `filtered`, `stale`, or `closed` for those left when their stream ended."""
     under_way: int
     """Number of prompts that are still in progress when the files end."""
+    held_back: int
+    """Number of untrained prompts that the script took before its loop, or that its iterator left out."""
     missing: Ranges
     twice: Sequence[int]
     """Prompts that were delivered more than once, or both delivered and dropped."""
@@ -129,6 +131,7 @@ def audit_run(folder: Path) -> Audit:
         trained=len(prompts.trained),
         dropped=Counter(prompts.dropped.values()),
         under_way=len(prompts.open),
+        held_back=prompts.held_back,
         missing=prompts.all_missing,
         twice=sorted(prompts.twice),
         staleness=versions.largest,
@@ -176,6 +179,8 @@ class _Prompts:
     taken: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
     """Prompts that the script took before its loop."""
+    held_back: int = 0
+    """Number of those, and of those that its iterator left out."""
     trained: dict[int, str] = field(default_factory=dict)
     """The step of each prompt that was delivered, or taken by the script in a step."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -241,18 +246,18 @@ class _Prompts:
             known = sorted(group for group in self.taken | self.held | self.missing if first <= group < end)
             lost += [(one + 1, other) for one, other in pairwise([first - 1, *known, end]) if other > one + 1]
         # Untrained prompts that the script took before its loop, or that its iterator left out.
-        held_back = len(self.held - self.taken)
+        self.held_back = len(self.held - self.taken)
         if self.has_streams:  # the script's own iterator is between the task and the stream
-            held_back += sum(end - first for first, end in lost)
+            self.held_back += sum(end - first for first, end in lost)
             lost = []
         for first, end in lost:
             named = f"group {first} was" if end == first + 1 else f"groups {first} to {end - 1} were"
             self.breaches.append(f"{named} drawn, but delivered to no step")
         self.all_missing = sorted([*as_ranges(self.missing), *lost])
         self.open |= self.again
-        return Verdict("each prompt is delivered to one step or dropped", self._numbers(held_back), self.breaches)
+        return Verdict("each prompt is delivered to one step or dropped", self._numbers(), self.breaches)
 
-    def _numbers(self, held_back: int) -> str:
+    def _numbers(self) -> str:
         dropped = Counter(self.dropped.values())
         left = dropped.pop("closed", 0)  # left when their stream ended
         reasons = ", ".join(f"{count:,} {_REASONS.get(why, why)}" for why, count in sorted(dropped.items()))
@@ -263,7 +268,7 @@ class _Prompts:
             f"{dropped.total():,} dropped" + (f" ({reasons})" if reasons else ""),
             *([f"{left:,} left over"] if left else []),
             *([f"{len(self.open):,} in progress"] if self.open else []),
-            *([f"{held_back:,} held back by the script"] if held_back else []),
+            *([f"{self.held_back:,} held back by the script"] if self.held_back else []),
             f"{len(self.twice):,} twice, {missing:,} missing",
         ]
         return ", ".join(numbers)

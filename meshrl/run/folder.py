@@ -89,7 +89,7 @@ def read_json(file: Path) -> Table:
     """Read a table from a file. Empty if there is no such file, or if it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # also a path that no file can have
         return {}
 
 
@@ -133,19 +133,21 @@ def explain_disk_error(error: BaseException, folder: Path) -> DataError | None:
         error = error.__cause__
     if not isinstance(error, OSError):
         return None
-    name: object = error.filename
-    is_inside = isinstance(name, str | Path) and Path(name).absolute().is_relative_to(folder.absolute().parent)
     if error.errno in _FULL:
         what, do = "the disk is full", "make room there"
     elif error.errno == errno.EIO:
         what, do = "the disk failed", "look into the system's log"
-    elif error.errno in _CLOSED and is_inside:
+    elif error.errno in _CLOSED and _is_near(error.filename, folder):
         what, do = "writing is not allowed", "let this user write there, or set run.folder to another place"
     else:
         return None
     newest = newest_checkpoint(folder)
     kept = f"; the newest whole checkpoint is {newest.name}, and run.resume=true continues from it" if newest else ""
     return DataError(f"{folder}: {what} ({error}): {do}{kept}")
+
+
+def _is_near(name: object, folder: Path) -> bool:
+    return isinstance(name, str | Path) and Path(name).absolute().is_relative_to(folder.absolute().parent)
 
 
 def write_whole(file: Path, content: bytes) -> None:

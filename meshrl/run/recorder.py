@@ -176,7 +176,8 @@ class Recorder:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
         self._check()
-        numbers = self._write_numbers(self._metrics, step, values)
+        numbers = {name: float(value) for name, value in values.items()}
+        self._write_numbers(self._metrics, step, numbers)
         self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
@@ -189,14 +190,13 @@ class Recorder:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation that began after `step` steps."""
         self._check()
-        with (self.folder / EVALUATIONS).open("ab") as file:
-            self._write_numbers(file, step, values)
-
-    def _write_numbers(self, file: BinaryIO, step: int, values: Mapping[str, float]) -> dict[str, float]:
         numbers = {name: float(value) for name, value in values.items()}
+        with (self.folder / EVALUATIONS).open("ab") as file:
+            self._write_numbers(file, step, numbers)
+
+    def _write_numbers(self, file: BinaryIO, step: int, numbers: Mapping[str, float]) -> None:
         _write_line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
         self._trackers.metrics(step, numbers)
-        return numbers
 
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""

@@ -9,7 +9,7 @@ sampler. The backend `function` has roles that call Python functions: a reward, 
 """
 
 from meshrl.tasks import verifiers
-from meshrl.tasks.builtin import exact_match, finite, overlong_penalty
+from meshrl.tasks.builtin import exact_match, finite, numeric_answer, overlong_penalty, reasoning_format
 from meshrl.tasks.cursor import (
     APART,
     CursorState,
@@ -33,7 +33,8 @@ from meshrl.tasks.function import (
     load_function,
     try_reward,
 )
-from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.sandbox import code_tests
+from meshrl.tasks.sources import MessageTemplate, Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import answer_pairs, labelled, labelled_steps, least_margins, mismatched, rejected_answers
 from meshrl.tasks.task import Task, counted, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
 
@@ -53,6 +54,7 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episodes",
+    "MessageTemplate",
     "PromptEvent",
     "Ranges",
     "RewardConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "TaskConfig",
     "answer_pairs",
     "as_ranges",
+    "code_tests",
     "counted",
     "data_cursor",
     "dialogue",
@@ -85,8 +88,10 @@ __all__ = [
     "load_quietly",
     "mismatched",
     "numbered_rows",
+    "numeric_answer",
     "overlong_penalty",
     "read_rows",
+    "reasoning_format",
     "rejected_answers",
     "try_reward",
     "verifiers",

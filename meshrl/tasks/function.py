@@ -47,6 +47,8 @@ def named(function: str | Callable[..., object]) -> str:
     """
     if isinstance(function, str):
         return function
+    if shipped := [name for name, each in _SHIPPED.items() if each is function]:
+        return shipped[0]
     name: str = getattr(function, "__qualname__", f"<{type(function).__name__}>")
     main: object = getattr(sys.modules["__main__"], "__file__", None)
     if function.__module__ == "__main__" and isinstance(main, str):
@@ -312,6 +314,8 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
             f"reward function {name!r} existed only in the memory of its program, like lambdas and inner functions: "
             "put it into a file, and name it as file.py:name"
         )
+    if name.startswith("meshrl."):  # as configurations of runs have it that were given the function itself
+        name = name.rpartition(":")[2]
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")

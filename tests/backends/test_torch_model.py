@@ -50,7 +50,8 @@ async def test_a_chat_template_wraps_prompts_and_is_given_its_variables() -> Non
     template = "{{ 'b' }}{{ messages[0].content }}{% if not enable_thinking %}aa{% endif %}"
     model = MODEL.model_copy(update={"chat_template": template})
     for thinks, prompt in ((True, [3, 4]), (False, [3, 4, 2, 2])):
-        table = {"model": model, "chat": True, "chat_template_kwargs": {"enable_thinking": thinks}}
+        variables = {"enable_thinking": thinks, "tools": [{"type": "function", "function": {"name": "add"}}]}
+        table = {"model": model, "chat": True, "chat_template_kwargs": variables}
         policy = TorchPolicy(PolicyConfig.model_validate(table))
         sampler = TorchSampler(SamplerConfig.model_validate(table))
         trained = await policy.encode(Batch.of(prompt=["c"], completion=["d"]))

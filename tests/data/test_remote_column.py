@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, cast
 
 import numpy as np
@@ -31,6 +31,23 @@ class Kept(Ref):
         numbers = [each.number for each in cast("Sequence[Kept]", held)]
         cls.reads.extend(numbers)
         return [pickle.loads(pickle.dumps(cls.store[number], 5)) for number in numbers]  # noqa: S301 -- its own
+
+
+class Merged(Kept):
+    """One of several references that are the same one where they arrive, as on Ray."""
+
+    made: ClassVar[list["Merged"]] = []
+
+    def __init__(self, value: object) -> None:
+        super().__init__(value)
+        self.made.append(self)
+
+    def __reduce__(self) -> tuple[Callable[[], "Merged"], tuple[()]]:
+        return first_made, ()
+
+
+def first_made() -> Merged:
+    return Merged.made[0]
 
 
 def travelled(batch: Batch) -> Batch:
@@ -64,6 +81,13 @@ async def test_a_column_is_read_after_it_was_loaded() -> None:
     assert travelled(some).elsewhere == batch.elsewhere, "it travels as it came, without its values"
     with pytest.raises(DataError, match="did you mean `tokens`"):
         await batch.load("token")
+
+
+async def test_pieces_that_are_one_where_they_arrive_are_read_as_before() -> None:
+    whole = rollouts(4).only("tokens", "loss_mask")
+    batch = Batch.join([whole.hold(Merged, 0), whole.hold(Merged, 0)])
+    assert await travelled(batch).load() == Batch.join([whole, whole])
+    assert await travelled(batch.select([5, 1])).load() == whole.select([1, 1])
 
 
 async def test_only_the_pieces_that_hold_the_rows_are_fetched() -> None:

@@ -11,7 +11,7 @@ from tests.packaging.conftest import ROOT, Meshrl
 
 pytestmark = pytest.mark.process
 
-NAMES = ("agents.", "engines.ray", "testing.conformance", "trackers.otlp", "watch.")
+NAMES = ("agents.", "engines.ray", "testing.conformance", "run.trackers.otlp", "observe.server")
 """Modules that an extra is needed for. `meshrl.agents` itself loads them when they are asked for."""
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
@@ -43,7 +43,7 @@ def test_what_new_writes_runs_on_fakes_without_an_extra_and_has_a_report(meshrl:
         if command[0] == "run":
             assert re.search(r"reward_sampled_after +1\b", done.stdout)
     page = (tmp_path / "runs" / "mine" / "report.html").read_text("utf-8")
-    assert (ROOT / "meshrl" / "report" / "style.css").read_text("utf-8").splitlines()[-2] in page
+    assert (ROOT / "meshrl" / "observe" / "style.css").read_text("utf-8").splitlines()[-2] in page
 
 
 NEEDS = (

@@ -176,8 +176,8 @@ def mapped(path: str) -> mmap.mmap:
                 if not os.fstat(opened).st_nlink:  # its writer has removed it
                     os.close(opened)
                     del _maps[other]
-            opened = os.dup(file.fileno())
-            _maps[number] = opened, mmap.mmap(opened, 0, access=mmap.ACCESS_COPY)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            _maps[number] = os.dup(file.fileno()), memory
         return _maps[number][1]
 
 

@@ -163,7 +163,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     logprobs: bytes
     """Log-probs of the probe's tokens, except the first of each sequence."""
     transport: str = ""
-    """How a broadcast arrived, such as "by gloo"."""
+    """How they arrived, such as "by gloo"."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""The memory of a role's rank, of the backends `torch` and `fsdp`: their own code, rehearsed without other ranks."""
+"""The memory of a role's rank, of the backend `torch`: its own code, rehearsed with tensors that have no memory."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -11,12 +11,11 @@ from typing import Final, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshrl.data import Batch, Ragged
-from meshrl.errors import BackendError, ConfigError, ModelError
-from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, PolicyConfig, SamplerConfig, Workload, options_of
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, PolicyConfig, SamplerConfig, Workload
 from meshrl_torch.estimate import rehearsal
 from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.attention import Packed
@@ -27,11 +26,7 @@ from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, learned, micro_batches, whole
 from meshrl_torch.model.scoring import Predict
 from meshrl_torch.model.text import character_tokenizer
-from meshrl_torch.options import FsdpConfig
 from meshrl_torch.sample.decoder import GROWTH, PREFILL_TOKENS
-from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
-from meshrl_torch.train.fsdp.sharded import shard
-from meshrl_torch.train.fsdp.world import World, grid_of
 from meshrl_torch.train.optimizer import Optimizer
 from meshrl_torch.train.roles import TrainedConfig, role_model
 
@@ -39,8 +34,6 @@ DEPTHS: Final = (2, 3)
 """Numbers of layers of the rehearsed models. Each further layer needs as much as the third."""
 _LOGITS: Final = 3
 """Copies of a step's logits: the logits, the probabilities, and their cumulative sums."""
-_OFFLOADED: Final = ("parameters", "moments", "gradients")
-"""Kept in the host's memory with `cpu_offload`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
             f"the backend 'torch' trains on one rank, but the mesh {config.mesh!r} has {dict(work.axes)}: take "
             'backend = "fsdp", or one rank'
         )
-    measured = figures(config, here, _budget(config), partial(_whole, config))
+    measured = figures(config, here, budget_of(config), partial(_whole, config))
     return MemoryEstimate(measured.terms("update" if trains else "score", host=True), knobs(config))
 
 
@@ -107,45 +100,8 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     return MemoryEstimate(terms, [f"slots={max(1, slots // 2)}", *knobs(config)])
 
 
-def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
-    """Estimate the memory of the first rank of the backend `fsdp`, whose shards are the largest.
-
-    BackendError for unsupported cases, ConfigError if the process is in a process group already.
-    """
-    layout = options_of(config, FsdpConfig)
-    trains = isinstance(config, TrainedConfig)
-    if trains and layout.gradient_sync == "last":
-        raise BackendError('gradient_sync = "last" keeps whole gradients, which are not counted yet')
-    whole, grid = config.model_copy(update={"dtype": "float32"}), grid_of(work.axes, layout)
-    with rehearsal.rehearsed_alone(0, grid.numel()):
-        world = World.on(grid, torch.device("cpu"))
-        measured = figures(whole, work, _budget(config), partial(_sharded, config, layout, world))
-    terms = measured.terms("update" if trains else "score", host=not work.gpu)
-    if layout.cpu_offload and work.gpu:
-        terms = [replace(each, host=each.name in _OFFLOADED) for each in terms]
-    offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
-    return MemoryEstimate(terms, [*knobs(config), *offload])
-
-
-def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: LanguageModel) -> Layout:
-    role, dtype = role_model(config, model), cast("torch.dtype", getattr(torch, config.dtype))
-    on_gpu = layout.model_copy(update={"cpu_offload": False, "compile": False})
-    sharded = shard(role.model, world, on_gpu, dtype, [role.head] if role.head else [])
-    predict = sharded.predicting(role.predict)
-    apart = [each for each in sharded.root.modules() if isinstance(each, FSDPModule) and id(each) != id(sharded.root)]
-    own = {id(parameter) for each in apart for parameter in each.parameters()}
-    gathered = sum(each.numel() for each in sharded.root.parameters() if id(each) not in own) * dtype.itemsize
-    if not isinstance(config, TrainedConfig):
-        return Layout(sharded.root, predict, gathered=gathered)
-    optimizer = config.optimizer
-
-    def masters() -> Sequence[Tensor]:
-        return ShardedOptimizer(optimizer, sharded, list(role.parameters.values())).masters
-
-    return Layout(sharded.root, predict, masters, gathered)
-
-
-def _budget(config: ModelConfig) -> int:
+def budget_of(config: ModelConfig) -> int:
+    """Return the most tokens of a micro-batch."""
     return int(getattr(config, "micro_batch_tokens", 1))
 
 

@@ -147,8 +147,9 @@ def in_template(
     """
     given: dict[str, Any] = dict(variables)
     turns: list[Any] = [dict(message) for message in messages]
-    offered: list[Any] | None = [dict(tool) for tool in tools] or None
-    text = tokenizer.apply_chat_template(turns, tools=offered, tokenize=False, add_generation_prompt=opens, **given)
+    if tools:
+        given["tools"] = [dict(tool) for tool in tools]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opens, **given)
     return str(text)
 
 

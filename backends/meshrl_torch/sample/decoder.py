@@ -232,8 +232,9 @@ class Decoder:
         draw = replace(self._draw, seed=self._seeds[row])
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], version)
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": version, "experts": -1}
+        slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
-            self._columns[name][np.arange(here.start, here.stop), place] = values
+            self._columns[name][slots, place] = values
 
     def _retire(self) -> None:
         """Remove rows that ended. The last rows take their slots."""

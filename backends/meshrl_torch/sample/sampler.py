@@ -222,7 +222,7 @@ class TorchSampler(SteppingSampler):
         """Copy the weights in place. Rows being decoded use them from their next token on.
 
         ModelError, and the old ones stay in use, if they are of another model or differ from the sent bytes. If the
-        model then computes something else than the policy, or only part of weights that are poured in place has
+        model then computes something else than the policy, or only part of weights that are loaded in place has
         arrived, it samples no more until others come.
         """
         async with self.generate_calls.loading() as places:

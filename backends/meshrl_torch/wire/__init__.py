@@ -1,1 +1,1 @@
-"""How weights travel, for both ends. An engine's process imports it, where there is no meshrl: it needs only torch."""
+"""How weights travel, for both ends. It needs torch and numpy alone: an engine's process imports it without meshrl."""

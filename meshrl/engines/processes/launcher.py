@@ -118,8 +118,10 @@ class Launcher:
         self._memory = inline_bytes, share
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
-        self._was_used = False
+        self._was_used = self._is_closing = False
         self._template: _RunningTemplate | None = self._start()
+        self._of_parent: _RunningTemplate | None = None
+        """Kept after a fork: the process would warn when it is collected."""
         _launchers.add(self)
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None = None) -> SocketChannel:
@@ -132,6 +134,8 @@ class Launcher:
         raise ConfigError("the template process of ranks ends as soon as it starts: see its output")
 
     def _order(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
+        if self._is_closing:
+            raise ConfigError("the engine is being closed: reserve no more ranks of it")
         template = self._template = self._template or self._start()
         asyncio.get_running_loop().add_reader(template.control, self._read)
         self._was_used = True
@@ -161,6 +165,7 @@ class Launcher:
         template, self._template = self._template, None
         if template is None:
             return
+        self._is_closing = True
         asyncio.get_running_loop().remove_reader(template.control)
         with suppress(OSError):
             send(template.control, Close())
@@ -171,13 +176,14 @@ class Launcher:
                     await asyncio.to_thread(template.process.wait, _PATIENCE)
         finally:
             template.end()
+            self._is_closing = False
 
     def detach(self) -> None:
         """Drop the template in a process that was forked from the controller, which alone ends it."""
         if self._template is not None:
             self._template.control.close()
             self._template.end.detach()
-            self._template = None
+            self._of_parent, self._template = self._template, None
 
     def _start(self) -> _RunningTemplate:
         ours, theirs = socket.socketpair()

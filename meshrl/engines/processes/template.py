@@ -279,7 +279,8 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
         Server(socket.socket(fileno=listening), order.token, host)
 
     loop.run_until_complete(serve())
-    run_loop(loop)
+    while True:  # a rank outlives a `loop.stop()` in the code of an actor
+        run_loop(loop)
 
 
 if __name__ == "__main__":

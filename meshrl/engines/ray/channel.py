@@ -89,10 +89,11 @@ class RankProcess:
     async def call(self, call: Call, parcel: Parcel | None = None) -> Parcel | None:
         """Call an endpoint, or run a generator to its end."""
         given, lost = NO_ARGUMENTS, None
-        try:
-            given = cast("Arguments", unpack(parcel) or NO_ARGUMENTS)
-        except BaseException as error:  # noqa: BLE001 -- a value's code may raise anything; the caller gets it
-            lost = error
+        if parcel is not None:
+            try:
+                given = cast("Arguments", unpack(parcel))
+            except BaseException as error:  # noqa: BLE001 -- a value's code may raise anything; the caller gets it
+                given, lost = cast("Arguments", None), error
         return pack(await self._host.call(call, given, lost))
 
     async def request(self, service: Service, arguments: Parcel | None = None) -> Parcel | None:
@@ -248,7 +249,8 @@ class RayChannel(Channel):
         """Send another request, and return its reply."""
         if self._near is not None and not self._lost and service != "place":
             return self._near.request(service, *arguments)
-        return self._sent(self._request, service, pack(arguments))
+        parcel = () if self._lost else (pack(arguments),)
+        return self._sent(self._request, service, *parcel)
 
     def notify(self, service: Service, *arguments: object) -> None:
         """Send a request that needs no answer."""
@@ -263,10 +265,10 @@ class RayChannel(Channel):
         """Let Ray send a call, and return its reply."""
         if self._lost:
             return Reply(ProcessExited(self._lost))
-        reply = Reply()
+        reply, sent = Reply(), method.remote(*arguments)
         self._open.add(reply)
         reply.add_callback(partial(self._open.discard, reply))
-        _arriving.add(task := asyncio.ensure_future(self._arrive(reply, method.remote(*arguments))))
+        _arriving.add(task := asyncio.ensure_future(self._arrive(reply, sent)))
         task.add_done_callback(_arriving.discard)
         if self._place is not None and self._place.health_port is not None:
             monitor_of(self._place.health_port).watch(reply, self)

@@ -110,7 +110,8 @@ class Reservation(ABC):
 
         Without `slots` it waits for all, or for `min_ranks` and any that start a little later.
         """
-        self.processes += [self.begin(slot) for slot in self.slots[len(self.processes) :]]
+        for slot in self.slots[len(self.processes) :]:
+            self.processes.append(self.begin(slot))  # one by one, so that a later failure leaves none unknown
         wanted = self.slots if slots is None else slots
         places: dict[int, Place] = {}
 
