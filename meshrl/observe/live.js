@@ -1,5 +1,5 @@
-// The page of an active run. The server sends `data` whole, then the keys that changed. Sections that show a change are
-// made again. What somebody reads, opened or holds there stays as it is.
+// The page of an active run. The server sends patches of `data`, at first the whole. Sections that show a change are made
+// again. What somebody reads, opened or holds there stays as it is.
 
 /** What the run does now: how fast it is, what runs, and who waits. */
 function nowSection() {
@@ -200,6 +200,17 @@ function replace(old, node) {
   focused?.[1].focus({ preventScroll: true });
 }
 
+/** A value with a patch of meshrl/observe/patches.py. */
+function applied(value, patch) {
+  if (!Array.isArray(patch)) {
+    for (const [key, inner] of Object.entries(patch)) value[key] = applied(value[key], inner);
+    return value;
+  }
+  if (patch.length === 1) return patch[0];
+  const [drop, keep, more] = patch;
+  return [...value.slice(drop, drop + keep), ...more];
+}
+
 /** Whether somebody reads a value, or marks a text, in a section. */
 function isHeld(node) {
   const marked = getSelection();
@@ -219,8 +230,8 @@ events.addEventListener("error", () => {
     link.textContent = "The server refuses to send the run. If many pages show it, close one, then reload this page.";
 });
 events.addEventListener("message", (event) => {
-  const changes = JSON.parse(event.data);
-  Object.assign(data, changes);
+  const patch = JSON.parse(event.data);
+  applied(data, patch);
   page.querySelector("noscript")?.remove();
-  changed(Object.keys(changes));
+  changed(Object.keys(patch));
 });

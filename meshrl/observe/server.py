@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, Self, TypeAlias, cast, get_args
@@ -22,6 +22,7 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.observe.live import LiveRun
 from meshrl.observe.page import SCRIPTS, STYLES, html_page, joined
+from meshrl.observe.patches import SAME, difference
 from meshrl.observe.run_files import Command, ask
 
 _HOST: Final = "127.0.0.1"
@@ -69,6 +70,8 @@ class Watcher:
         self._versions: dict[str, int] = {}
         """By key of the content, the version in which its value changed."""
         self._version = 0
+        self._patch = b""
+        """The message that turns the previous version into this one."""
         self._new_version = asyncio.Event()
         self._browsers = 0
         self._is_closing = False
@@ -103,9 +106,9 @@ class Watcher:
             listening.close()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the messages for one browser as server-sent events: the whole content, then its keys that changed.
+        """Yield the messages for one browser as server-sent events: patches, of which the first has the whole content.
 
-        A slow browser gets all that it has missed in one message.
+        A slow browser gets the keys that have changed meanwhile whole, in one message.
         """
         self._browsers += 1
         if self._following is None or self._following.done():
@@ -116,10 +119,10 @@ class Watcher:
             while not self._is_closing:
                 # Nothing else runs before the message is made, so no change is missed or sent twice.
                 new_version = self._new_version
-                changes = {key: value for key, value in self._shown.items() if self._versions[key] > sent}
-                sent = self._version
-                if changes:
-                    yield b"data: %b\n\n" % msgspec.json.encode(changes)
+                missed = [key for key in self._shown if self._versions[key] > sent]
+                follows, sent = sent == self._version - 1, self._version
+                if missed:
+                    yield self._patch if follows else _message({key: [self._shown[key]] for key in missed})
                     continue
                 try:
                     async with asyncio.timeout(_ALIVE):
@@ -146,13 +149,14 @@ class Watcher:
         while self._browsers:
             began, before = loop.time(), self._shown
             try:
-                changed = await asyncio.to_thread(_look, self._live, before, anyway=failed or not before)
+                look = asyncio.to_thread(_look, self._live, before, anyway=failed or not before)
+                changed, patch = await look
                 failed = False
             except Exception as error:  # noqa: BLE001 -- the page must show any failure
-                changed = {} if failed else _failed(self._live.folder, before, error)
+                changed, patch = ({}, b"") if failed else _failed(self._live.folder, before, error)
                 failed = True
             if changed:
-                self._version += 1
+                self._version, self._patch = self._version + 1, patch
                 self._shown = {**before, **changed}
                 self._versions |= dict.fromkeys(changed, self._version)
                 self._new_version.set()
@@ -160,23 +164,31 @@ class Watcher:
             await asyncio.sleep(max(_LOOKS, _IDLE * (loop.time() - began)))
 
 
-def _look(live: LiveRun, before: _Shown, *, anyway: bool) -> _Shown:
-    """Read all new content. Returns the keys of the page's content that changed, with their values."""
+def _look(live: LiveRun, before: _Shown, *, anyway: bool) -> tuple[_Shown, bytes]:
+    """Read all new content. Returns the keys of the page's content that changed with their values, and the patch."""
     changed, more = live.look()
     while more:
         _, more = live.look()
-    if not changed and not anyway:
-        return {}
-    return {key: value for key, value in live.content().items() if key not in before or before[key] != value}
+    return _changes(before, live.content()) if changed or anyway else ({}, b"")
 
 
-def _failed(folder: Path, before: _Shown, error: Exception) -> _Shown:
+def _changes(before: _Shown, after: _Shown) -> tuple[_Shown, bytes]:
+    patches = {key: difference(before[key], value) if key in before else [value] for key, value in after.items()}
+    patches = {key: patch for key, patch in patches.items() if patch is not SAME}
+    return {key: after[key] for key in patches}, _message(patches)
+
+
+def _message(patches: Mapping[str, object]) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(patches)
+
+
+def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, bytes]:
     """A note about the failure. The other content stays."""
     message = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
     log.warning(f"{message}; looking again")
     first = {} if before else LiveRun(folder).content()
     notes = cast("list[str]", (before or first)["notes"])
-    return {**first, "notes": [*notes, f"The page stands still, as {message}"]}
+    return _changes(before, {**first, "notes": [*notes, f"The page stands still, as {message}"]})
 
 
 class _Server(uvicorn.Server):

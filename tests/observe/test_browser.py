@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meshrl.observe import NOW, Watcher, live
+from meshrl import observe
+from meshrl.observe import NOW, live
 from tests.observe.files import append, events, metrics
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
     page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    async with Watcher(run).serving() as watcher:
+    async with observe.Watcher(run).serving() as watcher:
         await page.goto(watcher.address)
         await expect(page.locator("header")).to_contain_text("0.125 → 0.25")
         await expect(page.locator(".pill")).to_have_text("running")
@@ -81,7 +82,7 @@ async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide
     append(run / "events.jsonl", *events(28, first=3))
     append(run / "samples.jsonl", {"step": 20, "prompt": "newer", "completion": "ok", "reward": 0.0})
     page = await browser.new_page()
-    async with Watcher(run).serving() as watcher:
+    async with observe.Watcher(run).serving() as watcher:
         await page.goto(watcher.address)
         await expect(page.locator(".chooser")).to_contain_text("step 20")
         await page.locator("summary").focus()
@@ -107,7 +108,7 @@ async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide
 
 async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run: Path, browser: "Browser") -> None:
     page = await browser.new_page()
-    async with Watcher(run, control=True).serving() as watcher:
+    async with observe.Watcher(run, control=True).serving() as watcher:
         await page.goto(watcher.address.partition("#")[0])
         await expect(page.locator(".pill")).to_have_text("running")
         await expect(page.locator(".control")).to_have_count(0)
@@ -139,7 +140,8 @@ async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run:
 
 async def test_a_page_that_is_one_too_many_says_what_to_do(run: Path, browser: "Browser") -> None:
     first, last = await browser.new_page(), await browser.new_page()
-    async with AsyncExitStack() as others, Watcher(run).serving() as watcher, httpx.AsyncClient(timeout=600) as client:
+    async with AsyncExitStack() as others, observe.Watcher(run).serving() as watcher:
+        client = await others.enter_async_context(httpx.AsyncClient(timeout=600))
         await first.goto(watcher.address)
         await expect(first.locator(".pill")).to_have_text("running")
         while True:

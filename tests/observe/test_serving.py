@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from meshrl import observe
 from meshrl.errors import ConfigError
-from meshrl.observe import NOW, Now, Watcher, live, run_to_watch
+from meshrl.observe import NOW, Now, live, run_to_watch
 from meshrl.observe.live import LiveRun
 from tests.observe.files import append
 
@@ -30,30 +31,30 @@ async def sent(page: AsyncIterator[bytes], part: str) -> Any:
 
 async def test_pages_are_sent_the_whole_and_then_what_changed_at_once_if_they_are_slow(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "metrics.jsonl"
-    watcher = Watcher(file.parent)
+    watcher = observe.Watcher(file.parent)
     quick, slow = together = watcher.events(), watcher.events()
     first, whole = await asyncio.gather(*(sent(page, "curves") for page in together))
     assert first == whole
-    assert (whole["status"], whole["curves"]) == ("not begun", [])
+    assert (whole["status"], whole["curves"]) == (["not begun"], [[]])
     append(file, {"step": 0, "seconds": 1.0, "reward": 0.25})
     for page in together:
         changes = await sent(page, "curves")
-        (reward,) = changes["curves"]
+        ((reward,),) = changes["curves"]
         assert (reward["x"], reward["y"]) == ([0.0], [0.25])
         assert not {"config", "lanes", "samples"} & changes.keys()
     append(file, {"step": 1, "seconds": 2.0, "reward": 0.5})
-    assert (await sent(quick, "curves"))["curves"][0]["y"] == [0.25, 0.5]
+    assert (await sent(quick, "curves"))["curves"]["0"]["y"] == [0, 1, [0.5]], "what is new alone"
     late = watcher.events()
     again = await sent(late, "curves")
-    assert (again.keys(), again["curves"][0]["y"]) == (whole.keys(), [0.25, 0.5])
+    assert (again.keys(), again["curves"][0][0]["y"]) == (whole.keys(), [0.25, 0.5])
     for step in range(2, 30):
         append(file, {"step": step, "reward": step + 0.5})
         await sent(quick, f"{step + 0.5}")
     changes = await sent(slow, "curves")
-    assert changes["curves"][0]["y"][-1] == 29.5
+    assert changes["curves"][0][0]["y"][-1] == 29.5, "what it has missed is whole"
     assert "config" not in changes
     append(file, {"step": 30, "reward": 0.75})
-    assert (await sent(slow, "curves"))["curves"][0]["y"][-1] == 0.75
+    assert (await sent(slow, "curves"))["curves"]["0"]["y"][2] == [0.75]
     for page in (quick, slow, late):
         await page.aclose()
 
@@ -63,7 +64,7 @@ async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
 ) -> None:
     run = tmp_path / "mine"
     append(run / "metrics.jsonl", {"step": 0, "reward": 0.125})
-    watcher = Watcher(run)
+    watcher = observe.Watcher(run)
     fails = [True]
 
     def look(of: LiveRun) -> tuple[bool, bool]:
@@ -86,7 +87,9 @@ async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
 
 
 async def test_the_page_brings_all_that_it_needs_and_may_ask_nobody_else(tmp_path: Path) -> None:
-    async with Watcher(tmp_path / "mine").serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
+    async with AsyncExitStack() as stack:
+        watcher = await stack.enter_async_context(observe.Watcher(tmp_path / "mine").serving())
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=watcher.address))
         page = await client.get("/")
         policy = page.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
@@ -99,7 +102,7 @@ async def test_the_page_brings_all_that_it_needs_and_may_ask_nobody_else(tmp_pat
 
 
 async def test_a_request_that_names_another_host_or_comes_from_another_site_is_refused(tmp_path: Path) -> None:
-    async with Watcher(tmp_path, control=True).serving() as watcher, httpx.AsyncClient() as client:
+    async with observe.Watcher(tmp_path, control=True).serving() as watcher, httpx.AsyncClient() as client:
         here = f"http://127.0.0.1:{watcher.port}"
         for host in ("evil.example", f"evil.example:{watcher.port}", "127.0.0.1", "127.0.0.1:1"):
             headers = {"host": host, "authorization": f"Bearer {watcher.token}"}
@@ -113,16 +116,16 @@ async def test_a_request_that_names_another_host_or_comes_from_another_site_is_r
 
 
 async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp_path: Path) -> None:
-    async with Watcher(tmp_path).serving() as watcher, AsyncExitStack() as another:
+    async with observe.Watcher(tmp_path).serving() as watcher, AsyncExitStack() as another:
         assert watcher.address == f"http://127.0.0.1:{watcher.port}/"
         with pytest.raises(ConfigError, match=rf"port {watcher.port} of 127\.0\.0\.1: .*--port"):
-            await another.enter_async_context(Watcher(tmp_path).serving(watcher.port))
+            await another.enter_async_context(observe.Watcher(tmp_path).serving(watcher.port))
 
 
 async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SILENT", 1e9)  # it lives on, however long the test takes
     run = tmp_path / "mine"
-    async with Watcher(run, control=True).serving() as watcher, httpx.AsyncClient() as client:
+    async with observe.Watcher(run, control=True).serving() as watcher, httpx.AsyncClient() as client:
 
         async def post(command: str, token: str | None = watcher.token) -> int:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -137,11 +140,11 @@ async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pyte
         assert not (run / "control").exists()
         assert [await post(command) for command in ("pause", "checkpoint")] == [200, 200]
         assert {path.name for path in (run / "control").iterdir()} == {"pause", "checkpoint"}
-        Watcher(run, control=True).ask("resume")  # nobody looks at what this one serves
+        observe.Watcher(run, control=True).ask("resume")  # nobody looks at what this one serves
         assert await post("stop") == 200
         assert {path.name for path in (run / "control").iterdir()} == {"stop", "checkpoint"}
 
-    async with Watcher(run).serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
+    async with observe.Watcher(run).serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
         answer = await client.post("/control", content="stop", headers={"Authorization": "Bearer None"})
     assert (answer.status_code, watcher.token) == (403, None)
     assert "--control" in answer.text

@@ -74,6 +74,7 @@ def evaluate(*arguments: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the model is a real one")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     Path("rows.jsonl").write_text(ROWS)
