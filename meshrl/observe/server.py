@@ -106,9 +106,9 @@ class Watcher:
             listening.close()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the messages for one browser as server-sent events: patches, of which the first has the whole content.
+        """Yield the messages for one browser as server-sent events: patches. The first has the whole content.
 
-        A slow browser gets the keys that have changed meanwhile whole, in one message.
+        A slow browser gets the whole values of all keys whose changes it has missed, in one message.
         """
         self._browsers += 1
         if self._following is None or self._following.done():
