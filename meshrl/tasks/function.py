@@ -314,8 +314,9 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
             f"reward function {name!r} existed only in the memory of its program, like lambdas and inner functions: "
             "put it into a file, and name it as file.py:name"
         )
-    if name.startswith("meshrl."):  # as configurations of runs have it that were given the function itself
-        name = name.rpartition(":")[2]
+    short = name.rpartition(":")[2]
+    if name.startswith("meshrl.") and short in _SHIPPED:  # so a run is recorded that was given the function itself
+        name = short
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")

@@ -159,6 +159,7 @@ def test_a_function_of_an_installed_package_and_names_that_find_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load_function("meshrl.tasks:exact_match") is load_function("exact_match")
+    assert load_function("meshrl.rewards.builtin:exact_match") is load_function("exact_match"), "where it was before"
     (tmp_path / "broken.py").write_text("def reward(:\n", "utf-8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, message in {
