@@ -6,8 +6,9 @@
 A drawn mutant first meets the tests that run its line and start no process, as coverage.py has recorded once (`pip
 install coverage`). If it survives, and if it was planted by hand, it meets the tests that `suites.json` names for its
 room. `results.json` keeps what killed it. Mutants in there are not run again without `--again`. One that the shorter
-tests kill is not run against the longer ones, which take hours, and counts as killed by them too. Both run as they were
-at the revisions in `tree.py`, on a product that has been moved since.
+tests kill is not run against the longer ones, which take hours, and counts as killed by them too. One whose `reason`
+says that it is equivalent is killed by neither. Both run as they were at the revisions in `tree.py`, on a product that
+has been moved since.
 """
 
 import json
@@ -139,9 +140,8 @@ def report(found: Sequence[Mutant], known: Results) -> Iterator[str]:
     yield f"{'':12}{'mutants':>8}{'killed before':>15}{'of them not run':>17}{'killed after':>15}"
     for room in (*dict.fromkeys(each.room for each in found), "all"):
         here = [told for each, told in own if room in (each.room, "all")]
-        unknown = sum(not _has_to_run("before", told) and "before" not in told for told in here)
-        before = unknown + sum(told.get("before", SURVIVED) != SURVIVED for told in here)
-        after = sum(told.get("after", SURVIVED) != SURVIVED for told in here)
+        before, after = (sum(_killed(suite, told) for told in here) for suite in ("before", "after"))
+        unknown = sum("before" not in told and _killed("before", told) for told in here)
         yield f"{room:12}{len(here):8}{before:15}{unknown:17}{after:15}"
     for mutant, told in own:
         if SURVIVED in told.values():
@@ -155,8 +155,13 @@ def report(found: Sequence[Mutant], known: Results) -> Iterator[str]:
         yield "WRONG: fewer mutants are killed than before"
 
 
+def _killed(suite: str, known: dict[str, str]) -> bool:
+    return known.get(suite, known.get("after", SURVIVED)) != SURVIVED
+
+
 def _has_to_run(suite: str, known: dict[str, str]) -> bool:
-    return suite not in known and (suite == "after" or known.get("after", SURVIVED) == SURVIVED)
+    is_equivalent = known.get("reason", "").startswith("equivalent")
+    return suite not in known and (suite == "after" or not (_killed("after", known) or is_equivalent))
 
 
 def main() -> None:
