@@ -43,7 +43,7 @@ class Vllm(ThreadingHTTPServer):
         self.folders: list[str] = []
         self.completions = 0
         self.answers, self.updates, self.asked = threading.Event(), threading.Event(), threading.Event()
-        """Whether it answers any request, takes new weights, and was asked to take them."""
+        """Whether it answers any request, takes new weights, and was asked to take them or to end requests."""
         self.answers.set()
         self.updates.set()
         self.instead: Callable[[dict[str, Any], int], Answer | None] = lambda _body, _number: None
@@ -60,8 +60,9 @@ class Vllm(ThreadingHTTPServer):
             return self.instead(body, self.completions) or chosen(*echoed, *[-1.0] * int(body["max_tokens"]))
         if self.tag is None:
             return 404, {"detail": "Not Found"}
-        if path == "/collective_rpc":
+        if path in ("/abort_requests", "/collective_rpc"):
             self.asked.set()
+        if path == "/collective_rpc":
             self.updates.wait()
             self.folders.append(body["kwargs"]["weights_path"])
         if path == "/update_weight_version":
@@ -237,6 +238,31 @@ def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm,
         assert {path.name for path in Path(last).iterdir()} >= {"config.json", "model-00001.safetensors"}
         assert set(rows.versions[0][-4:].tolist()) == {3}
     assert not list(tmp_path.iterdir()), "its folders go with it"
+
+
+def test_a_row_goes_on_with_new_weights_and_nothing_cached_of_old_ones(server: Vllm, tmp_path: Path) -> None:
+    server.tag, begun, salts = "default", threading.Event(), list[str]()
+    old, new = new_weights(3), new_weights(4)
+
+    def half(body: dict[str, Any], _number: int) -> Answer:
+        salts.append(body["cache_salt"])
+        if len(salts) == 1:
+            begun.set()
+            server.asked.wait()
+        return chosen(-1.0, -1.0)
+
+    async def draw(sampler: HttpSampler) -> Batch:
+        await sampler.load(old)
+        server.asked.clear()
+        server.instead = half
+        row = asyncio.ensure_future(rollout(sampler, PROMPTS.select([0]), GREEDY))
+        await asyncio.to_thread(begun.wait)
+        await sampler.load(new)
+        return await row
+
+    with sampling(server.url, weights=str(tmp_path)) as sampler:
+        assert asyncio.run(draw(sampler)).versions[0][-4:].tolist() == [3, 3, 4, 4]
+    assert len(set(salts)) == 2
 
 
 def test_a_row_that_leaves_while_old_weights_are_given_holds_no_new_ones_up(server: Vllm, tmp_path: Path) -> None:

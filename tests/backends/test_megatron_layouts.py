@@ -198,8 +198,11 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
     assert await loaded(policy) == await loaded(twin)
 
 
-async def test_moments_are_forgotten_and_half_a_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, twin = [MegatronPolicy(policy_of(new_model())) for _ in range(2)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_moments_are_forgotten_and_half_a_state_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    policy, twin = [MegatronPolicy(policy_of(new_model(), dtype=dtype)) for _ in range(2)]
     await policy.checkpoint(str(tmp_path))
     await policy.update(rollouts(), rl.ClippedLoss())
     await policy.restore(str(tmp_path))

@@ -303,6 +303,7 @@ async def test_python_values_are_not_shared_with_ranks(mesh: rl.Mesh) -> None:
     rollouts = await mesh.spawn(Rollouts)
     mine = rl.Batch.of(row=[{"number": row, "text": "x" * 70_000} for row in range(4)])
     held = await rollouts.same(mine)
+    assert held.elsewhere, "what is inside dictionaries counts"
     loaded = await held.load()
     for batch in (mine, held, loaded, rl.Batch.concat([held, mine]), rl.Batch.concat([loaded, mine])):
         await rollouts.write_rows(batch)

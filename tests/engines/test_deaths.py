@@ -12,7 +12,7 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import RankDied, RankFailed
-from meshrl.mesh import Same
+from meshrl.mesh import CollectiveActor, Same
 from tests.engines.conftest import Reserve, on_processes
 from tests.processes.conftest import Breaks, Numbered, killed, until
 
@@ -67,9 +67,18 @@ class Probe(Numbered):
         raise Trouble("no device 3")
 
 
+class Together(Probe, CollectiveActor):
+    def agree(self, work):  # type: ignore[no-untyped-def]  # nothing that they wait for
+        return [work()]
+
+    @rl.endpoint
+    async def touch(self, note: str) -> None:
+        Path(note).touch()
+
+
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path: Path) -> None:
-    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe, start=5)
+    probe, other, together = await mesh.spawn(Probe), await mesh.spawn(Probe, start=5), await mesh.spawn(Together)
     pids = (await probe.pid()).tolist()
     note = tmp_path / "note"
     call = asyncio.create_task(probe.note_its_end(str(note)))
@@ -86,7 +95,10 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: rl.Mesh, tmp_path
         async for _ in stream:
             pass
     await until(note.exists)  # the rank that lives writes it
+    with pytest.raises(RankDied):
+        await together.touch(str(tmp_path / "begun"))
     assert await rl.at(probe, dp=0).add() == 1, "its own process lives"
+    assert not (tmp_path / "begun").exists(), "no rank begins what it would wait in for the dead one"
     for refusing in (probe, other, rl.at(other, dp=1)):
         with pytest.raises(RankDied) as refused:
             await refusing.add()

@@ -136,6 +136,8 @@ class Paced(rl.Actor):
                 await asyncio.sleep(pause)
             except asyncio.CancelledError:
                 self.seen.append(f"{what} is cancelled")
+                for _ in range(100):
+                    await asyncio.sleep(0)
                 raise
         assert asyncio.current_task() is task
         return np.array([rl.current_rank().index])
@@ -191,10 +193,14 @@ async def test_ranks_on_one_loop_begin_whatever_makes_the_loops_tasks(paced: Pac
         asyncio.get_running_loop().set_task_factory(None)
 
 
-async def test_a_stop_reaches_calls_that_have_not_begun(paced: Paced) -> None:
-    calls = [asyncio.create_task(paced.note(str(number), 3600)) for number in range(3)]
+async def test_a_stop_reaches_calls_that_have_not_begun_and_waits_for_others_to_end(paced: Paced) -> None:
+    before = asyncio.all_tasks()
+    calls = [asyncio.create_task(paced.note("begun", 3600))]
+    await paced.said()
+    calls += [asyncio.create_task(paced.note(str(number), 3600)) for number in range(3)]
     await asyncio.sleep(0)
     await rl.stop(paced)
+    assert asyncio.all_tasks() <= before.union(calls), "no rank runs anything"
     for call in calls:
         with pytest.raises(MeshStopped):
             await call

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.errors import ContractError
-from meshrl.mesh import TP
+from meshrl.errors import ConfigError, ContractError, ReplicasDisagree
+from meshrl.mesh import TP, Resources, Same
 from tests.engines.conftest import NO_CORE, Reserve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -64,6 +64,10 @@ class Worker(rl.Actor):
     @rl.endpoint
     async def reward(self, batch: rl.Shard[rl.Batch]) -> rl.Mean[rl.Metrics]:
         return rl.Metrics.of(reward=(float(batch.rewards.sum()), len(batch)))
+
+    @rl.endpoint
+    async def agreed(self, values: list[object]) -> Same[object]:
+        return values[rl.current_rank().index]
 
     @rl.endpoint
     async def on_one_alone(self, what: str) -> rl.Gather[dict[str, np.ndarray] | None]:
@@ -125,6 +129,21 @@ async def test_results_are_reduced_container_by_container(two: rl.Mesh) -> None:
     for what, told in ("nothing", r"parts \[0\] are None"), ("keys", "different keys"):
         with pytest.raises(ContractError, match=told):
             await worker.on_one_alone(what)
+
+
+async def test_ranks_that_must_agree_are_compared_value_by_value(two: rl.Mesh) -> None:
+    worker, nan = await two.spawn(Worker), float("nan")
+    for value in {"a": nan}, [nan, ("b", 1)], np.array([nan, 1.0]):
+        await worker.agreed([value, copy.deepcopy(value)])
+    for one, other in ({"a": 1, "b": 2}, {"a": 1, "b": 3}), ([1.0, nan], [1.0, 2.0]), (np.zeros(2), np.ones(2)):
+        with pytest.raises(ReplicasDisagree):
+            await worker.agreed([one, other])
+
+
+async def test_resources_that_no_machine_has_are_refused() -> None:
+    for cpus, gpus in (-1, 0.0), (None, -1.0), (None, float("inf")), (None, 1.5):
+        with pytest.raises(ConfigError, match="= (-1|inf|1.5)"):
+            Resources(cpus=cpus, gpus=gpus)
 
 
 async def test_containers_optional_shards_and_any_number_of_arguments_are_split_alike(two: rl.Mesh) -> None:

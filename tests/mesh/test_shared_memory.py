@@ -102,10 +102,12 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(pool: Pool) -> Non
     assert (two.memory == 2).all()
 
 
-def test_a_link_to_a_file_is_not_swept(tmp_path: Path) -> None:
-    precious, link = tmp_path / "precious", Share.of_run(None).new_path(FOLDER)
+def test_a_link_to_a_file_is_not_counted_and_not_swept(tmp_path: Path) -> None:
+    share = Share.of_run(None)
+    precious, link = tmp_path / "precious", share.new_path(FOLDER)
     precious.write_text("all of it", "utf-8")
     link.symlink_to(precious)
+    assert share.taken() == 0
     sweep()
     link.unlink(missing_ok=True)
     assert precious.read_text("utf-8") == "all of it"

@@ -118,12 +118,13 @@ def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() ->
         assert set(simulate(script).row("oldest_version").tolist()) == {1}
 
 
-def test_a_call_without_a_stream_is_not_drawn_again_where_nobody_knows_the_weights() -> None:
-    async def script() -> None:
+@pytest.mark.parametrize(("replicas", "min_ranks"), [(1, 0), (2, 2), (2, 1)])
+def test_a_call_without_a_stream_needs_enough_replicas_that_live(replicas: int, min_ranks: int) -> None:
+    async def script() -> rl.Batch:
         engine = FragileEngine(0)
-        sampler = await spawned(SLOW, engine, 1)
+        sampler = await spawned(SLOW, engine, replicas, min_ranks)
         engine.kill(0)
-        await rl.rollout(sampler, sums(4), rl.Sampling(n=1))
+        return await rl.rollout(sampler, sums(4), rl.Sampling(n=1))
 
-    with pytest.raises(RankDied):
-        simulate(script)
+    with pytest.raises(RankDied) if replicas - 1 < max(1, min_ranks) else capture_logs():
+        assert len(simulate(script)) == 4

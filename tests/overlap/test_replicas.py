@@ -1,5 +1,6 @@
 """What a stream says of replicas that do not come back, and of schedules in which they died."""
 
+import asyncio
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -31,16 +32,22 @@ EVERY, NEVER = set(range(24)), 99
 
 @pytest.mark.parametrize("min_ranks", [0, 1, 2])
 def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(min_ranks: int) -> None:
-    lives = count()
+    lives = list[float]()
 
     class Twice(FakeSampler):
         def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
-            if next(lives) > 1:
+            lives.append(asyncio.get_running_loop().time())
+            if len(lives) > 2:
                 raise ValueError("no room on this GPU")
 
+    class AtOnce(FragileEngine):
+        async def restart(self, members: Sequence[Member]) -> None:
+            await rl.LocalEngine.restart(self, members)
+
     if min_ranks == 1:
-        assert labels(simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))) == EVERY
+        assert labels(simulate(lambda: outlives(Twice, AtOnce(0), min_ranks))) == EVERY
+        assert [at - lives[2] for at in lives[2:7]] == [0, 0, 1, 3, 7], "at once, and then less and less"
     else:
         with pytest.raises(RankFailed, match=r"Twice.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
             simulate(lambda: outlives(Twice, FragileEngine(0), min_ranks))

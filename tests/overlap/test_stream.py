@@ -144,6 +144,9 @@ def test_rollouts_that_a_failing_sampler_lost_are_drawn_again() -> None:
     poor = crashing(FakeSampler, generate=[5, 60])(SAMPLER)
     with pytest.raises(Exception, match="told to crash at its value 60"):
         simulate(lambda: streamed(8, ahead=2, sampler=poor, retries=1))
+    poor = crashing(FakeSampler, generate=[5])(SAMPLER)
+    with pytest.raises(Exception, match="told to crash at its value 5"):
+        simulate(lambda: streamed(8, ahead=2, sampler=poor))
 
 
 @pytest.mark.parametrize("during", ["generate", "load"])
@@ -206,12 +209,22 @@ def test_mistakes_are_told() -> None:
             await anext(stream)
             await anext(stream)
 
+    async def beside() -> None:
+        slow = delayed(FakeSampler, generate=1.0)(SAMPLER)
+        async with rl.rollouts(slow, prompts(4), SAMPLING, swap="abort") as stream:
+            await anext(stream)
+            await asyncio.gather(rl.rollout(slow, next(prompts(4)), SAMPLING), rl.publish(FakePolicy(POLICY), stream))
+
     table: dict[str, Callable[[], Coroutine[object, object, object]]] = {
         "ahead = -1": lambda: streamed(1, ahead=-1),
         "late = 'never': use one of 'wait', 'drop'": lambda: streamed(1, late="never"),
         "swap = 'no': use one of 'in_flight', 'drain', 'abort'": lambda: streamed(1, swap="no"),
         "a batch of no prompts": lambda: streamed(1, size=0),
         "returned 11 rollouts for 4 prompts x 3": lambda: streamed(1, sampler=Forgetful(SAMPLER)),
+        'a stream with swap="abort" on the same sampler aborted': beside,
+        "`keep` dropped 101 groups": lambda: trained(
+            FakeSampler(SAMPLER), islice(prompts(1), 102), keep=lambda batch: batch.groups == 0
+        ),
         "`score` was given 3 rows and returned 2": lambda: drawn(prompts(4), score=shorter),
         "group 0 was drawn again while it was in progress": lambda: drawn([next(prompts(2))] * 2, ahead=1),
         "needs prompts with `groups`": lambda: drawn([next(prompts(2)).drop("groups")]),

@@ -1,6 +1,8 @@
 """A column that a rank makes where others read it: no byte of it is copied on its way."""
 
+import asyncio
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, at, endpoint
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import Same, empty, is_in_place, pool
-from tests.processes.conftest import NO_CORE, killed, segments
+from tests.processes.conftest import NO_CORE, killed, segments, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -28,6 +30,10 @@ class Rows(Actor):
         assert is_in_place(hidden)
         hidden[:] = value
         return Batch.of(hidden=hidden)
+
+    @endpoint
+    async def touch(self, note: str) -> None:
+        Path(note).touch()
 
     @endpoint
     async def under_another_name(self, batch: Batch) -> Gather[Batch]:
@@ -64,6 +70,15 @@ async def test_a_column_is_made_and_handed_on_without_a_copy(engine: ProcessEngi
     assert (await named.load()).row("states").min() == 3.0
     await killed(await maker.pid())
     assert await taker.total(named) == 6.0 * COUNT  # it outlives the rank that made it
+
+
+async def test_results_that_wait_for_their_reader_are_not_written_again(mesh: Mesh, tmp_path: Path) -> None:
+    one, note = at(await mesh.spawn(Rows), dp=0), tmp_path / "note"
+    calls = asyncio.gather(one.make(1.0), one.make(2.0), one.touch(str(note)))
+    await asyncio.sleep(0)  # they are sent
+    wait_until(note.exists)  # without reading what is answered
+    *made, _ = await calls
+    assert [(await batch.load()).row("hidden").max() for batch in made] == [1, 2]
 
 
 async def test_what_columns_share_is_copied_once(mesh: Mesh) -> None:

@@ -1,19 +1,22 @@
 """Handles that come and go, values that break where they are read, and much under way at once."""
 
 import asyncio
+import gc
 from functools import wraps
+from pathlib import Path
 from random import Random
 from types import FunctionType
+from typing import Any, Self
 
 import numpy as np
 import psutil
 import pytest
 
-from meshrl import Actor, Mesh, endpoint, overlong_penalty
+from meshrl import Actor, Batch, Mesh, at, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import RankFailed
 from meshrl.mesh import CollectiveActor, Same
-from tests.processes.conftest import NO_CORE, Breaks, Numbered
+from tests.processes.conftest import NO_CORE, Breaks, Numbered, until, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -23,7 +26,19 @@ class Other(Actor):
     async def hello(self) -> None: ...
 
 
+class Late(Batch):
+    """Takes a while to be read."""
+
+    async def load(self, *names: str) -> Self:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return await super().load(*names)
+
+
 class Guest(Numbered):
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
     @endpoint
     async def greet(self, other: Other) -> None:
         await other.hello()
@@ -33,7 +48,17 @@ class Guest(Numbered):
         return sent
 
     @endpoint
-    async def take(self, what: object) -> None: ...
+    async def take(self, what: object) -> None:
+        self.taken.append(what)
+
+    @endpoint
+    async def has(self) -> Same[list[Any]]:
+        return self.taken
+
+    @endpoint
+    async def block(self, folder: Path) -> None:
+        (folder / "begun").touch()
+        wait_until((folder / "end").exists)
 
     @endpoint
     async def give(self, what: str) -> Same[object]:
@@ -88,3 +113,25 @@ async def test_bytes_of_any_size_arrive_whole_however_many_are_under_way(mesh: M
     sizes = [3, 5_000_000, 0, 2_000_000, *(random.randrange(3000) for _ in range(300)), 1]
     sent = [random.randbytes(size) for size in sizes]
     assert await asyncio.gather(*map(guest.echo, sent)) == sent
+
+
+async def test_a_call_does_not_overtake_one_whose_argument_comes_late(mesh: Mesh) -> None:
+    guest = at(await mesh.spawn(Guest), dp=0)
+    await asyncio.gather(guest.take(Late.of(row=[1])), guest.take(2))
+    assert (await guest.has())[1:] == [2]
+
+
+async def test_arguments_of_a_call_that_goes_on_are_kept_until_they_come(engine: ProcessEngine, tmp_path: Path) -> None:
+    guest = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Together)
+    calls = [asyncio.create_task(guest.block(tmp_path))]
+    await until((tmp_path / "begun").exists)
+    calls.append(asyncio.create_task(guest.take(np.full(100_000, 1))))
+    await asyncio.sleep(0)  # it is sent
+    calls[-1].cancel()
+    await asyncio.wait({calls.pop()})
+    gc.collect()
+    calls.append(asyncio.create_task(guest.take(np.full(100_000, 2))))
+    await asyncio.sleep(0)
+    (tmp_path / "end").touch()
+    await asyncio.gather(*calls)
+    assert [np.max(array) for array in await guest.has()] == [1, 2]
