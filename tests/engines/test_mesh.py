@@ -142,7 +142,7 @@ async def test_ranks_that_must_agree_are_compared_value_by_value(two: rl.Mesh) -
 
 async def test_resources_that_no_machine_has_are_refused() -> None:
     for cpus, gpus in (-1, 0.0), (None, -1.0), (None, float("inf")), (None, 1.5):
-        with pytest.raises(ConfigError, match="= (-1|inf|1.5)"):
+        with pytest.raises(ConfigError, match=r"= (-1|inf|1\.5)"):
             Resources(cpus=cpus, gpus=gpus)
 
 
