@@ -27,7 +27,7 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
 SEPARATE := test-attack test-bits test-lowest test-newest test-vllm test-sglang test-cluster
-BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
+BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-cluster test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
