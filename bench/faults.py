@@ -29,7 +29,7 @@ import psutil
 
 from bench.harness import Figure, at_most, figure
 from meshrl.run import audit_run
-from meshrl.testing.cluster import Cluster, Host, Inside
+from tests.support.cluster import Cluster, Host, Inside
 
 PATIENCE: Final = 10.0
 """`run.patience`."""
@@ -310,13 +310,14 @@ def _broken(
 
 def _figures(folder: Path, times: dict[str, list[tuple[float, float]]], used: list[dict[str, float]]) -> list[Figure]:
     audit = audit_run(folder / "runs/soak")
+    prompts = audit.prompts
     third = max(1, len(used) // 3)
     whole = [both[1] for each in times.values() for both in each]
     figures = [
         figure("steps", audit.steps, "steps"),
-        figure("prompts trained", audit.trained, "prompts"),
-        at_most("prompts lost", sum(stop - start for start, stop in audit.missing), "prompts", 0),
-        at_most("prompts trained twice", len(audit.twice), "prompts", 0),
+        figure("prompts trained", len(prompts.trained), "prompts"),
+        at_most("prompts lost", sum(stop - start for start, stop in prompts.all_missing), "prompts", 0),
+        at_most("prompts trained twice", len(prompts.twice), "prompts", 0),
         at_most("promises broken", sum(not verdict.holds for verdict in audit.verdicts), "promises", 0),
         figure("faults", len(whole), "faults"),
         *([figure("all repaired: mean", statistics.mean(whole), "s")] if whole else []),

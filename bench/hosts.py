@@ -32,7 +32,7 @@ from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, We
 from meshrl.data import WeightSource
 from meshrl.engines.ray import RayEngine
 from meshrl.mesh import EVERY
-from meshrl.testing.cluster import Cluster, Host, missing
+from tests.support.cluster import Cluster, Host, missing
 
 HOSTS: Final = 4
 """Number of hosts with samplers."""

@@ -208,9 +208,10 @@ def tell(story: Story, whole: dict[str, object], count: Count, where: str) -> No
         return
     found = audit_run(story.folder / "run")
     count.broken += [f"{where}: {breach}" for verdict in found.verdicts for breach in verdict.breaches]
-    if found.missing or found.twice or found.trained != 4 * STEPS or found.steps != STEPS:
-        count.broken.append(f"{where}: {found.trained} prompts and {found.steps} steps, missing {found.missing}")
-    count.trained += found.trained
+    prompts, trained = found.prompts, len(found.prompts.trained)
+    if prompts.all_missing or prompts.twice or trained != 4 * STEPS or found.steps != STEPS:
+        count.broken.append(f"{where}: {trained} prompts and {found.steps} steps, missing {prompts.all_missing}")
+    count.trained += trained
     count.runs[story.engine] += 1
     if not story.ahead:
         got = story.outcome()

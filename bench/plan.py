@@ -185,7 +185,7 @@ def judged(told: str, predicted: Mapping[str, float], took: Mapping[str, float])
 def predict(records: Sequence[RecordedRun], overrides: Sequence[str]) -> float:
     """The median step in seconds."""
     job = load_job(find_config(CONFIG), [*overrides, "steps=60"])
-    return forecast_of(job, fit(records, job.resolved, CORES).pace, quiet=True).step_seconds_median
+    return forecast_of(job, fit(records, job.resolved, CORES), quiet=True).step_seconds_median
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:

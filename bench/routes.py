@@ -19,9 +19,9 @@ from typing import Final, Literal
 from bench.harness import Figure, arguments, figure, median, report
 from meshrl import Mesh, NewModel, PolicyConfig, Resources, SamplerConfig
 from meshrl.engines.ray import RayEngine
-from meshrl.testing.cluster import Cluster, missing
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from tests.support.cluster import Cluster, missing
 
 HOSTS: Final = 2
 """With samplers."""

@@ -45,7 +45,7 @@ from meshrl import (
 )
 from meshrl.mesh.shared_memory import FOLDER
 from meshrl.run.config import MeshConfig
-from meshrl.testing.cluster import missing
+from tests.support.cluster import missing
 
 MODEL: Final = NewModel(characters="0123456789+= ", hidden_size=128, ffn_size=512, layers=4, heads=4, max_tokens=32)
 TASK: Final = Task(

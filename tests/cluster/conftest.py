@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.testing.cluster import Cluster, missing
+from tests.support.cluster import Cluster, missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ import meshrl as rl
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import MeshrlError, NoRoom
 from meshrl.mesh import EVERY, Same
-from meshrl.testing.cluster import Cluster, Host
+from tests.support.cluster import Cluster, Host
 
 Job: TypeAlias = Callable[..., Awaitable[object]]
 MIB = 1 << 20

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshrl.run import audit_run
-from meshrl.testing.cluster import Cluster
 from tests.cluster.conftest import TASK
+from tests.support.cluster import Cluster
 
 CONFIG = """
 steps = 4

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster import Cluster, Host, missing
+from tests.support.cluster import Cluster, Host, missing
 
 # Whoever comes tells how many bytes it sends, and is answered when they are there.
 SERVER = """
@@ -100,7 +100,7 @@ def test_a_network_is_slow_and_lossy_as_asked_and_a_host_that_was_killed_is_anot
 
 MAKER = """
 import time
-from meshrl.testing.cluster import Cluster
+from tests.support.cluster import Cluster
 cluster = Cluster(2, ray=False)
 cluster.hosts[1].slow(delay=0.001)
 sleepers = [host.start(["setsid", "sleep", "1000"]) for host in cluster.hosts]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.testing.cluster import Cluster, Host
+from tests.support.cluster import Cluster, Host
 
 PROJECT = {
     "train.py": """

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import answered, begun, do, hosts_of, revived, wait_for
 from tests.cluster.stream_jobs import streamed
+from tests.support.cluster import Cluster
 
 QUICKLY = {
     "RAY_health_check_initial_delay_ms": "1000",

@@ -2,8 +2,8 @@
 
 import time
 
-from meshrl.testing.cluster import Cluster, Host
 from tests.cluster.jobs import MIB, begun, calls, crowded, do, places, rows_between, traffic
+from tests.support.cluster import Cluster, Host
 
 
 def left(host: Host) -> list[str]:

@@ -12,8 +12,8 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import wait_for
+from tests.support.cluster import Cluster
 
 SCRIPT = """
 import asyncio, socket

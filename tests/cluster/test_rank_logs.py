@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import LOGS, answered, begun, do, wait_for, written, written_around_a_cut
+from tests.support.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 
 from meshrl.mesh import PATIENCE
 from meshrl.run import audit_run
-from meshrl.testing.cluster import Cluster, Host
 from tests.cluster.conftest import TASK
 from tests.cluster.jobs import wait_for
+from tests.support.cluster import Cluster, Host
 
 NEVER = {"RAY_health_check_failure_threshold": "1000"}
 CONFIG = """

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from meshrl.mesh import PATIENCE
-from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import answered, begun, left, lost, waited
+from tests.support.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

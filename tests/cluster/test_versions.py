@@ -4,8 +4,8 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from meshrl.testing.cluster import Cluster, Host
 from tests.cluster.jobs import answered, begun, joined
+from tests.support.cluster import Cluster, Host
 
 
 def make_older(host: Host) -> str:

@@ -4,9 +4,9 @@ import time
 from typing import TYPE_CHECKING
 
 from meshrl.mesh import PATIENCE
-from meshrl.testing.cluster import Cluster
 from tests.cluster.broadcast_jobs import broadcast
 from tests.cluster.jobs import MIB, answered, begun, do, traffic, ways
+from tests.support.cluster import Cluster
 
 if TYPE_CHECKING:
     import subprocess

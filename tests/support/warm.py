@@ -28,7 +28,6 @@ class _WarmProcess:
         self._pid = 0
 
     def start(self, order: Start, files: list[int]) -> int:
-        """Fork a process and return its id."""
         if self._control is None or self._pid != os.getpid():
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._pid = os.getpid()
@@ -112,5 +111,4 @@ class WarmPopen(subprocess.Popen[Any]):
 
 
 def install() -> None:
-    """Let engines of this process fork their templates from the warm one."""
     subprocess.Popen = WarmPopen  # type: ignore[misc]

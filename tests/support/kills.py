@@ -31,21 +31,12 @@ _THREAD: Final = 0.01
 
 @dataclass(frozen=True)
 class Remains:
-    """The state that a kill leaves."""
-
     folder: Path
-    """A copy of the disk, from which a run can resume."""
     after: str
-    """The last change of the disk before the kill."""
 
 
 class KillPoints:
     """A program in virtual time, and the state of a folder at each moment at which a kill could end it.
-
-        points = KillPoints(tmp_path / "runs", tmp_path / "copies", scripts=[Path("mine.py")])
-        points.watch(main)
-        for left in points.remains:
-            ...  # resume from left.folder, and audit it
 
     A killed process runs no handler and writes no buffer, so it leaves exactly what the disk has. The moments are:
     before each step of each task, so at each await; before each line of the scripts, so also at an await that does not
@@ -54,7 +45,6 @@ class KillPoints:
     """
 
     def __init__(self, folder: Path, copies: Path, scripts: Sequence[Path] = ()) -> None:
-        """`copies`: new folder for a copy of each state. `scripts`: files whose every line is a moment."""
         self._folder = folder
         self._copies = copies
         self._scripts = {str(path.resolve()) for path in scripts}
@@ -63,13 +53,11 @@ class KillPoints:
         self._noting = False
         self._thread = 0
         self.moments: int = 0
-        """Number of moments."""
         self.awaits: Counter[str] = Counter()
         """Places of waiting tasks, `FILE:LINE in FUNCTION`, with the number of moments."""
         self.lines: Counter[tuple[str, int]] = Counter()
         """Lines of the scripts, `(FILE, LINE)`, with the number of moments."""
         self.remains: list[Remains] = []
-        """Each state of the disk once, in order."""
 
     def watch(self, main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None) -> T:
         """Run the program to its end, as `simulate` does, and record each moment.
@@ -169,14 +157,12 @@ class _WatchedFile(io.FileIO):
 
 
 async def _as_a_step(function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
-    """`asyncio.to_thread` that lets other tasks run afterwards."""
     result = function(*arguments, **named)
     await asyncio.sleep(_THREAD)
     return result
 
 
 def _digest(folder: Path) -> bytes:
-    """Digest of all names and contents in a folder."""
     total = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*")):
         if path.name in _LIVE:

@@ -17,7 +17,6 @@ from meshrl.errors import ConfigError
 _INIT: Final = Path(__file__).with_name("init.py")
 _PROGRAMS: Final = ("ip", "tc", "unshare", "nsenter")
 HOST: Final = ("net", "mount", "uts", "ipc")
-"""The namespaces of a host, in addition to pid and time."""
 _STOP: Final = 10.0
 """Seconds that the kernel has to end the processes of a namespace."""
 
@@ -68,9 +67,7 @@ class Namespace:
             options.append("--mount-proc")
         command = ["unshare", *options, "--pid", "--fork", "--kill-child", "--", sys.executable, "-IS", str(_INIT)]
         # In a new session, so that Ctrl-C reaches it only through its maker.
-        self._first = subprocess.Popen(  # noqa: S603 -- our own script
-            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
-        )
+        self._first = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
         self._kinds = (*kinds, "pid", *(["time"] if ahead else []))
         try:
             piped(self._first.stdin).write(json.dumps(furniture) + "\n")
@@ -89,7 +86,6 @@ class Namespace:
 
     @property
     def is_there(self) -> bool:
-        """True if it has not ended."""
         return self._first.poll() is None
 
     def enter(self, *kinds: str) -> list[str]:
@@ -106,9 +102,7 @@ class Namespace:
     def do(self, *command: str, lines: Sequence[str] = (), fails: bool = False) -> bool:
         """Run a command on its network, with `lines` as input. If it fails: ConfigError, or False with `fails`."""
         full = [*self.enter("net"), *command]
-        done = subprocess.run(  # noqa: S603 -- `ip` and `tc`
-            full, input="\n".join(lines), text=True, stdout=PIPE, stderr=STDOUT, check=False
-        )
+        done = subprocess.run(full, input="\n".join(lines), text=True, stdout=PIPE, stderr=STDOUT, check=False)
         if done.returncode and not fails:
             raise ConfigError(f"`{' '.join(command)}` failed: {done.stdout.strip()}")
         return not done.returncode
@@ -128,5 +122,4 @@ class Namespace:
 
 
 def piped(pipe: IO[str] | None) -> IO[str]:
-    """Narrow the type of a pipe that was requested at the start."""
     return cast("IO[str]", pipe)

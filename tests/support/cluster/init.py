@@ -45,7 +45,6 @@ def furnish(name: str, boot: str, shared_memory: int, shared: list[str], names: 
 
 
 def _reap(*_: object) -> None:
-    """Reap orphans, as a first process must."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -54,7 +53,6 @@ def _reap(*_: object) -> None:
 
 
 def main() -> None:
-    """Set the host up as the first line of standard input says, report it, and wait."""
     signal.signal(signal.SIGCHLD, _reap)
     told = json.loads(sys.stdin.readline())
     if told is not None:

@@ -23,11 +23,9 @@ class FaultyFiles:
         self._at = at
         self._fault: Fault = fault
         self.operations: int = 0
-        """Number of operations so far."""
 
     @contextmanager
     def installed(self) -> Generator["FaultyFiles"]:
-        """Use this disk for files that are opened inside the block, in any thread."""
         really_open, really_sync = io.open, os.fsync
 
         def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
@@ -49,7 +47,6 @@ class FaultyFiles:
         return path.resolve().is_relative_to(self._folder)
 
     def _next(self) -> Fault | None:
-        """The fault of the next operation."""
         self.operations += 1
         return self._fault if self.operations - 1 == self._at else None
 

@@ -1,4 +1,4 @@
-"""`python -m meshrl.testing.cluster --hosts 3 COMMAND`: run a command on the first of several hosts."""
+"""`python -m tests.support.cluster --hosts 3 COMMAND`: run a command on the first of several hosts."""
 
 import argparse
 import signal
@@ -6,13 +6,12 @@ import sys
 from functools import partial
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.cluster import Cluster
-from meshrl.testing.cluster.namespaces import Inside
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.namespaces import Inside
 
 
 def main() -> None:
-    """Make the hosts, run the command, and exit with its status."""
-    parser = argparse.ArgumentParser(prog="python -m meshrl.testing.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.cluster", description=__doc__)
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
     parser.add_argument("--cores", type=int, default=2, help="cores of each host, as Ray counts them (2)")
     parser.add_argument(
@@ -34,7 +33,6 @@ def main() -> None:
 
 
 def _ended(process: Inside) -> int:
-    """Pass signals on, wait for the end, and return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, partial(_hand_on, process))
     return process.wait()

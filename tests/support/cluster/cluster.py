@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.host import MOST, PORT, Host, Node
-from meshrl.testing.cluster.namespaces import missing
-from meshrl.testing.cluster.network import Network
+from tests.support.cluster.host import MOST, PORT, Host, Node
+from tests.support.cluster.namespaces import missing
+from tests.support.cluster.network import Network
 
 _ENVIRONMENT: Final = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """Nobody else is on this network, so Ray needs no token."""
@@ -19,11 +19,6 @@ _ENVIRONMENT: Final = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "
 
 class Cluster:
     """Hosts on a private network, each with a Ray node. The first one has the head node.
-
-    with Cluster(3) as cluster:
-        first, second, third = cluster.hosts
-        second.slow(delay=0.05)
-        first.run(["meshrl", "run", "my.toml", f"run.engine={cluster.address}"])
 
     Nothing of it is left when the process that made it ends, however it ends.
     """
@@ -66,11 +61,9 @@ class Cluster:
         return f"{self.hosts[0].address}:{PORT}"
 
     def add(self) -> Host:
-        """Add a host, whose Ray node joins the others."""
         return self._add(1)[0]
 
     def close(self) -> None:
-        """Remove the cluster."""
         for host in self.hosts:
             if host.is_on:
                 host.kill()
@@ -100,7 +93,6 @@ class Cluster:
 
 
 def _settle(hosts: Sequence[Host]) -> None:
-    """Start the nodes of these hosts concurrently."""
     begun = [(host, node) for host in hosts if (node := host.begin_node())]
     for host, node in begun:
         host.wait_for_node(node)

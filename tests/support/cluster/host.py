@@ -12,13 +12,11 @@ from subprocess import PIPE, STDOUT
 from typing import Any, Final, NamedTuple, Self
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.namespaces import HOST, Inside, Namespace
-from meshrl.testing.cluster.network import Cable, Network, address
+from tests.support.cluster.namespaces import HOST, Inside, Namespace
+from tests.support.cluster.network import Cable, Network, address
 
 PORT: Final = 6379
-"""Port of Ray's head node."""
 MOST: Final = 99
-"""Hosts of a cluster at most."""
 _STARTED: Final = 60.0
 """Seconds that a Ray node has to start."""
 _DAY: Final = 86_400
@@ -28,8 +26,6 @@ _SHARED_MEMORY: Final = 2**30
 
 
 class Node(NamedTuple):
-    """A Ray node."""
-
     cores: int
     head: str | None
     """HOST:PORT of the head node. None if this is the head."""
@@ -62,7 +58,6 @@ class Host:
             self.wait_for_node(begun)
 
     def _switch_on(self) -> None:
-        """Start with a new boot id, a new clock, empty memory and a working cable."""
         furniture = {
             "name": self.name,
             "boot": str(uuid.uuid4()),
@@ -75,7 +70,6 @@ class Host:
 
     @property
     def is_on(self) -> bool:
-        """True if the host is running."""
         return self._machine.is_there
 
     def start(self, command: Sequence[str], **named: Any) -> Inside:
@@ -115,7 +109,6 @@ class Host:
         self._cable.lose(to)
 
     def heal(self) -> None:
-        """Restore its network."""
         self._cable.heal()
 
     def slow(self, *, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
@@ -136,7 +129,6 @@ class Host:
         self._cable.take_away()
 
     def begin_node(self) -> Inside | None:
-        """Start its Ray node, if it has one."""
         if self._node is None:
             return None
         cores, head, resources = self._node

@@ -24,8 +24,6 @@ _AT_ONCE = 64
 
 
 class Way:
-    """One direction of the cable."""
-
     def __init__(self, end: int, seed: int) -> None:
         self.delay: float = 0.0
         self.loss: float = 0.0
@@ -36,7 +34,6 @@ class Way:
         self._under_way: deque[tuple[float, bytes]] = deque()
 
     def take(self, frame: bytes) -> None:
-        """Accept a frame."""
         if self._luck.random() < self.loss or len(self._under_way) >= _ROOM:
             return
         self._free = max(self._free, time.monotonic())
@@ -56,7 +53,6 @@ class Way:
 
 
 def opened(name: str) -> int:
-    """Open a device of this name, which this process feeds."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _SET_NAME, struct.pack("16sH22x", name.encode(), _TAP))
     return device

@@ -8,7 +8,7 @@ from subprocess import PIPE
 from typing import Any, Final, cast
 
 from meshrl.errors import ConfigError
-from meshrl.testing.cluster.namespaces import Inside, Namespace, piped
+from tests.support.cluster.namespaces import Inside, Namespace, piped
 
 _WIRE: Final = Path(__file__).with_name("wire.py")
 _MTU: Final = "mtu 9000"
@@ -31,20 +31,16 @@ class Network:
         self.has_tbf: bool = self._has(*_tbf(1e9))
 
     def _has(self, *queue: str) -> bool:
-        """True if the kernel has a kind of queue."""
         has = self.switch.do("tc", "qdisc", "add", "dev", _SWITCH, "root", *queue, fails=True)
         if has:
             self.switch.do("tc", "qdisc", "del", "dev", _SWITCH, "root")
         return has
 
     def close(self) -> None:
-        """Remove the network with all cables."""
         self.switch.end()
 
 
 class Cable:
-    """A cable between one host and the switch."""
-
     def __init__(self, network: Network, machine: Namespace, number: int) -> None:
         """`number`: names its devices, and is the last part of the host's address."""
         self._network = network
@@ -104,7 +100,6 @@ class Cable:
         self._network.switch.do("ip", "link", "del", self._port, fails=True)
 
     def _queue(self, verb: str, *queue: str) -> None:
-        """Configure the kernel's queue at both ends."""
         for place, device in ((self._network.switch, self._port), (self._machine, "eth0")):
             place.do("tc", "qdisc", verb, "dev", device, "root", *queue)
 
@@ -136,14 +131,12 @@ class Cable:
         return "master" in self._shown(self._plug)
 
     def _shown(self, device: str) -> dict[str, Any]:
-        """The kernel's description of a device of the switch."""
         command = [*self._network.switch.enter("net"), "ip", "-json", "-stats", "link", "show", device]
-        shown = subprocess.run(command, stdout=PIPE, text=True, check=True)  # noqa: S603 -- `ip`
+        shown = subprocess.run(command, stdout=PIPE, text=True, check=True)
         return cast("list[dict[str, Any]]", json.loads(shown.stdout))[0]
 
 
 def address(number: int) -> str:
-    """The address of the host with this number."""
     return f"10.77.0.{number}"
 
 
