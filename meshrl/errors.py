@@ -78,6 +78,21 @@ def is_lost(error: BaseException | None) -> bool:
     return isinstance(error, DataLost) or (isinstance(error, RankFailed) and is_lost(error.__cause__))
 
 
+class Damaged(DataError):
+    """A file of a checkpoint is not as it was written."""
+
+
+def damage_of(error: BaseException | None) -> Damaged | None:
+    """Return the `Damaged` that was raised here or on a rank. None for any other error."""
+    if isinstance(error, RankFailed):
+        return damage_of(error.__cause__)
+    return error if isinstance(error, Damaged) else None
+
+
+class SetAside(DataError):
+    """The checkpoint that a run resumed from is damaged and was set aside. The run can resume from an earlier one."""
+
+
 class ModelError(MeshrlError):
     """A model folder or file cannot be used."""
 

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from typing import Final, NamedTuple, cast
 
 import torch
@@ -10,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.algo import Predicts
+from meshrl.errors import ModelError
 from meshrl.roles import OptimizerConfig
 from meshrl_megatron import core
 from meshrl_megatron.model import Held, Model
 from meshrl_torch.checkpoint.boxes import Box, Boxes
-from meshrl_torch.checkpoint.state import MODEL, MOMENTS, SpreadState
-from meshrl_torch.train.optimizer import Stepper, not_finite
+from meshrl_torch.checkpoint.state import MODEL, Facts, State
+from meshrl_torch.train.optimizer import MOMENTS, Stepper, not_finite
 
 
 def gradient_layout() -> core.DistributedDataParallelConfig:
@@ -33,7 +36,8 @@ class MegatronOptimizer(Stepper):
             core.DistributedDataParallel(model.config, gradient_layout(), stage, pg_collection=model.world.groups)
             for stage in model.stages
         ]
-        model.config.finalize_model_grads_func = self._finalize
+        # Sum gradients over the ranks, without a division by tokens: losses are of the global batch.
+        model.config.finalize_model_grads_func = lambda stages, _, **how: core.finalize_model_grads(stages, None, **how)
         settings = core.OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -65,41 +69,28 @@ class MegatronOptimizer(Stepper):
         ModelError on all ranks, and no step, if the norm is not finite. `predicts`: for the message.
         """
         with core.quiet():
-            return self._step(predicts)
-
-    def _step(self, predicts: Predicts) -> float:
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            gradients = [each.grad for each in self._shards() if each.grad is not None]
-            failure = not_finite(predicts, norm, gradients, self.steps, self.lr)
+            self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                gradients = [each.grad for each in self._shards() if each.grad is not None]
+                failure = not_finite(predicts, norm, gradients, self.steps, self.lr)
+                self.forget()
+                raise failure
+            most = self._config.max_grad_norm
+            if most is not None:
+                for each in self._optimizer.chained_optimizers:
+                    if shards := list(_shards(each.optimizer)):
+                        core.clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.lr
+            self._optimizer.step_with_ready_grads()
             self.forget()
-            raise failure
-        most = self._config.max_grad_norm
-        if most is not None:
-            for each in self._optimizer.chained_optimizers:
-                if shards := list(_shards(each.optimizer)):
-                    core.clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.lr
-        self._optimizer.step_with_ready_grads()
-        self.forget()
-        self.steps += 1
-        return norm
+            self.steps += 1
+            return norm
 
     def _shards(self) -> Iterator[nn.Parameter]:
         for each in self._optimizer.chained_optimizers:
             yield from _shards(each.optimizer)
-
-    def _finalize(
-        self,
-        stages: list[nn.Module],
-        tokens: Tensor | None,
-        pg_collection: core.ProcessGroupCollection | None,
-        force_all_reduce: bool | None,
-    ) -> None:
-        """Sum the gradients over the ranks, without a division: losses are of the global batch."""
-        core.finalize_model_grads(stages, None, pg_collection, force_all_reduce)
 
     def whole(self, held: Held, kind: str) -> Tensor:
         """Return a parameter's trained values (MODEL) or a moment of it, float32. Ranks that share it call together."""
@@ -130,13 +121,21 @@ class MegatronOptimizer(Stepper):
 
     def _range(self, parameter: nn.Parameter) -> "_Range | None":
         """Return this rank's range of a parameter, if any."""
+        return self._ranges.get(parameter)
+
+    @cached_property
+    def _ranges(self) -> Mapping[nn.Parameter, "_Range"]:
+        ranges: dict[nn.Parameter, _Range] = {}
         for each in self._optimizer.chained_optimizers:
-            if parameter in each.model_param_group_index_map:
-                group, order = each.model_param_group_index_map[parameter]
-                shard = each.optimizer.param_groups[group]["params"][order]
-                span = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
-                return _Range(shard, each.optimizer.state[shard], span.start, span.end)
-        return None
+            # Not by `model_param_group_index_map`, which is wrong where float32 parameters follow narrower ones.
+            for parameters, shards in (
+                (each.model_fp32_groups, each.shard_fp32_groups),
+                (each.model_float16_groups, each.shard_fp32_from_float16_groups),
+            ):
+                for parameter, shard in zip(chain(*parameters), chain(*shards), strict=True):
+                    span = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
+                    ranges[parameter] = _Range(shard, each.optimizer.state, span.start, span.end)
+        return ranges
 
 
 class _Range(NamedTuple):
@@ -144,14 +143,14 @@ class _Range(NamedTuple):
 
     shard: nn.Parameter
     """The elements, float32."""
-    state: Mapping[str, Tensor]
-    """AdamW's state of them."""
+    state: Mapping[Tensor, Mapping[str, Tensor]]
+    """AdamW's state of all elements, by shard."""
     start: int
     end: int
 
     def values(self, kind: str) -> Tensor:
         """Return the elements (MODEL) or a moment of them."""
-        return self.shard.detach() if kind == MODEL else self.state[kind]
+        return self.shard.detach() if kind == MODEL else self.state[self.shard][kind]
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -160,17 +159,13 @@ def _shards(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
         yield from cast("Sequence[nn.Parameter]", group["params"])
 
 
-class MegatronState(SpreadState):
+class MegatronState(State):
     """The checkpoint of a model in training, whose parameters Megatron-Core fuses and splits."""
 
     def __init__(self, role: str, optimizer: MegatronOptimizer, model: Model, body: str = "model") -> None:
         """`body`: prefix of the decoder's tensors. Other backends write "body" for a critic."""
-        super().__init__(role, model.world)
+        super().__init__(role, model.world, optimizer)
         self._optimizer, self._model, self._body = optimizer, model, body
-
-    @property
-    def _steps(self) -> int:
-        return self._optimizer.steps
 
     def _sizes(self) -> Mapping[str, tuple[int, ...]]:
         boxes = (box for held in self._model.held for box in self._model.boxes(held, held.parameter))
@@ -183,8 +178,14 @@ class MegatronState(SpreadState):
                 for kind, tensor in tensors.items():
                     yield from self._boxes(kind, held, tensor.detach().to("cpu", copy=copied))
 
-    def _begin(self, steps: int) -> None:
-        self._optimizer.begin(steps)
+    def _begin(self, facts: Facts) -> None:
+        if facts.late:
+            name, steps = next(iter(facts.late.items()))
+            raise ModelError(
+                f"it made {steps} of its {facts.steps} steps with `{name}`, which had no gradient in the "
+                "others, and Megatron steps over all parameters together: resume with the backend that wrote it"
+            )
+        self._optimizer.begin(facts.steps)
 
     def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
         """Load parameter by parameter, so that only one is held in addition to the model. Padding becomes 0."""

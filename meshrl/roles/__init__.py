@@ -55,9 +55,11 @@ from meshrl.roles.registry import (
     packages_of,
 )
 from meshrl.roles.server import Server, ServerAddress, ServerConfig
+from meshrl.roles.sums import SUMMED_BYTES, Sums
 
 __all__ = [
     "MOST_COMPLETIONS",
+    "SUMMED_BYTES",
     "BackendOptions",
     "Completion",
     "Critic",
@@ -94,6 +96,7 @@ __all__ = [
     "Shape",
     "Stateful",
     "SteppingSampler",
+    "Sums",
     "TeacherConfig",
     "Workload",
     "axes_of",

@@ -22,6 +22,7 @@ class Stateful(Actor, ABC):
 
         Each rank receives the same folder and writes its share. The caller makes sure that a half-written folder is
         never read. With `wait = False` the call returns once the state is copied, and `written` waits for the rest.
+        The run fingerprints each file, except large ones that have `Sums` next to them.
         """
 
     @endpoint
@@ -34,7 +35,8 @@ class Stateful(Actor, ABC):
         """Load the state that `checkpoint` wrote, so that later calls return the same bits as after the checkpoint.
 
         Settings that are not part of the state, such as the learning rate, come from the current configuration. Raises
-        an error and changes nothing if the folder belongs to another role or model.
+        an error and changes nothing if the folder belongs to another role or model. Raises Damaged if a file differs
+        from its `Sums`.
         """
 
 

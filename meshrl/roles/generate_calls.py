@@ -49,7 +49,8 @@ class GenerateCall:
     def count(self) -> None:
         """Count a step. For a sampler that steps several calls at once, between two awaits."""
         self.steps += 1
-        self._calls.stepped(self)
+        if self.number >= 0 and self._calls.holds(self):
+            self._calls.notify()  # an interruption may have waited for this step
 
     def end(self) -> None:
         """End the call's steps before its block ends, if it still has rows to yield."""
@@ -105,7 +106,7 @@ class GenerateCalls:
             call.steps = 0
             call.turn = call.number - self._begun_at_load
             self._begun = max(self._begun, call.number + 1)
-            self._notify()
+            self.notify()
             yield call
         finally:
             self._begun = max(self._begun, call.number + 1)  # even if it was cancelled before it began
@@ -158,14 +159,7 @@ class GenerateCalls:
     def holds(self, call: GenerateCall) -> bool:
         """True if the next interruption must come before the call's next step, or before its first one."""
         # Later interruptions have no earlier places, so only the next one matters.
-        if self._interruptions >= len(self._record):
-            return False
-        return call.steps >= _place(self._record[self._interruptions], call.number)
-
-    def stepped(self, call: GenerateCall) -> None:
-        """Wake a waiting interruption if the call has reached its place."""
-        if call.number >= 0 and self.holds(call):
-            self._notify()
+        return self.is_replayed and call.steps >= _place(self._record[self._interruptions], call.number)
 
     def end(self, call: GenerateCall) -> None:
         """End the steps of a call."""
@@ -174,14 +168,15 @@ class GenerateCalls:
         self._running.pop(call.number, None)
         if self.is_replayed:
             self._ended[call.number] = call.steps
-        self._notify()
+        self.notify()
 
     async def until(self, ready: Callable[[], bool]) -> None:
         """Wait for a condition that only this rank's calls and interruptions change."""
         while not ready():
             await self._changed.wait()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Make all that wait check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -192,7 +187,7 @@ class GenerateCalls:
             steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0}
             yield places_of({**steps, self._begun: -1}, self._interruptions)
             self._interruptions += 1
-            self._notify()
+            self.notify()
 
     def _in_place(self) -> bool:
         """True if each call is at its place for the next interruption: at its step, ended, or not begun."""

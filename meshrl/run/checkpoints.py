@@ -15,17 +15,19 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 
 from meshrl import log
-from meshrl.errors import ConfigError, DataError
-from meshrl.roles import Stateful
+from meshrl.errors import ConfigError, Damaged, DataError, SetAside, damage_of
+from meshrl.roles import Stateful, Sums
 from meshrl.tasks import CursorState
 
 S = TypeVar("S", bound=Stateful)
+T = TypeVar("T")
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 """Valid names for a script's state, distinct from those of actors and files."""
 _METHODS: Final = ("checkpoint", "written", "restore")
 """Methods of a `Stateful` that a checkpoint calls. An actor on a mesh has them too without being an instance."""
 _COMPLETE: Final = re.compile(r"step-(\d{6,})")
+_NO_EARLIER: Final = "There is no earlier checkpoint: restore that file, or remove {} to start from the beginning"
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -45,8 +47,8 @@ class Saved(msgspec.Struct, frozen=True):
     once: Mapping[str, Mapping[str, float | str]]
     """Results of `run.once`. Values that are not finite are text."""
     data: CursorState
-    fingerprints: Mapping[str, str] = {}
-    """Fingerprints of the other files by path. Empty in checkpoints of older versions."""
+    contents: Mapping[str, tuple[_Count, str]]
+    """Size and fingerprint of each other file of the checkpoint. No fingerprint if the file has `Sums`."""
 
 
 class Checkpoints:
@@ -72,6 +74,8 @@ class Checkpoints:
         """True after a loop has begun. Earlier checkpoints would lack what is added later, and the run could not
         resume."""
         self._from: Path | None = None
+        self._aside = ""
+        """Why that was set aside, if a rank has found damage in it."""
         self.saved: Saved | None = None
         """The state to resume from. None in a new run."""
         if resume:
@@ -106,16 +110,40 @@ class Checkpoints:
         return state
 
     async def adopt(self, place: str, actor: Stateful) -> None:
-        """Keep the state of a new actor from here on. In a resumed run, restore it first."""
+        """Keep the state of a new actor from here on. In a resumed run, restore it first.
+
+        SetAside if this or another actor has found damage, and the run can resume from an earlier checkpoint.
+        """
         if self._from:
+            if self._aside:
+                raise SetAside(self._aside)
             if not (self._from / place).is_dir():
                 does = "keeps" if _NAME.fullmatch(place) else "spawns"
                 raise ConfigError(
                     f"the script {does} {place}, which {self._from} lacks: it has {', '.join(self._saved_places())}. "
                     "Resume with the script and the roles of the checkpoint, or start a run with another name"
                 )
-            await actor.restore(str(self._from / place))
+            try:
+                await actor.restore(str(self._from / place))
+            except Exception as error:
+                damage = damage_of(error)
+                if damage and not self._aside:
+                    self._set_aside(self._from, damage)
+                if self._aside:  # by another actor, perhaps, and this one found its files gone
+                    raise SetAside(self._aside) from error
+                if damage:
+                    raise DataError(f"{damage}. {_NO_EARLIER.format(self._from)}") from error
+                raise
         self._actors[place] = actor
+
+    def _set_aside(self, checkpoint: Path, damage: Damaged) -> None:
+        """Rename a checkpoint in which a rank found damage, if there is an earlier one."""
+        self._check()
+        earlier = checkpoint_until(self._folder.parent, steps_of(checkpoint) - 1, whole=False)
+        if earlier:
+            aside = _rename_damaged(checkpoint)
+            log.warning(f"a checkpoint is damaged, and is now {aside}", error=str(damage))
+            self._aside = f"{damage}. The checkpoint is now {aside}, and the same command resumes from {earlier}"
 
     def begin(self, loop: int) -> None:
         """Begin a loop. Raises ConfigError if the run resumes in it and an actor of the checkpoint was not spawned."""
@@ -132,7 +160,7 @@ class Checkpoints:
         """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are left unchanged.
 
         Writes nothing if a checkpoint of this step exists. Without `wait`, it returns when the actors have copied their
-        states, and `settle` raises any later error.
+        states, and `settle` raises any later error. With it, they need no copy.
         """
         await self.settle()
         self._check()
@@ -142,7 +170,7 @@ class Checkpoints:
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
         try:
-            await _all(actor.checkpoint(str(part / place), wait=False) for place, actor in self._actors.items())
+            await _all(actor.checkpoint(str(part / place), wait=wait) for place, actor in self._actors.items())
         except BaseException:
             await self._discard(part)
             raise
@@ -177,7 +205,7 @@ class Checkpoints:
     async def _finish(self, part: Path, name: str, saved: Saved) -> None:
         try:
             await _all(actor.written() for actor in self._actors.values())
-            complete = msgspec.structs.replace(saved, fingerprints=await asyncio.to_thread(_fingerprints, part))
+            complete = msgspec.structs.replace(saved, contents=await asyncio.to_thread(_contents, part))
             (part / _RUN).write_bytes(_signed(msgspec.json.encode(complete)))
             await asyncio.to_thread(_sync, part)
             self._check()
@@ -214,13 +242,18 @@ def newest_checkpoint(run: Path) -> Path | None:
     return next(reversed(_complete(run.resolve() / _FOLDER)), None)
 
 
-def checkpoint_until(run: Path, step: int) -> Path | None:
-    """Return the folder of a run's newest undamaged checkpoint after at most `step` steps. None if there is none."""
+def checkpoint_until(run: Path, step: int, *, whole: bool = True) -> Path | None:
+    """Return the folder of a run's newest undamaged checkpoint after at most `step` steps. None if there is none.
+
+    With `whole`, tensors are verified too, which reads all of them.
+    """
     for found in reversed(_complete(run.resolve() / _FOLDER)):
         if steps_of(found) > step:
             continue
         try:
             _read(found)
+            if whole:
+                _check_sums(found)
         except DataError as error:
             log.warning(f"{found} is damaged, and an earlier checkpoint is used", error=str(error))
         else:
@@ -273,33 +306,40 @@ def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
             damaged.append((found, error))
             continue
         for path, reason in damaged:
-            aside = path.rename(path.with_name(f"damaged-{path.name}-{secrets.token_hex(4)}"))
+            aside = _rename_damaged(path)
             log.warning(f"a checkpoint is damaged, and is now {aside}; resuming from {found}", error=str(reason))
         return found, saved
     if damaged:
         path, reason = damaged[0]
-        raise DataError(
-            f"{reason}. There is no earlier checkpoint: restore that file, or remove {path} to start from the beginning"
-        )
+        raise DataError(f"{reason}. {_NO_EARLIER.format(path)}")
     return None, None
 
 
+def _rename_damaged(checkpoint: Path) -> Path:
+    return checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}-{secrets.token_hex(4)}"))
+
+
 def _read(folder: Path) -> Saved:
-    """Read the run's state in a checkpoint. Raises DataError if any file differs from what was written."""
+    """Read the run's state in a checkpoint. Raises DataError if a file differs from what was written.
+
+    Of files with `Sums`, only the size is compared. The ranks verify what they read of them.
+    """
     file = folder / _RUN
     try:
         content, _, sign = file.read_bytes().partition(b"\n")
+        if sign != _fingerprint(content):
+            raise DataError(f"{file} is not as it was written: its fingerprint differs")
+        if lacking := set(Saved.__struct_fields__) - msgspec.json.decode(content, type=dict[str, object]).keys():
+            raise ConfigError(
+                f"{file} was written by an older version of meshrl: it lacks {', '.join(sorted(lacking))}. Resume with "
+                "that version, or start a run with another name"
+            )
         saved = msgspec.json.decode(content, type=Saved)
     except (OSError, RecursionError, ValueError) as error:  # from msgspec and from UTF-8
         raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    present = _fingerprints(folder)
-    del present[_RUN]
-    if (saved.fingerprints or sign) and sign != _fingerprint(content):
-        raise DataError(f"{file} is not as it was written: its fingerprint differs")
     if saved.done != steps_of(folder):
         raise DataError(f"{file} is of a checkpoint after {saved.done} steps: the folder was renamed")
-    if sign:
-        _check_fingerprints(folder, saved.fingerprints, present)
+    _check_contents(folder, saved.contents)
     return saved
 
 
@@ -330,33 +370,77 @@ def _fingerprint(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
 
 
-def _fingerprints(folder: Path) -> dict[str, str]:
-    """Return the fingerprint of each file below a folder, by path. Raises DataError for links and special files."""
+def _fingerprint_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
-    def of_file(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
-    files = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
-    for path in files:
+def _files(folder: Path) -> dict[str, Path]:
+    """Return all files below a folder by their path in it. Raises DataError for links and special files."""
+    paths = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    for path in paths:
         if path.is_symlink() or not path.is_file():
             raise DataError(
                 f"{path} is not a plain file, and a checkpoint has only plain files: copy the file that it points to"
             )
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        names = (path.relative_to(folder).as_posix() for path in files)
-        return dict(zip(names, pool.map(of_file, files), strict=True))
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def _check_fingerprints(folder: Path, written: Mapping[str, str], present: Mapping[str, str]) -> None:
+def _contents(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return the size and fingerprint of each file below a folder. No fingerprint of a file that has valid `Sums`."""
+
+    def of_file(path: Path) -> tuple[int, str]:
+        return path.stat().st_size, "" if _sums(path) else _fingerprint_file(path)
+
+    files = _files(folder)
+    return dict(zip(files, _in_threads(of_file, files.values()), strict=True))
+
+
+def _check_contents(folder: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Raise DataError if the files of a folder are not those that were written."""
-    for name in sorted(written.keys() | present.keys()):
-        if name not in present:
+    files = _files(folder)
+    del files[_RUN]
+    for name in sorted(written.keys() | files.keys()):
+        if name not in files:
             raise DataError(f"{folder / name} is missing, but was written with this checkpoint")
         if name not in written:
             raise DataError(f"{folder / name} was not written with this checkpoint")
-        if written[name] != present[name]:
+        if (size := files[name].stat().st_size) != written[name][0]:
             raise DataError(
-                f"{folder / name} differs from what was written with this checkpoint: its fingerprint is "
-                f"{present[name]}, and was {written[name]}"
+                f"{folder / name} differs from what was written with this checkpoint: it has {size} bytes, and had "
+                f"{written[name][0]}"
             )
+    small = [name for name, (_, fingerprint) in written.items() if fingerprint]
+    for name, found in zip(small, _in_threads(_fingerprint_file, [files[name] for name in small]), strict=True):
+        if found != written[name][1]:
+            raise DataError(
+                f"{folder / name} differs from what was written with this checkpoint: its fingerprint is {found}, and "
+                f"was {written[name][1]}"
+            )
+
+
+def _check_sums(folder: Path) -> None:
+    """Raise DataError if a file of tensors differs from its sums."""
+    files = list(_files(folder).values())
+    for path, differs in zip(files, _in_threads(_differs, files), strict=True):
+        if differs:
+            raise DataError(f"{path} differs from what was written with this checkpoint: its sums differ")
+
+
+def _differs(path: Path) -> bool:
+    sums = _sums(path)
+    return sums is not None and not sums.matches(path)
+
+
+def _sums(path: Path) -> Sums | None:
+    """Return the sums of a file. None if it has none, or a file of another kind is so named."""
+    try:
+        sums = Sums.of(path)
+    except ValueError:
+        return None
+    return sums if sums and sums.size == path.stat().st_size else None
+
+
+def _in_threads(function: Callable[[Path], T], files: Iterable[Path]) -> list[T]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, files))

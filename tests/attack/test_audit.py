@@ -3,6 +3,7 @@
 import json
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,14 +37,12 @@ def _roles() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int | None, Path]:
-    """By `ahead`, the folder of a run that ended well."""
     folder = tmp_path_factory.mktemp("honest")
     return {ahead: play(folder / f"{ahead}", ahead=ahead) for ahead in (None, 0, 1, 2)}
 
 
 @pytest.fixture
 def honest(played: Mapping[int | None, Path], tmp_path: Path) -> Callable[[int | None], Path]:
-    """Copies the folder of such a run, to be changed."""
     return lambda ahead: Path(shutil.copytree(played[ahead], tmp_path / secrets.token_hex(4)))
 
 
@@ -57,7 +56,6 @@ def play(folder: Path, *, ahead: int | None, until: float = 1000, configured: in
 
 
 def forged(folder: Path, change: Callable[[Lines], object], file: str = "groups.jsonl") -> None:
-    """Change the lines of a file."""
     path = folder / file
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
@@ -65,7 +63,6 @@ def forged(folder: Path, change: Callable[[Lines], object], file: str = "groups.
 
 
 def of(lines: Lines, step: int, what: str) -> dict[str, Any]:
-    """What happened in a step."""
     (line,) = (line for line in lines if line["step"] == step)
     return next(each for each in line["happened"] if each["what"] == what)
 
@@ -79,28 +76,36 @@ def breaches(folder: Path) -> str:
 def test_a_loop_without_a_stream_and_streams_keep_their_promises(played: Mapping[int | None, Path]) -> None:
     found = audit_run(played[None])
     assert (found.holds, found.status, found.steps, found.resumed) == (True, "finished", STEPS, 0)
-    assert (found.drawn, found.trained, found.under_way, found.staleness, found.bound) == (32, 32, 0, None, None)
+    prompts, versions = found.prompts, found.versions
+    assert (len(prompts.taken), len(prompts.trained), len(prompts.open)) == (32, 32, 0)
+    assert (versions.largest, versions.bound) == (None, None)
     for ahead in (0, 2):
         found = audit_run(played[ahead])
         assert found.holds, found.verdicts
         assert len(found.verdicts) == 4
-        assert (found.steps, found.trained, found.bound, found.staleness) == (STEPS, SIZE * STEPS, ahead, ahead)
-        assert found.dropped["filtered"] >= 4
-        assert found.drawn == found.trained + sum(found.dropped.values())
-        left = found.dropped.get("closed", 0)
+        prompts, versions, dropped = found.prompts, found.versions, Counter(found.prompts.dropped.values())
+        assert (found.steps, len(prompts.trained), versions.bound, versions.largest) == (
+            STEPS,
+            SIZE * STEPS,
+            ahead,
+            ahead,
+        )
+        assert dropped["filtered"] >= 4
+        assert len(prompts.taken) == len(prompts.trained) + sum(dropped.values())
+        left = dropped["closed"]
         assert left <= (ahead + 2) * SIZE
         assert (f"{left} left over" in found.verdicts[0].numbers) == (left > 0)
         assert max(map(len, (played[ahead] / "groups.jsonl").read_text().splitlines())) < 1000, "bounded in size"
 
 
 def test_a_run_that_went_on_keeps_its_promises_and_its_steps_one_by_one(tmp_path: Path) -> None:
-    """Of one loop or two, killed in either."""
     for number, (ahead, loops, until) in enumerate(((None, 1, 7.0), (2, 1, 7.0), (1, 2, 14.0), (1, 2, 23.0))):
         folder = tmp_path / f"{number}"
         play(folder, ahead=ahead, until=until, loops=loops)
         found = audit_run(play(folder, ahead=ahead, loops=loops))
         assert found.holds, found.verdicts
-        assert (found.steps, found.resumed, found.trained) == (loops * STEPS, 1, loops * SIZE * STEPS), number
+        trained = len(found.prompts.trained)
+        assert (found.steps, found.resumed, trained) == (loops * STEPS, 1, loops * SIZE * STEPS), number
 
 
 def test_a_prompt_that_a_resumed_run_does_not_draw_again_is_found(tmp_path: Path) -> None:
@@ -108,7 +113,6 @@ def test_a_prompt_that_a_resumed_run_does_not_draw_again_is_found(tmp_path: Path
     folder = play(tmp_path, ahead=2)
 
     def remember(lines: Lines) -> None:
-        """Another one was in progress when the run began again."""
         begun = max(at for at, line in enumerate(lines) for each in line["happened"] if each["what"] == "begin")
         lines[begun - 1]["under_way"].append([900, 901])
 
@@ -152,7 +156,7 @@ def test_lines_that_were_added_or_left_out_are_found(honest: Callable[[int | Non
     assert "step 3 comes after step 3 in metrics.jsonl" in breaches(again)
     forged(lost, lambda lines: of(lines, 3, "train").update(groups=[[9, 10], [12, 14]]))
     found = audit_run(lost)
-    assert (found.twice, found.missing) == ([9], [(14, 16)])
+    assert (found.prompts.twice, found.prompts.all_missing) == ({9}, [(14, 16)])
 
 
 def test_another_bound_than_the_configured_one_is_found(tmp_path: Path) -> None:
@@ -191,7 +195,7 @@ def test_a_run_that_was_killed_is_judged_as_far_as_it_went(honest: Callable[[int
     found = audit_run(folder)
     assert found.holds, found.verdicts
     assert (found.status, found.steps) == ("not ended", 5)
-    assert found.under_way > 0
+    assert found.prompts.open
 
 
 def test_the_command_tells_by_its_exit_status(honest: Callable[[int | None], Path]) -> None:

@@ -1,6 +1,9 @@
 """Checkpoints in which a bit has turned, or that somebody has edited."""
 
+import asyncio
+import hashlib
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +11,18 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+import meshrl as rl
 from meshrl import LocalEngine, Run
-from meshrl.errors import DataError
-from tests.run.test_checkpoints import config, counting, lines, run
+from meshrl.errors import ConfigError, Damaged, DataError, SetAside
+from meshrl.run import checkpoints
+from meshrl.run.checkpoints import Checkpoints
+from meshrl.testing import FakePolicy
+from tests.run.test_checkpoints import Script, config, counting, lines, run
 
 STEPS = 6
 
 
 async def train(folder: Path) -> list[int]:
-    """Go on with a run until its sixth step; the steps that were done."""
     seen: list[int] = []
     async with Run(config(folder)) as under_way:
         await counting(STEPS, seen=seen)(under_way)
@@ -24,26 +30,22 @@ async def train(folder: Path) -> list[int]:
 
 
 async def crashed(folder: Path, after: int = 2) -> Path:
-    """The checkpoints of a run that was killed in the step after so many."""
     return await run(counting(STEPS, dies_in=after), folder) / "checkpoints"
 
 
 def state_of(folder: Path) -> Path:
-    """The first file of an actor's state in this folder."""
     return next(path for path in folder.rglob("*") if path.is_file() and path.name != "run.json")
 
 
 def edited(file: Path, used: object = None, **changes: object) -> None:
-    """Change what a checkpoint of a version before says, which has no fingerprints."""
     saved = msgspec.json.decode(file.read_bytes().splitlines()[0], type=dict[str, Any])
-    del saved["fingerprints"]
     saved["data"]["used"] = used or saved["data"]["used"]
-    file.write_bytes(msgspec.json.encode({**saved, **changes}))
+    content = msgspec.json.encode({**saved, **changes})
+    file.write_bytes(content + b"\n" + hashlib.blake2b(content, digest_size=16).hexdigest().encode())
 
 
 @pytest.mark.parametrize("most", [30, pytest.param(1000, marks=pytest.mark.wide)])
 async def test_each_bit_counts(tmp_path: Path, most: int) -> None:
-    """Of run.json and of every other file, as far as so many of each file tell."""
     folder = await crashed(tmp_path)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 1
@@ -74,6 +76,93 @@ async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> 
     assert "differs from what was written with this checkpoint" in told["error"]
     assert [line["step"] for line in lines(tmp_path / "mine/metrics.jsonl")] == list(range(STEPS))
     assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000004")]) == 1
+
+
+TINY = rl.NewModel(characters="abcdefgh12345678>", hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=8)
+
+
+def training(dies_in: int = -1, seen: list[int] | None = None) -> Script:
+    return counting(STEPS, dies_in, seen, rl.PolicyConfig(model=TINY))
+
+
+def tensors_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def turned(file: Path) -> bytes:
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return whole
+
+
+async def test_a_rank_that_finds_damage_sets_the_checkpoint_aside(tmp_path: Path) -> None:
+    folder = await run(training(dies_in=4), tmp_path) / "checkpoints"
+    (newest,), (before,) = (tensors_of(folder / f"step-00000{step}") for step in (4, 2))
+    turned(newest)
+    seen: list[int] = []
+    told = rf"{newest} is not as it was written: .* differs in its bytes .* the same command resumes from .*step-000002"
+    with pytest.raises(DataError, match=told):
+        async with Run(config(tmp_path)) as under_way:
+            await training(seen=seen)(under_way)
+    assert sorted(path.name[:19] for path in folder.iterdir()) == ["damaged-step-000004", "step-000002"]
+    whole = turned(before)
+    for _ in range(2):
+        with pytest.raises(DataError, match="There is no earlier checkpoint: restore that file, or remove"):
+            async with Run(config(tmp_path)) as under_way:
+                await training(seen=seen)(under_way)
+    before.write_bytes(whole)
+    async with Run(config(tmp_path)) as under_way:
+        await training(seen=seen)(under_way)
+    assert seen == [2, 3, 4, 5]
+
+
+async def test_damage_is_told_by_all_that_resume_together(tmp_path: Path) -> None:
+    class Kept(FakePolicy):
+        async def restore(self, folder: str) -> None:
+            if self is first:
+                raise Damaged("a bad tensor") from KeyError("w")
+            await asyncio.sleep(0)
+            next(Path(folder).iterdir())  # gone by now
+
+    folder = await crashed(tmp_path, after=4)
+    resumed = Checkpoints(folder.parent, 2, resume=True)
+    first, second = (Kept(rl.PolicyConfig(backend="fake", model="none")) for _ in range(2))
+    told = r"a bad tensor\. The checkpoint is now .*/damaged-step-.*, and the same command resumes from .*/step-000002"
+    for actors in ((second, first), (second,)):
+        calls = [resumed.adopt("0-policy", each) for each in actors]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            with pytest.raises(SetAside, match=told):
+                raise error or AssertionError
+
+
+async def test_the_run_reads_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it signs a checkpoint, and when it resumes: there it compares names, sizes and small files alone."""
+    read, opened = list[str](), list[str]()
+    fingerprint = checkpoints._fingerprint_file
+
+    def spied(path: Path) -> str:
+        read.append(path.name)
+        return fingerprint(path)
+
+    monkeypatch.setattr(checkpoints, "_fingerprint_file", spied)
+    folder = await run(training(dies_in=2), tmp_path)
+    (file,) = tensors_of(folder)
+    assert sorted(read) == sorted(["state.json", f"{file.name}.sums"])
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    assert Checkpoints(folder, 2, resume=True).saved
+    names = [Path(each).name for each in opened]
+    opened.clear()
+    assert f"{file.name}.sums" in names
+    assert file.name not in names
+    for content in (file.read_bytes()[:-1], file.read_bytes() + b" "):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{file} differs .* it has {len(content)} bytes, and had"):
+            Checkpoints(folder, 2, resume=True)
 
 
 async def test_links_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -115,8 +204,14 @@ async def test_what_was_edited_by_hand_is_an_error_in_words(tmp_path: Path) -> N
         edited(here / "mine/checkpoints/step-000002/run.json", **changes)
         with pytest.raises(DataError, match=told):
             await train(here)
-    edited(tmp_path / "mine/checkpoints/step-000002/run.json")
-    assert await train(tmp_path) == [2, 3, 4, 5], "of a version before"
+    file = tmp_path / "mine/checkpoints/step-000002/run.json"
+    whole = file.read_bytes()
+    file.write_bytes(checkpoints._signed(whole.splitlines()[0].replace(b'"contents"', b'"fingerprints"')))
+    with pytest.raises(ConfigError, match="was written by an older version of meshrl: it lacks contents"):
+        await train(tmp_path)
+    file.write_bytes(whole)
+    edited(file)
+    assert await train(tmp_path) == [2, 3, 4, 5]
     assert victim.read_text() == "precious"
 
 
@@ -125,7 +220,7 @@ async def test_metrics_that_are_no_file_of_a_run_are_an_error_in_words(tmp_path:
     whole = metrics.read_bytes()
     for line in (b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"step": "one"}\n'):
         metrics.write_bytes((line + whole)[: len(whole)])
-        with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not as a run wrote it"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: is not as a run wrote it"):
             await train(tmp_path)
     victim.write_bytes(whole + b"precious")
     metrics.unlink()

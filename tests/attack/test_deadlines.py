@@ -28,8 +28,6 @@ from meshrl.testing import FakePolicy, Lognormal, delayed
 
 
 class Slow(Actor):
-    """Answers when it is let go."""
-
     def __init__(self) -> None:
         self.free = asyncio.Event()
 
@@ -102,7 +100,6 @@ ENDED = threading.Event()
 
 
 def hangs(prompt: str, completion: str, row: dict[str, object]) -> float:
-    """Hangs on one row, until the test ends."""
     if completion == "bad":
         ENDED.wait()
     return 1.0

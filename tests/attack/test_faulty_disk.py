@@ -8,17 +8,16 @@ from structlog.testing import capture_logs
 
 from meshrl import Metrics, Run, RunConfig
 from meshrl.errors import ConfigError, DataError, MeshrlError
-from meshrl.testing import FaultyFiles
 from tests.run.test_checkpoints import counting, lines, run
+from tests.support.faulty_files import FaultyFiles
 
 if TYPE_CHECKING:
-    from meshrl.testing.faulty_files import Fault
+    from tests.support.faulty_files import Fault
 
 STEPS = 3
 
 
 async def train(folder: Path) -> None:
-    """A run of three steps with a checkpoint after each, that is gone on with."""
     await run(counting(STEPS), folder, checkpoint_every=1)
 
 
@@ -28,10 +27,7 @@ def groups(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.wide)])
 async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, every: int) -> None:
-    """The error says what the disk did and what is left. Not every fault ends the run: it may be a line of the log.
-
-    A write that is short is gone on with at once.
-    """
+    """The error says what the disk did and what is left. Not every fault ends the run: it may be a line of the log."""
     with FaultyFiles(tmp_path / "whole").installed() as whole:
         await train(tmp_path / "whole")
     assert whole.operations > 4 * STEPS
@@ -61,8 +57,6 @@ async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, ever
 
 
 async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_path: Path) -> None:
-    """Wherever the disk fails after the script did."""
-
     async def failing(folder: Path, disk: FaultyFiles) -> None:
         async with Run(RunConfig(folder=str(folder))) as run:
             await run.record(Metrics.of(loss=(1.0, 1.0)))

@@ -1,4 +1,4 @@
-"""Numbers that are no numbers, too large for their type, without a sign, or of a type that rounds small steps away."""
+"""Numbers that are no numbers, too large, without a sign, of a type that rounds, and log-probs of restricted draws."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,7 @@ from torch import nn
 import meshrl as rl
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import OptimizerConfig
-from meshrl.run.jobs import load_job
+from meshrl.run import load_job
 from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
@@ -20,6 +20,12 @@ from meshrl_torch.train.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from meshrl.algo import Loss
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from meshrl.run import find_doubts, shipped_configs
+from meshrl_vllm.whole import tell_whole
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
@@ -108,6 +114,9 @@ SLOW = OptimizerConfig(lr=1e-5)
 TABLE = {"model": MODEL, "dtype": "bfloat16", "optimizer": SLOW}
 
 
+STATE = "shard-00001-model-00001-of-00001.safetensors"
+
+
 def rows() -> rl.Batch:
     random, places = np.random.default_rng(0), np.arange(8 * 12)
     tokens = rl.Ragged.of([random.integers(2, 11, 12) for _ in range(8)], np.int32)
@@ -124,8 +133,7 @@ async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32(tmp_path
         losses = [(await trained.update(rows(), rl.CrossEntropy()))["loss"] for _ in range(11)]
         lowered.append(losses[0] - losses[-1])
         await trained.checkpoint(str(tmp_path / dtype))
-        masters = [name for name in load_file(tmp_path / dtype / "state.safetensors") if "float32" in name]
-        assert bool(masters) == (dtype == "bfloat16")
+        assert {each.dtype for each in load_file(tmp_path / dtype / STATE).values()} == {torch.float32}
         assert {array.dtype.name for array in (await trained.weights()).tensors.values()} == {dtype}
     assert lowered[0] > 0.003
     assert lowered[1] == pytest.approx(lowered[0], rel=0.1)
@@ -148,9 +156,9 @@ async def test_what_is_resumed_in_bfloat16_goes_on_to_the_bit(tmp_path: Path) ->
         states = []
         for role, name in ((one, "one"), (other, "other")):
             await role.checkpoint(str(tmp_path / name))
-            states.append(load_file(tmp_path / name / "state.safetensors"))
+            states.append(load_file(tmp_path / name / STATE))
         assert {name for name, each in states[0].items() if not torch.equal(each, states[1][name])} == set()
-        masters = {name: each for name, each in states[0].items() if name.startswith("model/float32/")}
+        masters = {name: each for name, each in states[0].items() if name.startswith("model/")}
         assert {each.dtype for each in masters.values()} == {torch.float32}
         norms = [each for name, each in masters.items() if "norm" in name]
         assert not any(torch.equal(each, each.bfloat16().float()) for each in norms)
@@ -163,3 +171,50 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
         parameter.sum().backward()
     assert optimizer.step("logprobs") == 300
     assert parameter.grad is None
+
+
+def restricted(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """Written into the logits, as vLLM may: the two most probable tokens are left."""
+    if k is None and p is None:
+        return logits
+    return logits.masked_fill_(logits < logits.topk(2).values[:, 1:], -torch.inf)
+
+
+def first(logits: Tensor, _: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the `TopKTopPSampler` of vLLM's first model runner."""
+    left = restricted(logits, k, p)
+    return left.argmax(-1), left.log_softmax(-1)
+
+
+def second(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """As the sampler of vLLM's second model runner, whose log-probs are made of the logits that it gives."""
+    left = restricted(logits, *rest[3:5])
+    return left.argmax(-1), left
+
+
+def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    one, other = (
+        SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=first)),
+        SimpleNamespace(_sample_random=second),
+    )
+    for sampler in (one, other):
+        tell_whole(sampler)
+    for p in (None, torch.full((3,), 0.9)):
+        tokens, logprobs = one.topk_topp_sampler.forward(logits.clone(), {}, None, p)
+        others, left = other._sample_random(logits.clone(), 0, 0, 0, None, p, False)
+        for drawn, told in ((tokens, logprobs), (others, left.log_softmax(-1))):
+            assert torch.equal(drawn, logits.argmax(-1))
+            assert torch.equal(told, logits.log_softmax(-1)), p
+
+
+def doubts(config: str, *overrides: str) -> list[str]:
+    return find_doubts(load_job(shipped_configs()[config], list(overrides)).config)
+
+
+def test_a_restricted_draw_under_a_loss_with_ratios_is_warned_of_by_name() -> None:
+    (doubt,) = doubts("gspo/quickstart", "sampling.top_p=0.9")
+    assert doubt.startswith("sampling.top_p = 0.9 with SequenceLoss: rows are sampled from a part of the distribution")
+    assert len(doubts("grpo/quickstart", "sampling.top_p=0.9", "sampling.top_k=20")) == 2
+    assert doubts("gspo/quickstart") == []
+    assert doubts("expert_iteration/quickstart", "sampling.top_k=20") == []

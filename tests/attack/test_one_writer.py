@@ -41,7 +41,6 @@ asyncio.run(main())
 
 @contextmanager
 def holder(folder: Path) -> Generator[subprocess.Popen[str]]:
-    """A run in a process of its own, after its first step."""
     command = [sys.executable, "-c", HOLDS, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -56,14 +55,13 @@ def config(folder: Path, **changes: object) -> RunConfig:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All but what a run that lives writes anew each second."""
     found = (path for path in folder.rglob("*") if path.is_file() and NOW not in path.name)
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
     """Make this process another host's, on a file system that tells hosts of no locks."""
-    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "another")
+    monkeypatch.setattr("meshrl.run.lock.boot_id", lambda: "another")
     monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
     monkeypatch.setattr("meshrl.run.lock._LEASE", lease)
 
@@ -108,7 +106,6 @@ def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_killed_run_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
-    """On another host, once its lease has ended."""
     if elsewhere:
         be_elsewhere(monkeypatch, lease=0.5)
     with holder(tmp_path) as process:
@@ -149,7 +146,7 @@ def test_who_was_stopped_while_it_watched_looks_once_more(tmp_path: Path, monkey
     """Its own clock says that the lease is over, and it has not looked since."""
     be_elsewhere(monkeypatch)
     first, seconds = FolderLock(tmp_path / "mine"), count(1)
-    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "a third")
+    monkeypatch.setattr("meshrl.run.lock.boot_id", lambda: "a third")
     monkeypatch.setattr("meshrl.run.lock.time.sleep", lambda _: os.utime(tmp_path / ".mine.lock", (1, next(seconds))))
     monkeypatch.setattr("meshrl.run.lock.time.monotonic", lambda: next(seconds) * 1000.0)
     with capture_logs(), pytest.raises(ConfigError, match=r"gone for good, remove .*/\.mine\.lock"):

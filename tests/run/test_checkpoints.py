@@ -34,7 +34,6 @@ def config(folder: Path, **changes: object) -> rl.RunConfig:
 
 
 async def run(script: Script, folder: Path, **changes: object) -> Path:
-    """Run a script until it ends or is killed; the run's folder."""
     with capture_logs(), suppress(Killed):
         async with rl.Run(config(folder, **changes)) as under_way:
             await script(under_way)
@@ -45,11 +44,9 @@ async def teach(policy: rl.Policy, batch: rl.Batch) -> None:
     await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), rl.CrossEntropy())
 
 
-def counting(steps: int, dies_in: int = -1, seen: list[int] | None = None) -> Script:
-    """A script that trains on each batch of two prompts, and records which it was."""
-
+def counting(steps: int, dies_in: int = -1, seen: list[int] | None = None, model: rl.PolicyConfig = FAKE) -> Script:
     async def script(run: rl.Run) -> None:
-        policy = await run.spawn(rl.Policy, FAKE)
+        policy = await run.spawn(rl.Policy, model)
         rows = TASK.batches(2, run.seed)
         async for step in run.steps(steps):
             batch = next(rows)

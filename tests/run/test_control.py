@@ -19,8 +19,6 @@ Act = Callable[[Run], Awaitable[None]]
 
 
 def play(folder: Path, act: Act, every: int | None = None, *, resume: bool = False) -> Path:
-    """A run of 4 steps, with something done in the one numbered 1; its folder."""
-
     async def script() -> None:
         config = RunConfig(name="mine", folder=str(folder), checkpoint_every=every, resume=resume)
         async with Run(config) as run:
@@ -60,8 +58,6 @@ def test_a_checkpoint_that_is_asked_for_is_written_once(tmp_path: Path, every: i
 
 
 def test_what_cannot_be_removed_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a folder of another user."""
-
     unlink = Path.unlink
 
     def refuse(path: Path, missing_ok: bool = False) -> None:

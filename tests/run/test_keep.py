@@ -1,7 +1,10 @@
-"""State of a script's own, which a run keeps in its checkpoints."""
+"""State of a script's own, which a run keeps in its checkpoints, and the curriculum of docs/extend.md, which is one."""
 
+import json
+import re
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,24 +14,17 @@ import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Same
 from meshrl.roles import Stateful
-from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, lines, run
-
-
-def bits(folder: Path) -> list[dict[str, float]]:
-    """What was recorded, without times."""
-    steps = lines(folder / "metrics.jsonl")
-    return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in steps]
+from meshrl.run import MeshConfig, audit_run
+from tests.algorithms.pages import lines
+from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, run
 
 
 class Replay(Stateful):
-    """The batches of the last two steps."""
-
     def __init__(self) -> None:
         self.kept: deque[rl.Batch] = deque(maxlen=2)
 
     @rl.endpoint
     async def exchange(self, batch: rl.Replicate[rl.Batch]) -> Same[rl.Batch]:
-        """What was kept, and this batch, which is kept from here on."""
         self.kept.append(batch)
         return rl.Batch.concat(list(self.kept))
 
@@ -44,8 +40,6 @@ class Replay(Stateful):
 
 
 def replaying(on_a_mesh: bool, name: str | None = "memory", dies_in: int = -1) -> Script:
-    """A script that trains on the rows of its last two steps."""
-
     async def script(run: rl.Run) -> None:
         policy = await run.spawn(rl.Policy, FAKE)
         memory = await (await run.mesh(1, rl.Resources(cpus=0))).spawn(Replay) if on_a_mesh else Replay()
@@ -67,10 +61,10 @@ def replaying(on_a_mesh: bool, name: str | None = "memory", dies_in: int = -1) -
 
 @pytest.mark.parametrize("on_a_mesh", [False, True])
 async def test_what_a_script_keeps_is_as_it_was(tmp_path: Path, on_a_mesh: bool) -> None:
-    whole = bits(await run(replaying(on_a_mesh), tmp_path, name="whole"))
+    whole = lines(await run(replaying(on_a_mesh), tmp_path, name="whole") / "metrics.jsonl")
     await run(replaying(on_a_mesh, dies_in=6), tmp_path)
     folder = await run(replaying(on_a_mesh), tmp_path)
-    assert bits(folder) == whole
+    assert lines(folder / "metrics.jsonl") == whole
     assert {line["trained"] for line in whole[1:]} == {4}
     assert (folder / "checkpoints" / "step-000009" / "memory" / "rows").is_file()
 
@@ -97,3 +91,63 @@ async def test_what_could_not_be_kept_is_refused_at_once(tmp_path: Path) -> None
         await run(unfit, tmp_path)
     with pytest.raises(DataError, match=r"the loop has begun.*: call it before `run\.steps`"):
         await run(late, tmp_path)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+ROLE: dict[str, Any] = {"backend": "fake", "model": "none"}
+
+
+def of_page() -> Any:
+    names: dict[str, Any] = {"__name__": "page"}
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    exec(next(block for block in blocks if "class Solved" in block), names)  # noqa: S102 -- of this project
+    return names["Solved"]()
+
+
+async def train(name: str, ahead: int, dies: int = -1) -> Path:
+    """Twelve steps, which end early once all ten prompts are solved, or because it is killed after step `dies`."""
+    config = rl.RunConfig(name=name, checkpoint_every=1, resume=True, meshes={"main": MeshConfig(cpus=0)})
+    async with rl.Run(config) as run:
+        task = rl.Task.load(rl.TaskConfig(source="sums.jsonl", held_out=0))
+        policy = await run.spawn(rl.Policy, rl.PolicyConfig(**ROLE))
+        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(**ROLE))
+        reward = await run.spawn(rl.Reward, rl.RewardConfig())
+        await rl.publish(policy, sampler)
+        solved = await run.keep("solved", of_page())
+        prompts = solved.unsolved(task.batches(1, run.seed), 4, len(task.train))
+        sampling = rl.GroupSampling(n=2)
+        async with rl.rollouts(sampler, prompts, sampling, ahead=ahead, score=reward.score) as stream:
+            async for step in run.steps(12):
+                batch = await anext(stream, None)
+                if batch is None:
+                    break
+                batch = await batch.load("prompt", "groups", "rewards")
+                solved.note(batch)
+                batch = batch.assign(advantages=rl.leave_one_out(batch.rewards, batch.groups))
+                metrics = await policy.update(batch, rl.ClippedLoss(clip=0.2))
+                await rl.publish(policy, stream)
+                await run.record(metrics, batch, known=len(solved.prompts))
+                if step == dies:
+                    raise Killed
+    return run.folder
+
+
+def told(folder: Path) -> list[tuple[float, float]]:
+    return [(line["reward"], line["known"]) for line in lines(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_a_resumed_run_makes_the_choices_of_one_without_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sums = (json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(10))
+    Path("sums.jsonl").write_text("\n".join(sums), "utf-8")
+    whole = told(await train("whole", ahead))
+    assert 0 < whole[3][1] < 10  # some are left out by then
+    for dies in (2, 6) if not ahead else (4,):
+        with pytest.raises(Killed):
+            await train(f"dies{dies}", ahead, dies)
+        folder = await train(f"dies{dies}", ahead)
+        assert not audit_run(folder).prompts.all_missing
+        assert ahead or told(folder) == whole

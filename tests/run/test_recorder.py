@@ -25,7 +25,6 @@ def summary(folder: Path) -> dict[str, object]:
 
 
 async def recorded(folder: Path, *steps: Mapping[str, float], resolved: Mapping[str, object] | None = None) -> Path:
-    """A run that records these numbers; its folder."""
     async with Run(RunConfig(name="mine", folder=str(folder)), resolved) as run:
         async for step in run.steps(len(steps)):
             await run.record(Metrics.of(), None, **steps[step])
@@ -75,7 +74,6 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
 
 
 async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path: Path) -> None:
-    """Which are spread over the batch."""
     count = 64
     batch = Batch.of(
         prompt=[f"p{index}" for index in range(count)],

@@ -15,29 +15,16 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, Metrics, PolicyConfig, RunConfig, Task
+from meshrl import Batch, Metrics, PolicyConfig, RunConfig, Task, testing
 from meshrl.algo import Loss
 from meshrl.config import validate
 from meshrl.run import Job, audit_run, run_job
-from meshrl.testing import (
-    FakeCritic,
-    FakePolicy,
-    FakeReference,
-    FakeReward,
-    FakeSampler,
-    Latency,
-    Lognormal,
-    delayed,
-    simulate,
-)
 from tests.algorithms.pages import FAKE, FAKES, lines, numbers, script
 
 STEPS, PROMPTS = 3, 2
 
 
-class Diary(FakePolicy):
-    """A policy whose state tells which groups it was trained on, an update after another."""
-
+class Diary(testing.FakePolicy):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config, skill=0.4, rate=0.05)
         self.trained: list[list[int]] = []
@@ -68,35 +55,32 @@ class Diary(FakePolicy):
 
 
 @dataclass
-class Faults(Latency):
+class Faults(testing.Latency):
     """What calls of the roles take; one of them fails."""
 
     at: int = 0
-    """Its number, from 1."""
     error: Callable[[], Exception] = Exception
     lasts: bool = False
-    """Whether all after it fail, too."""
     calls: int = 0
 
     def draw(self, random: Random, batch: Batch | None) -> float:
         self.calls += 1
         if self.calls == self.at or (self.lasts and self.calls > self.at):
             raise self.error()
-        return Lognormal(0.3, 1).draw(random, batch)
+        return testing.Lognormal(0.3, 1).draw(random, batch)
 
 
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """What each call of a role asks: none fails until the test says which."""
     takes = Faults()
-    policy = delayed(Diary, update=takes, weights=takes, logprobs=takes, written=takes)
-    critic = delayed(FakeCritic, update=takes, advantages=takes)
+    policy = testing.delayed(Diary, update=takes, weights=takes, logprobs=takes, written=takes)
+    critic = testing.delayed(testing.FakeCritic, update=takes, advantages=takes)
     roles = {
-        "FakePolicy": delayed(policy, checkpoint=takes, restore=takes, save=takes),
-        "FakeCritic": delayed(critic, checkpoint=takes, restore=takes, save=takes),
-        "FakeSampler": delayed(FakeSampler, generate=takes, load=takes),
-        "FakeReward": delayed(FakeReward, score=takes),
-        "FakeReference": delayed(FakeReference, logprobs=takes),
+        "FakePolicy": testing.delayed(policy, checkpoint=takes, restore=takes, save=takes),
+        "FakeCritic": testing.delayed(critic, checkpoint=takes, restore=takes, save=takes),
+        "FakeSampler": testing.delayed(testing.FakeSampler, generate=takes, load=takes),
+        "FakeReward": testing.delayed(testing.FakeReward, score=takes),
+        "FakeReference": testing.delayed(testing.FakeReference, logprobs=takes),
     }
     for name, role in roles.items():
         monkeypatch.setattr(f"meshrl.testing.{name}", role)
@@ -123,24 +107,19 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A run that is killed."""
-
     algorithm: str
     ahead: int
     meanwhile: bool
-    """Whether it trains on while a checkpoint is written."""
 
     def __str__(self) -> str:
         return f"{self.algorithm}, ahead={self.ahead}{', written meanwhile' if self.meanwhile else ''}"
 
     async def run(self, folder: Path, restarts: int = 0) -> None:
-        """Begin; or go on, where no `restarts` do that."""
         await run_job(self.job(folder, restarts))
 
     def simulate(self, folder: Path, restarts: int = 0) -> Sequence[Mapping[str, Any]]:
-        """`run` in virtual time; returns what it logged."""
         with capture_logs() as logged:
-            simulate(lambda: self.run(folder, restarts))
+            testing.simulate(lambda: self.run(folder, restarts))
         return logged
 
     def job(self, folder: Path, restarts: int = 0) -> Job:
@@ -189,7 +168,6 @@ def spread(count: int, most: int | None) -> Sequence[int]:
 
 @contextmanager
 def disturbed(setting: Setting, how: str) -> Generator[None]:
-    """What fails inside says in which run."""
     try:
         yield
     except BaseException as error:
@@ -202,24 +180,22 @@ def summary(folder: Path) -> dict[str, object]:
 
 
 def check_kept(folder: Path, setting: Setting) -> None:
-    """A run that has ended did what it promises: by its files, and by what its policy says that it was trained on."""
     found = audit_run(folder / "run")
     assert found.status == "finished"
     assert found.holds, [verdict.breaches for verdict in found.verdicts]
     assert found.steps == STEPS
-    assert found.staleness is not None
-    assert found.staleness <= setting.ahead
-    assert not found.missing
+    assert found.versions.largest is not None
+    assert found.versions.largest <= setting.ahead
+    assert not found.prompts.all_missing
     diary = msgspec.json.decode((folder / "run/model/diary.json").read_bytes(), type=list[list[int]])
     updates = Counter(chain.from_iterable(diary))
-    assert found.trained == len(updates) == STEPS * PROMPTS
+    assert len(found.prompts.trained) == len(updates) == STEPS * PROMPTS
     assert len(diary) == 2 * STEPS, "a step has two updates"
     step_of = {group: number // 2 for number, groups in reversed([*enumerate(diary)]) for group in groups}
     assert all(step_of[group] == number // 2 for number, groups in enumerate(diary) for group in groups)
 
 
 def outcome(folder: Path, setting: Setting) -> dict[str, object]:
-    """All that a run leaves but for times, and how it came there."""
     run = folder / "run"
     return {
         **{name: lines(run / name) for name in ("metrics.jsonl", "samples.jsonl")},

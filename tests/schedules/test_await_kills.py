@@ -1,7 +1,7 @@
 """A controller that is killed at any await goes on: each prompt is trained once or dropped, and the bound holds.
 
 `grpo` and `ppo`, unchanged, on roles without a model in virtual time. Every moment of a run is noted at which a kill
-could end it (`meshrl.testing.KillPoints`), and from states of the disk that were there a run goes on to its end: here
+could end it (`tests/support/kills.py`), and from states of the disk that were there a run goes on to its end: here
 from some, spread over the run, and in `make test-all` from each.
 """
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl.testing import KillPoints, simulate
+from meshrl.testing import simulate
 from tests.algorithms.pages import script
 from tests.schedules.conftest import SOME_OR_ALL, Setting, check_kept, disturbed, outcome, some_or_all, spread
+from tests.support.kills import KillPoints
 
 
 def awaits(path: Path) -> Iterator[range]:
-    """The lines of each await: also of what `async for` and `async with` await."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Await):
             yield range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -31,7 +31,6 @@ def awaits(path: Path) -> Iterator[range]:
 
 
 def watched(setting: Setting, runs: Path) -> KillPoints:
-    """A run in a folder to its end, and each moment at which it could be killed."""
     points = KillPoints(runs, runs.with_name(f"{runs.name}-copies"), [script(setting.algorithm).path])
     with capture_logs():
         points.watch(lambda: setting.run(runs))
@@ -107,7 +106,6 @@ def test_a_run_that_is_interrupted_at_any_await_goes_on(
     settings: list[Setting], most: int | None, tmp_path: Path
 ) -> None:
     def run(setting: Setting, folder: Path, at: int = 0) -> int:
-        """How many awaits there were."""
         stood: list[str] = []
 
         async def main() -> None:

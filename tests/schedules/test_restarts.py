@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from meshrl import LocalEngine, Resources, RunConfig
 from meshrl.engines.local import LocalSlot
-from meshrl.errors import ConfigError, DataLost, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
+from meshrl.errors import ConfigError, DataLost, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed, SetAside
 from meshrl.events import Event, Restart
 from meshrl.observe import read_run, render
 from meshrl.run import Run, run_job
@@ -176,7 +176,7 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
         (ConfigError("wrong"), False),
     ]
 
-    def lived(error: Exception, folder: Path) -> tuple[int, Exception | None]:
+    def lived(error: Exception, folder: Path, restarts: int = 1) -> tuple[int, Exception | None]:
         """How often a run began whose first life ends so, and what it raised."""
         lives: list[object] = []
 
@@ -185,7 +185,7 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
             if len(lives) == 1:
                 raise error
 
-        job = SETTINGS[0].job(folder, restarts=1)
+        job = SETTINGS[0].job(folder, restarts=restarts)
         job = replace(job, script=replace(job.script, function=fails_once))
         try:
             simulate(lambda: run_job(job))
@@ -197,6 +197,8 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
         for number, (error, again) in enumerate(table):
             expected = (2, None) if again else (1, error)
             assert lived(error, tmp_path / f"{number}") == expected, repr(error)
+        aside = ExceptionGroup("of a TaskGroup", [SetAside("an earlier checkpoint exists")])
+        assert lived(aside, tmp_path / "aside", restarts=0) == (2, None)
 
 
 def test_restarts_need_checkpoints_and_no_schedule() -> None:

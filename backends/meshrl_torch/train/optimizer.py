@@ -12,6 +12,8 @@ from meshrl.algo import Predicts
 from meshrl.errors import ModelError
 from meshrl.roles import OptimizerConfig
 
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of each element."""
 _CAUSES: Final[Mapping[Predicts, str]] = {
     "logprobs": "infinite log-probs or advantages in the batch",
     "values": "infinite `returns` in the batch, or values that have grown too large",
@@ -89,10 +91,7 @@ class Optimizer(Stepper):
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self.masters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
+        self.round()
         self.forget()
         self.steps += 1
         return norm
@@ -100,6 +99,38 @@ class Optimizer(Stepper):
     def forget(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def round(self) -> None:
+        """Set the parameters to their masters, rounded."""
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self.masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def moments(self, name: str) -> list[Tensor]:
+        """Return AdamW's state of this name for each master, as views."""
+        state = self._adamw.state  # a parameter without a gradient so far has none
+        return [state[each][name] if each in state else torch.zeros_like(each) for each in self.masters]
+
+    def counts(self) -> list[int]:
+        """Return the number of steps of each master. Those without a gradient in some steps have fewer."""
+        state, none = self._adamw.state, torch.zeros(())
+        counts = [cast("Tensor", state[each]["step"] if each in state else none) for each in self.masters]
+        return [int(count) for count in torch.stack([each.cpu() for each in counts]).tolist()] if counts else []
+
+    def begin(self, steps: int, counts: Sequence[int]) -> None:
+        """Set the number of steps, and that of each master, with moments to be filled in."""
+        self.steps = steps
+        for master, count in zip(self.masters, counts, strict=True):
+            if not count:
+                self._adamw.state.pop(master, None)
+                continue
+            state = self._adamw.state[master]
+            # A separate `step` for each, because AdamW adds to it in place.
+            state["step"] = torch.tensor(float(count), device=master.device)
+            for name in MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(master)
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -3,22 +3,22 @@
 If ranks wait for each other, a call runs on all of them from beginning to end. An error of one is raised on all.
 """
 
+import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
 from meshrl.data import Batch, Metrics, Ragged, Source, Weights, WeightSource, check_lengths
 from meshrl.errors import ConfigError
-from meshrl.mesh import CollectiveActor, Rank, current_rank
+from meshrl.mesh import CollectiveActor
 from meshrl.roles import (
     Critic,
     CriticConfig,
@@ -36,13 +36,14 @@ from meshrl.roles import (
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import State
 from meshrl_torch.model.heads import ScoreModel, predicted_values, value_head, values, with_score
-from meshrl_torch.model.lora import prepare, trained
+from meshrl_torch.model.lora import adapters, merged, prepare, trained
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.packing import learned
+from meshrl_torch.model.packing import MicroBatch, learned
 from meshrl_torch.model.routing import check_followed
 from meshrl_torch.model.scoring import Passes, Predict, check_readable, logprobs, predicted, score
 from meshrl_torch.model.text import encoded
 from meshrl_torch.train.optimizer import Stepper
+from meshrl_torch.train.step import StepLoss, prepared, stepped
 from meshrl_torch.weights.live_weights import make_sender, offer_weights
 from meshrl_torch.weights.transfer import arrays, make_probe
 
@@ -62,8 +63,8 @@ class RoleModel:
     predict: Predict
     head: nn.Linear | None = None
     """A critic's head, which is not part of the model."""
-    scorer: ScoreModel | None = None
-    """The same model as a reward's."""
+    adapted: PolicyConfig | None = None
+    """The table of a policy with adapters."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -73,6 +74,13 @@ class RoleModel:
         body = self.model.network.base_model.named_parameters(prefix="body")
         return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
 
+    def published(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Select the model's tensors for samplers: all, or those that `lora.sync` selects."""
+        if self.adapted is None or self.adapted.lora is None:
+            return tensors
+        lora = self.adapted.lora
+        return adapters(tensors) if lora.sync == "adapters" else merged(tensors, lora)
+
 
 def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     """Return what a table's role does with a model, after adding the role's head or adapters to it.
@@ -81,13 +89,14 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     """
     if isinstance(config, PolicyConfig):
         prepare(model, config)
-        return RoleModel("policy", model, partial(predicted, model, follows=True))
+        adapted = config if config.lora else None
+        return RoleModel("policy", model, partial(predicted, model, follows=True), adapted=adapted)
     if isinstance(config, CriticConfig):
         head = value_head(model, config)
         return RoleModel("critic", model, partial(predicted_values, model, head), head)
     if isinstance(config, RewardModelConfig | RewardTrainingConfig):
         scorer = with_score(model, config)
-        return RoleModel("reward model", scorer.model, scorer.predicted, scorer=scorer)
+        return RoleModel("reward model", scorer.model, scorer.predicted)
     if isinstance(config, ReferenceConfig):
         return RoleModel("reference", model, partial(predicted, model))
     raise ConfigError(f"a {type(config).__name__} is not the table of a role whose memory is known")
@@ -95,6 +104,9 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
 
 class Trainable(ABC):
     """A model, its predictions and its optimizer, in the layout of a backend. All ranks call its methods together."""
+
+    _predict: Predict
+    """A pass that keeps gradients, if passes come one by one."""
 
     def __init__(
         self,
@@ -106,9 +118,30 @@ class Trainable(ABC):
         """`turn`: held while weights are read or changed, if calls may run between the passes of another call."""
         self.passes, self.optimizer, self.state, self.turn = passes, optimizer, state, turn
 
-    @abstractmethod
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """Make one optimizer step on the rows of all ranks. See `train.step.step`."""
+        """Make one step on the rows of all ranks, with the same number of passes on each.
+
+        `check` raises if this rank's rows do not fit. If peers allow it, the step may be cancelled between two
+        micro-batches. After that, or an error, no weight has changed. DataError if there is nothing to learn or a
+        metric of the loss has a name of the step's, ModelError if the gradient is not finite.
+        """
+        ranks = self.passes.ranks
+        micros, losses = prepared(self.passes, batch, loss, check)
+        self.optimizer.forget()  # gradients of an update that failed half-way
+        await self._backward(batch, micros, losses)
+        return stepped(self.optimizer, loss.predicts, ranks.agree(losses.sums)[ranks.last], batch, ranks)
+
+    async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
+        """Leave the gradients of the summed loss in the parameters."""
+        ranks = self.passes.ranks
+        for left, micro in zip(reversed(range(len(micros))), micros, strict=True):
+            self._begin(left == 0)
+            losses(self._predict(batch, micro), micro, ranks).backward()
+            if ranks.interruptible:
+                await asyncio.sleep(0)  # a cancelled call ends here
+
+    def _begin(self, last: bool) -> None:  # noqa: B027 -- most have nothing to do
+        """Called before each pass of a step."""
 
     @abstractmethod
     def published(self) -> Iterable[tuple[str, Tensor]]:
@@ -123,15 +156,28 @@ class Trainable(ABC):
         """Write a Hugging Face folder, completely or not at all."""
 
 
-def own_rank() -> Rank:
-    """Return this rank, after setting torch's number of threads."""
-    rank = current_rank()
-    torch.set_num_threads(rank.threads)
-    return rank
+class Frozen(NamedTuple):
+    """A model without an optimizer, in the layout of a backend."""
+
+    passes: Passes
+    load: Callable[[Weights], None]
+    """Copies weights in place. All ranks call it together."""
 
 
-class CollectiveRole(CollectiveActor):
-    """Mixin for roles whose endpoints run collectives."""
+class Placed(ABC):
+    """What a backend adds to the roles: it places a table's model on the ranks."""
+
+    @abstractmethod
+    def _train(self, config: TrainedConfig) -> Trainable:
+        """Load the model, to be trained."""
+
+    @abstractmethod
+    def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> Frozen:
+        """Load the model, to be read."""
+
+
+class PlacedTogether(Placed, CollectiveActor):
+    """`Placed` on several ranks, whose endpoints run collectives."""
 
     _passes: Passes
 
@@ -140,12 +186,27 @@ class CollectiveRole(CollectiveActor):
         return self._passes.ranks.agree(work)
 
 
-class Trained(Stateful):
+class Trained(Placed, Stateful):
     """A base, next to the role, for trained models."""
 
-    def __init__(self, trainable: Trainable) -> None:
-        self._trainable, self._passes = trainable, trainable.passes
-        self._model = trainable.passes.model
+    def __init__(self, config: TrainedConfig) -> None:
+        self._trainable = self._train(config)
+        self._passes = self._trainable.passes
+        self._model = self._passes.model
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
+
+        DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source or are
+        of later weights than a policy's. ModelError if the gradient is not finite. In these cases no weight changes.
+        """
+        async with self._trainable.turn:
+            self._change()
+            return await self._trainable.step(batch, loss, partial(self._check, batch, loss))
+
+    @abstractmethod
+    def _check(self, batch: Batch, loss: Loss) -> object:
+        """Raise DataError if the loss or this rank's rows do not fit the model."""
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder, completely or not at all. A critic's head and adapters get their own files."""
@@ -155,8 +216,12 @@ class Trained(Stateful):
         """Write the weights, the optimizer's moments and the number of steps, after all earlier updates."""
         async with self._trainable.turn:
             self._trainable.state.write(folder, wait)
-        if wait:
-            await self.written()
+            try:
+                if wait:
+                    await self.written()
+            except asyncio.CancelledError:
+                await self._trainable.state.ended()  # until then it reads the weights
+                raise
 
     async def written(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -165,8 +230,8 @@ class Trained(Stateful):
     async def restore(self, folder: str) -> None:
         """Load what `checkpoint` wrote. Several ranks may have another layout.
 
-        ModelError, and nothing changes, if it belongs to another role or model. If one of several ranks' files cannot
-        be read to its end, a part may be loaded, and the error says so.
+        ModelError, and nothing changes, if it belongs to another role or model. If a file cannot be read to its end, or
+        is damaged (Damaged), a part may be loaded.
         """
         async with self._trainable.turn:
             self._change()
@@ -174,15 +239,16 @@ class Trained(Stateful):
 
     def _change(self) -> None:
         """Called before the weights change."""
+        self._trainable.state.keep()
 
 
 class TrainedPolicy(Trained, Policy):
     """A language model that AdamW trains."""
 
-    def __init__(self, config: PolicyConfig, trainable: Trainable) -> None:
-        super().__init__(trainable)
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
         self._source = WeightSource(changes=config.weight_sync == "delta")
-        self._sender = make_sender(config, trainable.passes) if config.weight_sync == "broadcast" else None
+        self._sender = make_sender(config, self._passes) if config.weight_sync == "broadcast" else None
         if self._sender:
             weakref.finalize(self, self._sender.leave).atexit = False  # its thread would keep the parameters
 
@@ -190,25 +256,14 @@ class TrainedPolicy(Trained, Policy):
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
         return encoded(self._model, batch)
 
-    async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
-
-        DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source or are
-        of later weights. ModelError if the gradient is not finite. In these cases no weight changes.
-        """
-        trainable = self._trainable
-
-        def check() -> None:
-            check_predicts(loss, "logprobs")
-            check_sources(batch, loss, trainable.optimizer.steps)
-            self.check_rows(self._model, batch)
-
-        async with trainable.turn:
-            self._change()
-            return await trainable.step(batch, loss, check)
+    def _check(self, batch: Batch, loss: Loss) -> None:
+        check_predicts(loss, "logprobs")
+        check_sources(batch, loss, self._trainable.optimizer.steps)
+        self.check_rows(self._model, batch)
 
     def _change(self) -> None:
         """End the offer of the weights, because they change. Readers that have not received them get an error."""
+        super()._change()
         if self._sender:
             self._sender.end()
 
@@ -243,28 +298,18 @@ class TrainedCritic(Trained, Critic):
             estimates = values(self._passes, batch)
         return with_advantages(batch, estimates, gae)
 
-    async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Make one optimizer step. On one rank it may be cancelled between micro-batches, and changes no weight then.
-
-        DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source.
-        ModelError if the gradient is not finite. In these cases no weight changes.
-        """
-
-        def check() -> None:
-            check_predicts(loss, "values")
-            check_sources(batch, loss)
-            self._model.check_rows(batch)
-
-        async with self._trainable.turn:
-            return await self._trainable.step(batch, loss, check)
+    def _check(self, batch: Batch, loss: Loss) -> None:
+        check_predicts(loss, "values")
+        check_sources(batch, loss)
+        self._model.check_rows(batch)
 
 
 class TrainedRewardModel(Trained, RewardModel):
     """A sequence classifier with one label. A new head returns 0 for every text."""
 
-    def __init__(self, scorer: ScoreModel | None, trainable: Trainable) -> None:
-        super().__init__(trainable)
-        self._scorer = cast("ScoreModel", scorer)
+    def __init__(self, config: RewardTrainingConfig) -> None:
+        super().__init__(config)
+        self._scorer = ScoreModel(self._model, config)
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`."""
@@ -290,15 +335,16 @@ class TrainedRewardModel(Trained, RewardModel):
         it reads. ModelError if the gradient is not finite. In these cases no weight changes.
         """
         ranks = self._passes.ranks
-
-        def prepare() -> Batch:
-            check_predicts(loss, "scores")
-            return _shifted(self._model, batch, loss.columns)
-
         async with self._trainable.turn:
-            metrics = await self._trainable.step(ranks.together(prepare), loss, lambda: None)
+            shifted = ranks.together(partial(self._check, batch, loss))
+            self._change()
+            metrics = await self._trainable.step(shifted, loss, lambda: None)
         # The tokens before the shift.
         return Metrics({**metrics.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})
+
+    def _check(self, batch: Batch, loss: Loss) -> Batch:
+        check_predicts(loss, "scores")
+        return _shifted(self._model, batch, loss.columns)
 
 
 def _shifted(model: LanguageModel, batch: Batch, names: Sequence[str]) -> Batch:
@@ -325,22 +371,27 @@ def _shifted(model: LanguageModel, batch: Batch, names: Sequence[str]) -> Batch:
     return batch.only(*rows).assign(**moved)
 
 
-class FrozenReference(Reference):
+class FrozenReference(Placed, Reference):
     """A frozen model, which gets new weights only from a policy."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, config: ReferenceConfig) -> None:
+        self._passes, self._load = self._freeze(config)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
         return batch.assign(reference_logprobs=logprobs(self._passes, batch, Source("reference")))
 
+    async def load(self, weights: Weights) -> None:
+        """Copy this rank's part of the weights in place."""
+        self._load(weights)
 
-class FrozenReward(Reward):
+
+class FrozenReward(Placed, Reward):
     """A frozen model that scores texts."""
 
-    def __init__(self, scorer: ScoreModel | None, passes: Passes) -> None:
-        self._scorer, self._passes = cast("ScoreModel", scorer), passes
+    def __init__(self, config: RewardModelConfig) -> None:
+        self._passes, _ = self._freeze(config)
+        self._scorer = ScoreModel(self._passes.model, config)
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. A truncated completion is scored as if it ended there."""

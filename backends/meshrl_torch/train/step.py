@@ -1,6 +1,5 @@
 """One optimizer step on a whole batch, for all trained roles."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, cast
 
@@ -15,7 +14,7 @@ from meshrl.errors import DataError
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
 from meshrl_torch.model.routing import COLUMN
-from meshrl_torch.model.scoring import Passes, Predict
+from meshrl_torch.model.scoring import Passes
 from meshrl_torch.ranks.process_group import RankGroup, Share
 from meshrl_torch.train.optimizer import Stepper
 
@@ -23,38 +22,10 @@ _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"}
 """The metrics of the step itself."""
 
 
-async def step(
-    optimizer: Stepper,
-    passes: Passes,
-    predict: Predict,
-    batch: Batch,
-    loss: Loss,
-    check: Callable[[], object],
-    begin: Callable[[bool], None] = lambda _: None,
-) -> Metrics:
-    """Make one step on the rows of all ranks, with the same number of passes on each. `predict` keeps gradients.
-
-    `begin` is called before each pass, with True for the last one. `check` raises if this rank's rows do not fit. If
-    peers allow it, the step may be cancelled between two micro-batches. After that, or an error, no weight has changed.
-    DataError if there is nothing to learn or a metric of the loss has a name of the step's, ModelError if the gradient
-    is not finite.
-    """
-    ranks = passes.ranks
-    micros, losses = prepared(passes, batch, loss, check)
-    optimizer.forget()  # gradients of an update that failed half-way
-    for left, micro in zip(reversed(range(len(micros))), micros, strict=True):
-        begin(left == 0)
-        losses(predict(batch, micro), micro, ranks).backward()
-        if ranks.interruptible:
-            await asyncio.sleep(0)  # a cancelled call ends here
-    sums = ranks.agree(losses.sums)[ranks.number]
-    return stepped(optimizer, loss.predicts, sums, batch, ranks)
-
-
 def prepared(
     passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]
 ) -> tuple[list[MicroBatch], "StepLoss"]:
-    """Prepare `step`: micro-batches, the same number on each rank, and the loss that weighs them together.
+    """Prepare a step: micro-batches, the same number on each rank, and the loss that weighs them together.
 
     DataError on all ranks if there is nothing to learn. An error of `check` on one rank is raised on all.
     """
@@ -64,10 +35,10 @@ def prepared(
     def share() -> Share:
         check()
         _check_logprobs(batch, loss)
-        rows, count = learnable(tokens, mask)
-        if count:
-            micros.extend(passes.split(tokens, learned(tokens, mask, apart=COLUMN in batch), mask, passes.budget))
-        return Share(len(micros), count, rows)
+        check_first(tokens, mask)
+        rows = learned(tokens, mask, apart=COLUMN in batch)
+        micros.extend(passes.split(tokens, rows, mask, passes.budget))
+        return Share(len(micros), int(np.count_nonzero(mask.values)), len(rows.starts))
 
     total = passes.ranks.total(share)
     if not total.tokens:
@@ -133,15 +104,11 @@ def stepped(
     """
     size, rate = ranks.size, optimizer.lr
     norm = optimizer.step(predicts)
-    own = Metrics.of(
-        loss=(sums.get("loss", 0.0), 1 / size),
-        grad_norm=(norm / size, 1 / size),
-        lr=(rate / size, 1 / size),
-        rows=(len(batch), 1 / size),
-        tokens=(len(batch.tokens.values), 1 / size),
-    )
+    own = {"loss": sums.get("loss", 0.0), "grad_norm": norm / size, "lr": rate / size}
+    own |= {"rows": len(batch), "tokens": len(batch.tokens.values)}
     learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
-    return own | Metrics({name: (total, learned_tokens) for name, total in sums.items() if name != "loss"})
+    of_tokens = {name: (total, learned_tokens) for name, total in sums.items() if name != "loss"}
+    return Metrics({name: (value, 1 / size) for name, value in own.items()} | of_tokens)
 
 
 def _check_logprobs(batch: Batch, loss: Loss) -> None:
@@ -166,12 +133,3 @@ def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
             f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update reports: choose a name "
             f"other than {', '.join(sorted(_OWN))}"
         )
-
-
-def learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
-    """Return the number of rows with a learned token, and the number of learned tokens."""
-    check_first(tokens, mask)
-    starts = tokens.offsets[:-1][tokens.lengths > 0]
-    values = np.asarray(mask.values, np.bool_)
-    rows = int(np.add.reduceat(values, starts).astype(bool).sum()) if len(starts) else 0
-    return rows, int(values.sum())

@@ -25,5 +25,5 @@ AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(ROLES, ("dp", "tp"))
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_torch.options:FsdpConfig")
 """The schema of each role's options: the table `fsdp` in the role's."""
 
-MEMORY: Final = "meshrl_torch.estimate.sharded:held"
+MEMORY: Final = "meshrl_torch.estimate.memory:held_sharded"
 """Estimates the memory of a role's rank, without weights."""

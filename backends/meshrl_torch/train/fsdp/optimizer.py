@@ -1,7 +1,6 @@
 """The optimizer of a rank, over its shards, and the checkpoint of a sharded model."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
-from meshrl_torch.checkpoint.boxes import Box, Boxes
-from meshrl_torch.checkpoint.state import MODEL, MOMENTS, SpreadState
+from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.checkpoint.state import TrainingState
 from meshrl_torch.model.attention import moved
 from meshrl_torch.train.fsdp.sharded import Sharded, is_split, local, rectangle
 from meshrl_torch.train.fsdp.world import REPLICATE, SHARD, TP
-from meshrl_torch.train.optimizer import Optimizer
+from meshrl_torch.train.optimizer import MOMENTS, Optimizer
 
 
 class ShardedOptimizer(Optimizer):
@@ -56,23 +55,6 @@ class ShardedOptimizer(Optimizer):
         for parameter in self._spread:
             parameter.grad = None
 
-    def moments(self, name: str) -> list[Tensor]:
-        """Return AdamW's state of this name for each shard, as views."""
-        state = self._adamw.state  # a parameter without a gradient so far has none
-        return [state[shard][name] if shard in state else torch.zeros_like(shard) for shard in self.shards]
-
-    def begin(self, steps: int) -> None:
-        """Set the number of steps, with moments to be filled in."""
-        self.steps = steps
-        if not steps:
-            self._adamw.state.clear()
-        for shard in self.shards if steps else ():
-            state = self._adamw.state[shard]
-            state["step"] = torch.tensor(float(steps), device=shard.device)
-            for name in MOMENTS:
-                if name not in state:
-                    state[name] = torch.zeros_like(shard)
-
     def _to_host(self) -> None:
         """Move the moments to the host's memory, each to a buffer that is made once. Waits for the copies."""
         for shard, state in self._adamw.state.items():
@@ -95,45 +77,24 @@ class ShardedOptimizer(Optimizer):
         return total.sqrt().float()
 
 
-class ShardedState(SpreadState):
+class ShardedState(TrainingState):
     """A model in training, whose parameters are DTensors."""
 
     def __init__(
         self, role: str, sharded: Sharded, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
     ) -> None:
-        """`parameters`: those that the optimizer steps over, in its order, by name."""
-        super().__init__(role, sharded.world)
-        self._sharded, self._optimizer = sharded, optimizer
-        self._parameters = parameters
-
-    @property
-    def _steps(self) -> int:
-        return self._optimizer.steps
-
-    def _sizes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-
-    def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterator[Box]:
-        for box in self._boxes(kinds, self._written_here()):
-            yield replace(box, tensor=box.tensor.to("cpu", copy=copied))
-
-    def _begin(self, steps: int) -> None:
-        self._optimizer.begin(steps)
-
-    def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
-        boxes.read(self._boxes(kinds, self._parameters))
+        super().__init__(role, sharded.world, parameters, optimizer)
+        self._sharded = sharded
 
     def _boxes(self, kinds: Sequence[str], names: Collection[str]) -> Iterator[Box]:
-        """Yield this rank's shards, as views of the model and its moments."""
         self._sharded.reshard()
-        for kind in kinds:
-            own = map(local, self._parameters.values()) if kind == MODEL else self._optimizer.moments(kind)
-            for (name, parameter), part in zip(self._parameters.items(), own, strict=True):
-                if name in names:
-                    yield from rectangle(f"{kind}/{name}", parameter, part)
+        return super()._boxes(kinds, names)
+
+    def _placed(self, name: str, parameter: Tensor, part: Tensor) -> Iterator[Box]:
+        return rectangle(name, parameter, part)
 
     def _written_here(self) -> Collection[str]:
-        """Names that this rank writes. Of ranks with the same part one writes it, and replicas share the work."""
+        """Return the names. Of ranks with the same part one writes it, and replicas share the work."""
         mesh = self._sharded.world.mesh
         loads = [0] * mesh[REPLICATE].size()
         names: set[str] = set()

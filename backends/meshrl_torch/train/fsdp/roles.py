@@ -1,54 +1,42 @@
 """The roles of the backend `fsdp`: a model sharded over its ranks, which call each method together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrl.algo import Loss
-from meshrl.data import Batch, Metrics, Weights
-from meshrl.roles import (
-    CriticConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    RewardModelConfig,
-    RewardTrainingConfig,
-    options_of,
-)
+from meshrl.roles import ReferenceConfig, RewardModelConfig, options_of
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model import saving
-from meshrl_torch.model.lora import published
 from meshrl_torch.options import FsdpConfig
+from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.train import roles
 from meshrl_torch.train.fsdp.loading import load_sharded, take
 from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer, ShardedState
 from meshrl_torch.train.fsdp.sharded import Sharded, gathered, is_first, local, rectangle
-from meshrl_torch.train.step import step
 
 
 class ShardedTrainable(roles.Trainable):
     """A model with sharded float32 parameters and optimizer. It computes in the dtype of its table."""
 
     def __init__(self, config: roles.TrainedConfig, role: roles.RoleModel, sharded: Sharded) -> None:
-        self._adapted = config if isinstance(config, PolicyConfig) and config.lora else None
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._sharded, self._head = sharded, role.head
-        self._predict, parameters = sharded.predicting(role.predict), role.parameters
+        self._role, self._sharded, parameters = role, sharded, role.parameters
         offload = options_of(config, FsdpConfig).offload_moments
         optimizer = ShardedOptimizer(config.optimizer, sharded, list(parameters.values()), offload=offload)
-        passes = sharded.passes(role.predict, config.micro_batch_tokens)
-        super().__init__(passes, optimizer, ShardedState(role.name, sharded, parameters, optimizer))
+        state = ShardedState(role.name, sharded, parameters, optimizer)
+        self._predict = sharded.predicting(role.predict)
+        super().__init__(sharded.passes(role.predict, config.micro_batch_tokens), optimizer, state)
 
-    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """Make one optimizer step on the rows of all ranks."""
-        begin = self._sharded.begin
-        return await step(self.optimizer, self.passes, self._predict, batch, loss, check, begin)
+    def _begin(self, last: bool) -> None:
+        self._sharded.begin(last)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's share, in the table's dtype, with about as many bytes as the others'."""
-        sharded, adapted = self._sharded, self._adapted
-        tensors = published(sharded.whole(), adapted.lora).items() if adapted else sharded.tensors()
+        sharded, role = self._sharded, self._role
+        tensors = role.published(sharded.whole()).items() if role.adapted else sharded.tensors()
         loads = [0] * dist.get_world_size()
         for name, tensor in tensors:
             lightest = loads.index(min(loads))
@@ -65,57 +53,39 @@ class ShardedTrainable(roles.Trainable):
 
     def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, or the adapters like peft, on the first rank."""
-        model, world = self.passes.model, self._sharded.world
-        tensors = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
-        head = {name: gathered(each).cpu() for name, each in self._head.named_parameters()} if self._head else None
-
-        def write() -> None:
-            if self._adapted:
-                saving.write_adapters(model, folder, tensors, self._adapted)
-            else:
-                saving.write(model, folder, head, tensors)
-
-        world.first(write)
+        role, sharded = self._role, self._sharded
+        tensors = {name: tensor.to(self._dtype) for name, tensor in sharded.whole().items()}
+        head = {name: gathered(each).cpu() for name, each in role.head.named_parameters()} if role.head else None
+        sharded.world.first(lambda: saving.write(role.model, folder, head, tensors, role.adapted))
 
 
-class FsdpPolicy(roles.CollectiveRole, roles.TrainedPolicy):
+class ShardedOverRanks(roles.PlacedTogether):
+    """Shards a model over the ranks of a mesh. It computes in the dtype of its table, and in float32 in its head."""
+
+    def _train(self, config: roles.TrainedConfig) -> ShardedTrainable:
+        return ShardedTrainable(config, *load_sharded(config, own_rank()))
+
+    def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> roles.Frozen:
+        role, sharded = load_sharded(config, own_rank())
+        passes = sharded.passes(role.predict, config.micro_batch_tokens)
+        return roles.Frozen(passes, partial(take, sharded, dtype=config.dtype))
+
+
+class FsdpPolicy(ShardedOverRanks, roles.TrainedPolicy):
     """A model sharded over its ranks, and trained by them together."""
 
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config, ShardedTrainable(config, *load_sharded(config, roles.own_rank())))
 
-
-class FsdpCritic(roles.CollectiveRole, roles.TrainedCritic):
+class FsdpCritic(ShardedOverRanks, roles.TrainedCritic):
     """A model with a value head, sharded over its ranks and trained by them together."""
 
-    def __init__(self, config: CriticConfig) -> None:
-        super().__init__(ShardedTrainable(config, *load_sharded(config, roles.own_rank())))
 
-
-class FsdpRewardModel(roles.CollectiveRole, roles.TrainedRewardModel):
+class FsdpRewardModel(ShardedOverRanks, roles.TrainedRewardModel):
     """A model with a scoring head, sharded over its ranks and trained by them together."""
 
-    def __init__(self, config: RewardTrainingConfig) -> None:
-        role, sharded = load_sharded(config, roles.own_rank())
-        super().__init__(role.scorer, ShardedTrainable(config, role, sharded))
+
+class FsdpReference(ShardedOverRanks, roles.FrozenReference):
+    """A sharded model."""
 
 
-class FsdpReference(roles.CollectiveRole, roles.FrozenReference):
-    """A sharded model, which computes in the dtype of its table."""
-
-    def __init__(self, config: ReferenceConfig) -> None:
-        role, self._sharded = load_sharded(config, roles.own_rank())
-        self._dtype = config.dtype
-        super().__init__(self._sharded.passes(role.predict, config.micro_batch_tokens))
-
-    async def load(self, weights: Weights) -> None:
-        """Copy this rank's shards of the weights in place."""
-        take(self._sharded, weights, self._dtype)
-
-
-class FsdpReward(roles.CollectiveRole, roles.FrozenReward):
-    """A sharded model, which computes in the dtype of its table, and in float32 in its head."""
-
-    def __init__(self, config: RewardModelConfig) -> None:
-        role, sharded = load_sharded(config, roles.own_rank())
-        super().__init__(role.scorer, sharded.passes(role.predict, config.micro_batch_tokens))
+class FsdpReward(ShardedOverRanks, roles.FrozenReward):
+    """A sharded model that scores texts."""

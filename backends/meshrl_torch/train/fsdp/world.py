@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_torch.options import FsdpConfig
-from meshrl_torch.ranks.process_group import RankGroup, SharedGroups, join
+from meshrl_torch.ranks.process_group import RankGroup, SharedGroups, join, own_device
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
@@ -33,7 +33,7 @@ class World(RankGroup):
     def of(cls, rank: Rank, config: FsdpConfig) -> "World":
         """Meet the other ranks. ConfigError if the mesh's axes do not fit."""
         grid = grid_of(rank.shape, config)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         if config.cpu_offload and device.type == "cpu":
             raise ConfigError(
                 "fsdp.cpu_offload keeps parameters out of a GPU's memory, and this rank has none: leave it out"
