@@ -1,17 +1,20 @@
 """What a step crosses: functions and files of meshrl that run in all processes during one call.
 
-    python bench/crossing.py --json F [--peer FOLDER]
+    python bench/crossing.py --json F [--rounds N] [--peer FOLDER] [--list]
 
 One `anext` of a stream, one `update` and one `publish`, on the engine `processes` with FSDP on 2 ranks and a sampler on
 one, after two steps that are not counted. A profile function notes each function of the product once a call, in each
-thread of the controller and the ranks. `--peer`: a checkout of another commit with its environment, `make setup`, to
-compare with. The figures depend on no machine's speed.
+thread of the controller and the ranks. Those that ran in each round count, so timers that happened to fire do not.
+`--peer`: a checkout of another commit with its environment, `make setup`, to compare with. `--list` prints the
+functions, by file. The figures do not depend on the machine's speed.
 """
 
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -79,8 +82,13 @@ if __name__ == "__main__":
 """
 
 
-def crossed(source: Path) -> dict[str, set[tuple[str, str]]]:
-    """Return the functions that run in each call, by file and name."""
+def crossed(source: Path, rounds: int) -> dict[str, set[tuple[str, str]]]:
+    """Return the functions that run in each call of each round, by file and name."""
+    first, *others = [_crossed_once(source.resolve()) for _ in range(rounds)]
+    return {call: found.intersection(*(other[call] for other in others)) for call, found in first.items()}
+
+
+def _crossed_once(source: Path) -> dict[str, set[tuple[str, str]]]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "sitecustomize.py").write_text(_PROFILE)
@@ -104,9 +112,8 @@ def _noted(place: Path) -> Iterator[tuple[int, str, str]]:
             yield int(call), path, name
 
 
-def counts(source: Path) -> dict[str, int]:
-    """Count the functions and the files of each call in a checkout."""
-    found = crossed(source.resolve())
+def counts(found: Mapping[str, set[tuple[str, str]]]) -> dict[str, int]:
+    """Count the functions and the files of each call."""
     return {
         f"{call}: {what}": len(parts if what == "functions" else {file for file, _ in parts})
         for call, parts in found.items()
@@ -115,10 +122,16 @@ def counts(source: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, None)
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("--peer", type=Path, help="a checkout to compare with")
+    parser.add_argument("--list", action="store_true", help="print the functions of each call, by file")
     told = parser.parse_args()
-    own, peer = counts(ROOT), counts(told.peer) if told.peer else {}
+    found = crossed(ROOT, told.rounds)
+    if told.list:
+        for call, parts in found.items():
+            for file, names in groupby(sorted(parts), key=itemgetter(0)):
+                print(f"{call}  {file}: {', '.join(name for _, name in names)}")
+    own, peer = counts(found), counts(crossed(told.peer, told.rounds)) if told.peer else {}
     figures = [
         within(name, count, "", peer[name], TARGET) if peer else figure(name, count, "") for name, count in own.items()
     ]

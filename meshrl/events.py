@@ -4,6 +4,8 @@ Times are seconds since the start of the run, on the clock of the controller's e
 """
 
 import asyncio
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -11,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, Protocol, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import msgspec
 
@@ -151,16 +153,10 @@ def clock() -> float:
         return time.monotonic()
 
 
-class Sink(Protocol):
-    """Where events go."""
-
-    def now(self) -> float:
-        """Seconds since the start of the run."""
-        ...
-
-    def emit(self, event: Event) -> None:
-        """Keep an event."""
-        ...
+def boot_id() -> str:
+    """Identify this machine since its start. If that is unknown, identify this process."""
+    known = Path("/proc/sys/kernel/random/boot_id")
+    return known.read_text("ascii").strip() if known.is_file() else f"{socket.gethostname()} {os.getpid()}"
 
 
 class EventLog:
@@ -248,7 +244,7 @@ class EventLog:
             self._file.close()
 
 
-sink: ContextVar[Sink | None] = ContextVar("sink", default=None)
+sink: ContextVar[EventLog | None] = ContextVar("sink", default=None)
 """Where the events of the current run go. None: events are not kept."""
 
 
@@ -258,9 +254,9 @@ class Pending:
 
     who: str
     what: str
-    on: "str | Blocked"
+    on: str | Callable[[], str]
     loop: asyncio.AbstractEventLoop = field(repr=False)
-    to: Sink | None = field(repr=False)
+    to: EventLog | None = field(repr=False)
     began: float
     """On the clock of `to`."""
     at_first: str
@@ -283,17 +279,12 @@ class Pending:
         return [each for each in cls.table.values() if each.loop is loop]
 
 
-class Blocked(Protocol):
-    """Says what a wait is blocked by."""
-
-    def __call__(self) -> str:
-        """Return a clause, such as `3 of 64 groups are ready`."""
-        ...
-
-
 @contextmanager
-def waiting(who: str, what: str, on: str | Blocked) -> Generator[None]:
-    """Record that `who` waits for `what` while the block runs, as an event and as a line of the wait-for graph."""
+def waiting(who: str, what: str, on: str | Callable[[], str]) -> Generator[None]:
+    """Record that `who` waits for `what` while the block runs, as an event and as a line of the wait-for graph.
+
+    `on`: a clause that says what it is blocked by, such as `3 of 64 groups are ready`, or returns one.
+    """
     at_first = on if isinstance(on, str) else on()
     to = sink.get()
     pending = Pending(who, what, on, asyncio.get_running_loop(), to, to.now() if to else 0.0, at_first)

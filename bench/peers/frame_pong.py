@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench.harness import ROOT
 from meshrl.engines.remote import Call, Connection
-from meshrl.engines.remote.connection import Answer, Question, decode, encode
+from meshrl.engines.remote.sockets import Answer, Question, decode, encode
 
 ASK: Final = Call("nothing", "0123456789abcdef", "0123456789abcdef", 0)
 

@@ -7,17 +7,48 @@ rank, behind references. The room does not depend on batches, models or a partic
 """
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
-from meshrl.mesh.calls import Waiting, own_place, running_calls, slow_calls
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
-from meshrl.mesh.handle import at, each, limited, respawn, stop
+from meshrl.mesh.handle import (
+    Waiting,
+    at,
+    each,
+    is_away,
+    leave_out,
+    limited,
+    min_ranks,
+    own_place,
+    parts,
+    planned,
+    ranks,
+    replicas,
+    respawn,
+    routed,
+    running_calls,
+    slow_calls,
+    stop,
+    streams,
+    take_in,
+)
 from meshrl.mesh.mesh import Mesh
-from meshrl.mesh.partition import even_plan, lightest, plan_of
-from meshrl.mesh.parts import is_away, leave_out, min_ranks, parts, planned, ranks, replicas, routed, streams, take_in
-from meshrl.mesh.refs import ForAll, HasRefs, NotHere, Put, Ref, fetch, put_large, resolve, seal_arrays, when_here
-from meshrl.mesh.scatter import Plan, Planner, make_plan
+from meshrl.mesh.refs import (
+    ForAll,
+    HasRefs,
+    NotHere,
+    Put,
+    Ref,
+    fetch,
+    in_transit,
+    is_in_transit,
+    note_transit,
+    put_large,
+    resolve,
+    seal_arrays,
+    when_here,
+)
+from meshrl.mesh.scatter import Plan, Planner, even_plan, lightest, make_plan, plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
-from meshrl.mesh.shared_memory import Share, empty, in_transit, is_in_place, is_in_transit, note_transit, pool, sweep
+from meshrl.mesh.shared_memory import Share, empty, is_in_place, pool, sweep
 
 __all__ = [
     "CP",

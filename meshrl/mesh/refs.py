@@ -1,11 +1,18 @@
-"""References: large values stay where they were made, and are fetched where they are read."""
+"""References: large values stay where they were made, and are fetched where they are read.
 
+What is pickled for a process of this machine refers to shared memory, which is kept until it has arrived.
+"""
+
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
 import numpy as np
+
+from meshrl.mesh.segment import Segment
 
 T = TypeVar("T")
 
@@ -88,37 +95,37 @@ def put_large(value: T, put: Put, limit: int | None, *, arrays: bool = False, sh
     Looks into dicts, lists and tuples. A held part is sent once, for any number of ranks that fetch it. A `limit` of
     None holds nothing. For `shares` see `HasRefs.hold`.
     """
-    return value if limit is None else cast("T", _put_large(value, put, limit, arrays, shares))
-
-
-def _put_large(value: object, put: Put, limit: int, arrays: bool, shares: bool) -> object:
+    if limit is None:
+        return value
+    light: object = value
     if isinstance(value, np.ndarray):
         plain = type(value) is np.ndarray and value.dtype.kind in "biufc"
-        return ArrayRef(put(value)) if arrays and plain and value.nbytes > limit else value
-    if type(value) in (list, tuple):
+        light = ArrayRef(put(value)) if arrays and plain and value.nbytes > limit else value
+    elif type(value) in (list, tuple):
         items = cast("list[object]", value)
-        return type(items)(_put_large(item, put, limit, arrays, shares) for item in items)
-    if type(value) is dict:
+        light = type(items)(put_large(item, put, limit, arrays=arrays, shares=shares) for item in items)
+    elif type(value) is dict:
         table = cast("dict[object, object]", value)
-        return {key: _put_large(item, put, limit, arrays, shares) for key, item in table.items()}
-    return value.hold(put, limit, shares) if isinstance(value, HasRefs) else value
+        light = {key: put_large(item, put, limit, arrays=arrays, shares=shares) for key, item in table.items()}
+    elif isinstance(value, HasRefs):
+        light = value.hold(put, limit, shares)
+    return cast("T", light)
 
 
 async def resolve(value: T) -> T:
     """Return the value with everything readable that `put_large` left behind."""
-    return cast("T", await _resolve(value))
-
-
-async def _resolve(value: object) -> object:
+    whole: object = value
     if isinstance(value, ArrayRef):
-        return (await fetch([value.held]))[value.held]
-    if type(value) in (list, tuple):
+        whole = (await fetch([value.held]))[value.held]
+    elif type(value) in (list, tuple):
         items = cast("list[object]", value)
-        return type(items)([await _resolve(item) for item in items])
-    if type(value) is dict:
+        whole = type(items)([await resolve(item) for item in items])
+    elif type(value) is dict:
         table = cast("Mapping[object, object]", value)
-        return {key: await _resolve(item) for key, item in table.items()}
-    return await value.load() if isinstance(value, HasRefs) else value
+        whole = {key: await resolve(item) for key, item in table.items()}
+    elif isinstance(value, HasRefs):
+        whole = await value.load()
+    return cast("T", whole)
 
 
 def seal_arrays(value: object) -> None:
@@ -142,3 +149,30 @@ async def fetch(held: Iterable[Ref]) -> dict[Ref, object]:
     for kind, some in by_kind.items():
         values.update(zip(some, await kind.fetch(some), strict=True))
     return values
+
+
+_transit = threading.local()
+
+
+@contextmanager
+def in_transit() -> Generator[list[Segment]]:
+    """Collect the segments that are pickled inside the block. Keep them until the message has arrived."""
+    outer = getattr(_transit, "segments", None)
+    segments: list[Segment] = []
+    _transit.segments = segments
+    try:
+        yield segments
+    finally:
+        _transit.segments = outer
+
+
+def is_in_transit() -> bool:
+    """True if the pickled value goes to a process of this machine and `note_transit` is heard."""
+    return getattr(_transit, "segments", None) is not None
+
+
+def note_transit(segment: Segment) -> None:
+    """Report a segment that is being pickled."""
+    segments: list[Segment] | None = getattr(_transit, "segments", None)
+    if segments is not None:
+        segments.append(segment)

@@ -1,23 +1,25 @@
-"""Split the arguments of a call over ranks, and join the results."""
+"""Divide rows over ranks, split the arguments of a call accordingly, and join the results."""
 
+import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from inspect import BoundArguments, Parameter
-from itertools import product, repeat
+from functools import reduce
+from inspect import BoundArguments
+from itertools import pairwise, product, repeat
 from typing import Self, cast
 
 import numpy as np
 
 from meshrl.errors import ContractError, ReplicasDisagree, shortened
-from meshrl.mesh.partition import plan_of
 from meshrl.mesh.sharding import EVERY_RANK, Addable, Array, Averageable, Axes, Joinable, Rows, Splittable
 
 Plan = Sequence[Rows]
 """The rows of each part."""
 Planner = Callable[[Mapping[str, object], int, Rows | None], Plan]
 """Makes the plan of a call, like `make_plan`."""
+_EVEN = 256
+"""Runs of rows count as even if the heaviest exceeds the lightest by at most the mean divided by this."""
 UNDIVIDED: Plan = ()
 """The plan of a call that divided no argument: the results of its ranks are concatenated."""
 
@@ -46,6 +48,58 @@ class Along:
         others = shape.keys() - axes
         first = [number for number, place in enumerate(places) if not any(place[axis] for axis in others)]
         return cls(math.prod(shape[axis] for axis in axes), indices, sorted(first, key=indices.__getitem__))
+
+
+def plan_of(owners: Rows, parts: int) -> list[Rows]:
+    """Convert the owner of each row into the rows of each part, ascending."""
+    order = owners.argsort(kind="stable")
+    ends = np.bincount(owners, minlength=parts).cumsum().tolist()
+    return [order[start:end] for start, end in pairwise([0, *ends])]
+
+
+def even_plan(costs: Rows, parts: int) -> list[Rows]:
+    """Return the rows of each part, so that parts cost about the same. `costs`: int64[rows].
+
+    Parts are runs of adjacent rows if these are even, at most one row's cost apart. Otherwise each row goes to the
+    lightest part, costliest row first. Two parts differ by at most the cost of one row.
+    """
+    ends = np.concatenate([[0], costs.cumsum()])
+    if total := int(ends[-1]):
+        wanted = total * np.arange(1, parts) / parts
+        after = ends.searchsorted(wanted)
+        nearest = after - (wanted - ends[after - 1] < ends[after] - wanted)
+        loads = [end - start for start, end in pairwise([0, *ends[nearest].tolist(), total])]
+        spread = max(loads) - min(loads)
+        if not spread or spread <= min(int(costs.max()), total / parts / _EVEN):
+            rows = np.arange(len(costs))
+            return [rows[start:end] for start, end in pairwise([0, *nearest.tolist(), len(costs)])]
+    return plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
+
+
+def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
+    """Choose a part for each row, int64[rows]: the costliest row first, each to the lightest part at that time.
+
+    `costs`: int64[rows]. `loads`, int64[parts]: the present load of each part. A part that receives rows ends at most
+    one row's cost above the lightest (Graham 1969, LPT). Ties go to the part with the fewest rows, then to the first.
+    `homes`, int64[rows], -1 for none: a row goes to this part while it exceeds the lightest by at most `slack`, and
+    then adds its cost.
+    """
+    parts = len(loads)
+    order = (-costs).argsort(kind="stable")
+    # One number for each part orders by load, then rows, then place. A heap of tuples is half as fast.
+    unit = parts * (len(costs) + 1)
+    now = [load * unit + part for part, load in enumerate(loads.tolist())]
+    heap = sorted(now)
+    taken: list[int] = []
+    for cost, home in zip(costs[order].tolist(), repeat(-1) if homes is None else homes[order].tolist(), strict=False):
+        while (first := heap[0]) != now[first % parts]:  # the part has received rows since
+            heapq.heapreplace(heap, now[first % parts])
+        part = home if home >= 0 and now[home] // unit - first // unit <= slack else first % parts
+        now[part] += cost * unit + parts
+        taken.append(part)
+    owners = np.empty(len(costs), np.int64)
+    owners[order] = taken
+    return owners
 
 
 def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = None) -> Plan:
@@ -79,47 +133,25 @@ def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = No
 
 def scatter_args(
     bound: BoundArguments, shares: Mapping[str, tuple[Plan, Sequence[int]]], members: int
-) -> Iterator[tuple[tuple[object, ...], Mapping[str, object]]]:
-    """Yield each member's positional and keyword arguments.
+) -> Sequence[tuple[tuple[object, ...], Mapping[str, object]]]:
+    """Return each member's positional and keyword arguments.
 
-    `shares`: for each divided parameter, its plan and the part of each member.
+    `shares`: for each divided parameter, its plan and the part of each member. A parameter that takes several values is
+    a tuple or a dict here, whose values are divided.
     """
-    for name, (plan, indices) in shares.items():
-        if name in bound.arguments:
-            kind = bound.signature.parameters[name].kind
-            bound.arguments[name] = _each_value(bound.arguments[name], kind, partial(_PerMember.of, plan, indices))
-    by_position, by_name = bound.args, bound.kwargs
-    if not shares:
-        yield from repeat((by_position, by_name), members)
-        return
-    named = _transposed(by_name.values(), members)
-    for given, values in zip(_transposed(by_position, members), named, strict=True):
-        yield given, dict(zip(by_name, values, strict=True))
-
-
-class _PerMember(list[object]):
-    """The value of one argument for each member."""
-
-    @classmethod
-    def of(cls, plan: Plan, indices: Sequence[int], value: object) -> Self:
-        """Divide a value. `indices`: the part of each member."""
-        parts = split(value, plan)
-        return cls(parts[index] for index in indices)
-
-
-def _each_value(given: object, kind: object, function: Callable[[object], object]) -> object:
-    """Apply a function to an argument, or to each of its values if the parameter takes several."""
-    if kind is Parameter.VAR_POSITIONAL:
-        return tuple(map(function, cast("tuple[object, ...]", given)))
-    if kind is Parameter.VAR_KEYWORD:
-        return {name: function(value) for name, value in cast("Mapping[str, object]", given).items()}
-    return function(given)
-
-
-def _transposed(arguments: Collection[object], members: int) -> Iterable[tuple[object, ...]]:
-    """Yield the arguments of each member."""
-    columns = [each if isinstance(each, _PerMember) else repeat(each, members) for each in arguments]
-    return zip(*columns, strict=True) if columns else repeat((), members)
+    divided = [
+        (name, split(bound.arguments[name], plan), indices)
+        for name, (plan, indices) in shares.items()
+        if name in bound.arguments
+    ]
+    if not divided:
+        return [(bound.args, bound.kwargs)] * members
+    scattered = []
+    for member in range(members):
+        for name, parts, indices in divided:
+            bound.arguments[name] = parts[indices[member]]
+        scattered.append((bound.args, bound.kwargs))
+    return scattered
 
 
 def split(value: object, plan: Plan) -> Sequence[object]:
@@ -134,34 +166,65 @@ def split(value: object, plan: Plan) -> Sequence[object]:
         return [type(value)([item[part] for item in items]) for part in range(len(plan))]
     if isinstance(value, np.ndarray):
         return [value[rows] for rows in plan]
-    return _splittable(value).parts(plan)
+    return cast("Splittable", value).parts(plan)
 
 
-def gather(parts: Sequence[object], plan: Plan | None) -> object:
-    """Join one value of each rank, with rows in the order of the sharded argument."""
+def joined(kind: str, parts: Sequence[object], plan: Plan | None = None) -> object:
+    """Join one value of each rank, container by container. `kind`: "gather", "mean" or "sum".
 
-    def leaf(values: Sequence[object]) -> object:
-        if isinstance(values[0], np.ndarray):
-            return _gather_arrays(cast("Sequence[Array]", values), plan)
-        return cast("type[Joinable]", type(values[0])).join(cast("Sequence[Joinable]", values), plan)
+    `plan`: how the argument was divided, whose order of rows gathered values get. Raises `ContractError` if some ranks
+    returned None, other keys, or lists of other lengths.
+    """
+    none = [rank for rank, part in enumerate(parts) if part is None]
+    if none and len(none) < len(parts):
+        raise ContractError(f"parts {none} are None and the others are not: return an empty Batch instead of None")
+    keys = [sorted(part) for part in parts if isinstance(part, Mapping)]
+    if any(each != keys[0] for each in keys):
+        raise ContractError(f"ranks returned dicts with different keys, {keys}: return the same keys from each")
+    lengths = [len(part) for part in parts if isinstance(part, list | tuple)]
+    if len(set(lengths)) > 1:
+        raise ContractError(
+            f"ranks returned lists of {lengths} values, which are joined one by one: return the same number from each "
+            "rank"
+        )
+    first = parts[0]
+    if isinstance(first, Mapping):
+        tables = cast("Sequence[Mapping[str, object]]", parts)
+        return {key: joined(kind, [table[key] for table in tables], plan) for key in first}
+    if isinstance(first, list | tuple):
+        lists = cast("Sequence[Sequence[object]]", parts)
+        return type(first)(joined(kind, values, plan) for values in zip(*lists, strict=True))
+    if first is None:
+        return None
+    return _gathered(parts, plan) if kind == "gather" else _mean(parts) if kind == "mean" else _total(parts)
 
-    return _reduce(parts, leaf)
+
+def _gathered(parts: Sequence[object], plan: Plan | None) -> object:
+    """Concatenate values, with rows in the order of the sharded argument."""
+    if not isinstance(parts[0], np.ndarray):
+        return cast("type[Joinable]", type(parts[0])).join(cast("Sequence[Joinable]", parts), plan)
+    arrays = cast("Sequence[Array]", parts)
+    whole: Array = np.concatenate(arrays)
+    if not plan:
+        return whole
+    if [len(part) for part in arrays] != [len(rows) for rows in plan]:
+        raise ContractError(
+            f"ranks were given {[len(rows) for rows in plan]} rows and returned arrays of "
+            f"{[len(part) for part in arrays]}: return one element a row, or a Batch made from the argument's rows"
+        )
+    ordered = np.empty_like(whole)
+    ordered[np.concatenate(list(plan))] = whole
+    return ordered
 
 
-def mean(parts: Sequence[object]) -> object:
-    """Average one value of each rank, container by container."""
-
-    def leaf(values: Sequence[object]) -> object:
-        if isinstance(values[0], int | float | np.ndarray | np.generic):
-            return cast("float", _total(values)) / len(values)
-        return cast("type[Averageable]", type(values[0])).mean(cast("Sequence[Averageable]", values))
-
-    return _reduce(parts, leaf)
+def _mean(parts: Sequence[object]) -> object:
+    if isinstance(parts[0], int | float | np.ndarray | np.generic):
+        return cast("float", _total(parts)) / len(parts)
+    return cast("type[Averageable]", type(parts[0])).mean(cast("Sequence[Averageable]", parts))
 
 
-def total(parts: Sequence[object]) -> object:
-    """Sum one value of each rank, container by container."""
-    return _reduce(parts, _total)
+def _total(parts: Sequence[object]) -> object:
+    return reduce(lambda one, other: one + other, cast("Sequence[Addable]", parts))
 
 
 def check_same(parts: Sequence[object], ranks: Sequence[int], where: str) -> None:
@@ -183,62 +246,12 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Splittable | A
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
-    else:
-        yield path, value if isinstance(value, np.ndarray) else _splittable(value)
-
-
-def _splittable(value: object) -> Splittable:
-    if not hasattr(value, "parts"):
+    elif not isinstance(value, np.ndarray) and not hasattr(value, "parts"):
         raise ContractError(
             f"{type(value).__name__} cannot be split over ranks: shard a Batch, an array, or a dict or list of them"
         )
-    return cast("Splittable", value)
-
-
-def _gather_arrays(parts: Sequence[Array], plan: Plan | None) -> Array:
-    joined: Array = np.concatenate(parts)
-    if not plan:
-        return joined
-    if [len(part) for part in parts] != [len(rows) for rows in plan]:
-        raise ContractError(
-            f"ranks were given {[len(rows) for rows in plan]} rows and returned arrays of "
-            f"{[len(part) for part in parts]}: return one element a row, or a Batch made from the argument's rows"
-        )
-    ordered = np.empty_like(joined)
-    ordered[np.concatenate(list(plan))] = joined
-    return ordered
-
-
-def _reduce(parts: Sequence[object], join: Callable[[Sequence[object]], object]) -> object:
-    _check_alike(parts)
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {key: _reduce([cast("Mapping[str, object]", part)[key] for part in parts], join) for key in first}
-    if isinstance(first, list | tuple):
-        lists = cast("Sequence[Sequence[object]]", parts)
-        return type(first)(_reduce(values, join) for values in zip(*lists, strict=True))
-    return None if first is None else join(parts)
-
-
-def _check_alike(parts: Sequence[object]) -> None:
-    """Raise `ContractError` if some ranks returned None, other keys, or lists of other lengths."""
-    none = [rank for rank, part in enumerate(parts) if part is None]
-    if none and len(none) < len(parts):
-        raise ContractError(f"parts {none} are None and the others are not: return an empty Batch instead of None")
-    keys = [sorted(part) for part in parts if isinstance(part, Mapping)]
-    if any(each != keys[0] for each in keys):
-        raise ContractError(f"ranks returned dicts with different keys, {keys}: return the same keys from each")
-    lengths = [len(part) for part in parts if isinstance(part, list | tuple)]
-    if len(set(lengths)) > 1:
-        raise ContractError(
-            f"ranks returned lists of {lengths} values, which are joined one by one: return the same number from each "
-            "rank"
-        )
-
-
-def _total(values: Sequence[object]) -> object:
-    addable = cast("Sequence[Addable]", values)
-    return reduce(lambda one, other: one + other, addable)
+    else:
+        yield path, cast("Splittable | Array", value)
 
 
 def _equal(one: object, other: object) -> bool:

@@ -16,8 +16,8 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from operator import index
 from pathlib import Path
@@ -167,6 +167,7 @@ class Writing:
     """A segment that is being written."""
 
     def __init__(self, own: _OwnSegment, nbytes: int) -> None:
+        """`nbytes`: the bytes to write, at the beginning of the segment."""
         self._own = own
         self._nbytes = nbytes
         self.memory: Final[Bytes] = own.memory[:nbytes]
@@ -175,7 +176,7 @@ class Writing:
         """The whole segment, which may be longer than `memory`."""
 
     def fills(self, array: Array) -> None:
-        """Register an array in this memory. Its owner makes it read-only once it is filled."""
+        """Register an array of any shape in this memory. Its owner makes it read-only once it is filled."""
         self._own.filled = weakref.ref(array)
 
     def done(self) -> Segment:
@@ -320,33 +321,6 @@ def sweep() -> None:
                 remove(path, file)
             finally:
                 os.close(file)
-
-
-_transit = threading.local()
-
-
-@contextmanager
-def in_transit() -> Generator[list[Segment]]:
-    """Collect the segments that are pickled inside the block. Keep them until the message has arrived."""
-    outer = getattr(_transit, "segments", None)
-    segments: list[Segment] = []
-    _transit.segments = segments
-    try:
-        yield segments
-    finally:
-        _transit.segments = outer
-
-
-def is_in_transit() -> bool:
-    """True if the pickled value goes to a process of this machine and `note_transit` is heard."""
-    return getattr(_transit, "segments", None) is not None
-
-
-def note_transit(segment: Segment) -> None:
-    """Report a segment that is being pickled."""
-    segments: list[Segment] | None = getattr(_transit, "segments", None)
-    if segments is not None:
-        segments.append(segment)
 
 
 pool: Final = Pool()

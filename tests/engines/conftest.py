@@ -13,9 +13,7 @@ NO_CORE = Resources(cpus=0)
 RAY = pytest.param("ray", marks=pytest.mark.wide)
 
 on_processes = pytest.mark.parametrize("engine", ["processes", RAY], indirect=True)
-"""Only where ranks are processes."""
 on_ray_too = pytest.mark.parametrize("engine", ["local", "processes", "ray"], indirect=True)
-"""The few that show that Ray works at all."""
 where_columns_stay = pytest.mark.parametrize("engine", ["local", "by reference", "processes", RAY], indirect=True)
 """`by reference`: the local engine, where every column stays where it was made."""
 
@@ -39,7 +37,6 @@ async def processes() -> AsyncIterator[Callable[[], ProcessEngine]]:
 
 @pytest_asyncio.fixture(loop_scope="session", params=["local", "processes", RAY])
 async def engine(request: pytest.FixtureRequest, processes: Callable[[], ProcessEngine]) -> AsyncIterator[Engine]:
-    """The engine of this name."""
     if request.param == "processes":
         yield processes()
         return
@@ -72,5 +69,4 @@ async def reserve(engine: Engine) -> AsyncIterator[Reserve]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def mesh(reserve: Reserve) -> Mesh:
-    """Two such ranks."""
     return await reserve(2)

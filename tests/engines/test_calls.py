@@ -202,8 +202,6 @@ def layers() -> rl.Weights:
 
 
 class Rollouts(rl.Actor):
-    """Makes batches of `rows` rows of `length` tokens, numbered over the ranks."""
-
     def __init__(self) -> None:
         self.called: list[str] = []
 
@@ -277,7 +275,6 @@ async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Eng
 
 @where_columns_stay
 async def test_rows_go_from_mesh_to_mesh_in_any_split(mesh: rl.Mesh, reserve: Reserve) -> None:
-    """Also where a rank calls another mesh."""
     one, other, asks = await mesh.spawn(Rollouts), await (await reserve(3)).spawn(Rollouts), await mesh.spawn(Asks)
     batch = await one.make(5, 20_000)
     shuffled = batch.select(np.array([9, 0, 4, 4, 7]))

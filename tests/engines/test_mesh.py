@@ -49,7 +49,6 @@ class Worker(rl.Actor):
 
     @rl.endpoint
     async def sums(self, *each: rl.Shard[rl.Batch], **named: rl.Shard[rl.Batch]) -> rl.Gather[rl.Batch]:
-        """The rewards of all, row by row."""
         total = np.sum([rows.rewards for rows in (*each, *named.values())], axis=0)
         return each[0].assign(rewards=total)
 
@@ -105,7 +104,6 @@ def make_batch(rows: int) -> rl.Batch:
 
 @pytest.fixture
 async def two(reserve: Reserve) -> rl.Mesh:
-    """Ranks that share a loop where they are threads."""
     return await reserve(2, NO_CORE)
 
 

@@ -146,5 +146,6 @@ def test_a_run_keeps_them_and_the_terminal_still_has_them(tmp_path: Path, engine
 
 def test_runs_that_have_no_processes_have_no_logs(tmp_path: Path) -> None:
     assert RunConfig(folder=str(tmp_path)).engine == "local"
-    with Run(RunConfig(folder=str(tmp_path))).recorder as recorder:
-        assert not (recorder.folder / "logs").exists()
+    recorder = Run(RunConfig(folder=str(tmp_path))).recorder
+    recorder.close(None)
+    assert not (recorder.folder / "logs").exists()

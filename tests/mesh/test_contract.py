@@ -73,8 +73,6 @@ def mistakes_of(cls: type) -> str:
 
 
 def test_every_mistake_is_in_one_error() -> None:
-    """Most kinds are in the table of errors, one by one."""
-
     class Wrong(Actor):
         @endpoint
         async def unmarked(self) -> int: ...

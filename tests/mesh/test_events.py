@@ -19,8 +19,6 @@ from meshrl.testing import Deadlock, simulate
 
 
 class Clocked(rl.Actor):
-    """Tells its loop's time."""
-
     @rl.endpoint
     async def now(self) -> rl.Gather[NDArray[np.float64]]:
         return np.array([asyncio.get_running_loop().time()])
@@ -49,7 +47,6 @@ def read(folder: Path) -> list[Event]:
 
 
 def calls(events: list[Event]) -> dict[str, tuple[Call, list[Span]]]:
-    """Each call with its spans, in the order of the ranks, by endpoint."""
     spans = sorted((event for event in events if isinstance(event, Span)), key=lambda span: span.rank)
     found = [event for event in events if isinstance(event, Call)]
     return {call.endpoint: (call, [span for span in spans if span.call == call.id]) for call in found}

@@ -31,15 +31,12 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[ProcessEngine]
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def mesh(engine: ProcessEngine) -> AsyncIterator[Mesh]:
-    """Two ranks that need no core."""
     made = await Mesh.reserve(engine, 2, NO_CORE)
     yield made
     await made.stop()
 
 
 class Numbered(Actor):
-    """Tells which process it is, waits for good and dies."""
-
     @endpoint
     async def pid(self) -> Gather[NDArray[np.int64]]:
         return np.array([os.getpid()])
@@ -54,8 +51,6 @@ class Numbered(Actor):
 
 
 class Breaks:
-    """Raises where it is read."""
-
     def __init__(self, how: str) -> None:
         self.how = how
 
@@ -78,7 +73,6 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def segments(*pids: int) -> set[Path]:
-    """The shared memory that these processes have made."""
     files = [file.path for pid in pids for file in psutil.Process(pid).open_files() if file.mode != "r"]
     return {Path(path) for path in files if "/meshrl-" in path and not path.endswith("(deleted)")}
 
@@ -96,26 +90,22 @@ def running(pids: Iterable[int]) -> list[int]:
 
 
 async def killed(*pids: int) -> None:
-    """Kill processes, and wait until they have ended."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     await until(lambda: not running(pids))
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait for it, letting others work."""
     while not holds():  # noqa: ASYNC110 -- what other processes do
         await asyncio.sleep(0.01)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what other processes do."""
     while not holds():
         time.sleep(0.01)
 
 
 def made_now(make: Callable[[], ProcessEngine]) -> tuple[ProcessEngine, list[int]]:
-    """An engine, and the processes that were started for it at once."""
     before = {child.pid for child in psutil.Process().children()}
     engine = make()
     return engine, [child.pid for child in psutil.Process().children() if child.pid not in before]

@@ -66,11 +66,8 @@ def die_in_flight() -> None:
 
 
 class Sender(FsdpPolicy):
-    """A policy whose first or second rank may die while it sends."""
-
     @rl.endpoint
     async def senders(self) -> rl.Gather[np.ndarray]:
-        """How many threads of each process send, or wait to."""
         gc.collect()
         return np.array([sum(each.name == "meshrl-sender" for each in threading.enumerate())])
 
@@ -81,20 +78,16 @@ class Sender(FsdpPolicy):
 
 
 class Reader(TorchSampler, Numbered):
-    """A sampler that tells what it has."""
-
     @rl.endpoint
     async def die(self) -> None:
         die_in_flight()
 
     @rl.endpoint
     async def go(self, way: str) -> None:
-        """From now on, weights come so."""
         os.environ["MESHRL_HANDOVER"] = "0" if way == "by gloo" else "1"
 
     @rl.endpoint
     async def got(self) -> rl.Gather[rl.Batch]:
-        """What each rank has last said of how weights arrive, and the fingerprint of its tensors."""
         found = rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()
         return rl.Batch.of(route=[", ".join(self._arrivals.routes)], print=[found])
 
@@ -113,7 +106,6 @@ async def prints(readers: Reader) -> list[object]:
 
 
 async def both_updated(version: int, *policies: rl.Policy) -> str:
-    """By the same rollouts; the fingerprint of the second's weights, which come whole."""
     await updated(*policies, seed=version)
     return (await (await policies[1].weights()).load()).fingerprint()
 
@@ -174,7 +166,6 @@ async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_agai
 async def test_ranks_of_megatron_send_their_own_experts(
     engine: ProcessEngine, two: rl.Mesh, random_model: Callable[..., str], tmp_path: Path
 ) -> None:
-    """They are those that it gathers for others."""
     shape = changed(SHAPE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
     mixture = random_model(Qwen3MoeConfig(**shape), tmp_path, noise=0)
     mesh = await rl.Mesh.reserve(engine, 2, NO_CORE)
@@ -238,7 +229,6 @@ async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whol
 
 
 def received(weights: LiveWeights) -> dict[str, torch.Tensor]:
-    """What an engine gets, in this process, whose names are those of the policy."""
     came: dict[str, torch.Tensor] = {}
     plain = SimpleNamespace(unit=lambda name: name.removesuffix(SCALE), in_files=lambda tensors: tensors)
     naming = cast("Naming", plain)

@@ -66,7 +66,6 @@ FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), 
 
 
 def start(folder: Path, *command: Path | str) -> "subprocess.Popen[str]":
-    """Python in a session of its own, whose temporary files are in this folder."""
     return subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
@@ -134,7 +133,6 @@ def test_an_interrupt_is_the_controllers_alone_which_cancels_its_calls_and_ends(
 
 @pytest.mark.usefixtures("cold")
 def test_what_is_left_where_all_were_killed_at_once_goes_with_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their own files are touched by nobody as long as they live."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

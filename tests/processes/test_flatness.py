@@ -42,7 +42,6 @@ class Rows(Numbered):
 
 
 async def step(number: int, one: Rows, other: Rows) -> None:
-    """Rows go from mesh to mesh; then one of five ends."""
     batch = await one.make()
     how = number % 5
     if how == 0:
@@ -66,8 +65,6 @@ async def step(number: int, one: Rows, other: Rows) -> None:
 
 
 class Size(NamedTuple):
-    """What one process has."""
-
     descriptors: int
     threads: int
     segments: int
@@ -75,7 +72,6 @@ class Size(NamedTuple):
 
 
 async def sizes(pids: list[int], ranks: list[Rows]) -> list[Size]:
-    """Of each process, when what was cancelled has ended."""
     gc.collect()
     for rows in [*ranks] * 10:
         await rows.pid()

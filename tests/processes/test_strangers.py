@@ -36,14 +36,11 @@ class Counts(Actor):
 
 
 class Started(NamedTuple):
-    """Two ranks, their sockets, and where they write."""
-
     counts: Counts
     sockets: list[Path]
     logs: Path
 
     def logged(self, words: str) -> int:
-        """How many times the ranks have said it."""
         return sum(log.read_text().count(words) for log in self.logs.iterdir())
 
 
@@ -65,7 +62,6 @@ def framed(frame: bytes) -> bytes:
 
 
 def hung_up(stranger: socket.socket) -> bool:
-    """Whether the other side ends the connection, and says nothing."""
     try:
         return stranger.recv(1) == b""
     except ConnectionResetError:
@@ -73,8 +69,6 @@ def hung_up(stranger: socket.socket) -> bool:
 
 
 class Touches:
-    """What is unpickled makes this file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -145,6 +139,5 @@ async def test_another_user_is_refused_before_a_secret_is_heard(started: Started
 
 
 def as_nobody(path: Path) -> str:
-    """What a process of another user meets there."""
     command = [sys.executable, "-c", AS_NOBODY, str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

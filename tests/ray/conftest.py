@@ -15,8 +15,6 @@ NO_CORE = Resources(cpus=0)
 
 
 class Probe(Numbered):
-    """A rank that makes rows."""
-
     @endpoint
     async def take(self, what: object) -> None: ...
 
@@ -26,7 +24,6 @@ class Probe(Numbered):
 
 
 def stored() -> int:
-    """Bytes in the object store."""
     free, total = (each.get("object_store_memory", 0) for each in (ray.available_resources(), ray.cluster_resources()))
     return int(total - free)
 
@@ -46,5 +43,4 @@ async def engine(ray_cluster: None) -> AsyncIterator[RayEngine]:
 
 @pytest.fixture
 async def mesh(engine: RayEngine) -> Mesh:
-    """Two ranks that need no core."""
     return await Mesh.reserve(engine, 2, NO_CORE)

@@ -1,21 +1,25 @@
-"""Where ranks are, what they find there, and requests that cannot be met."""
+"""How Ray starts, which versions its nodes have, where ranks are, what they find there, and what cannot be met."""
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
+import ray
 
 from meshrl import Actor, Mesh, Resources, current_rank, each, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.channel import interface_of
-from meshrl.engines.ray.cluster import Cluster, Node, room_for
+from meshrl.engines.ray.cluster import Cluster, Node, host_and_port, room_for
+from meshrl.engines.ray.code import Versions, installed, table
 from meshrl.engines.remote import Place, environments
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Same
+from meshrl.roles import packages_of
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
 
@@ -97,7 +101,6 @@ async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_fro
 async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a run that is restarted waits for it."""
     found, asked = Cluster.nodes, list[object]()
 
     async def nodes(cluster: Cluster) -> list[Node]:
@@ -132,3 +135,103 @@ def test_gloo_is_told_the_interface_of_an_address() -> None:
     name = interface_of("127.0.0.1")
     assert name in [name for _, name in socket.if_nameindex()]
     assert interface_of("192.0.2.1") is None, "an address of no machine"
+
+
+async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    came: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    engine = RayEngine()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await Mesh.reserve(engine, 1, Resources(cpus=0))
+        await engine.close()
+        assert came == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_host_that_is_an_ipv6_address_has_brackets_only_in_the_address_of_the_cluster() -> None:
+    assert host_and_port("[fd00::1]:6379") == ("fd00::1", 6379)
+    assert host_and_port("10.0.0.2:6379") == ("10.0.0.2", 6379)
+
+
+async def test_a_ray_that_does_not_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    engine = RayEngine()
+    with pytest.raises(
+        ConfigError, match=r"did not start .* within 0 s: The current node timed out .*`ray start --head`"
+    ):
+        await Mesh.reserve(engine, 1, Resources(cpus=0))
+    await engine.close()
+
+
+HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}
+
+
+def test_the_table_names_each_node_package_and_both_versions() -> None:
+    others = {
+        "10.0.0.2": {**HERE, "torch": "2.12.1"},
+        "10.0.0.13": {**HERE, "Python": "3.11.9", "torch": "not installed", "meshrl": "not installed"},
+    }
+    first, *rows, remedy = table(HERE, others).splitlines()
+    assert first.startswith("2 nodes have other versions")
+    assert rows == [
+        "  node       package  here    there",
+        "  10.0.0.2   torch    2.13.0  2.12.1",
+        "  10.0.0.13  Python   3.11.7  3.11.9",
+        "  10.0.0.13  meshrl   0.1.0   not installed",
+    ]
+    assert remedy.startswith("install Python==3.11.7 and meshrl==0.1.0 and torch==2.13.0 on each, as `pip install ")
+
+
+def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
+    assert installed(["torch", "other"])["torch"] == "2.13.0"
+
+
+async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[object]()
+
+    async def ask(_: Versions, node: str) -> dict[str, str]:
+        asked.append(node)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        return {**installed(["meshrl", "torch"]), "torch": "1.2.3"}
+
+    monkeypatch.setattr(Versions, "_ask", ask)
+    versions = Versions(["no-such-package"], 0.001)  # which is not asked of a node
+    assert not await versions.check({"n1": "10.0.0.2"})
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 +torch"):
+        await versions.check({"n1": "10.0.0.2"}, have_ranks=True)
+
+
+async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Versions, "_ask", AsyncMock(return_value=None))
+    with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not report the versions"):
+        await Mesh.reserve(engine, 1, Resources(cpus=0))
+
+
+def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for() -> None:
+    assert packages_of("vllm") == {"meshrl", "vllm"}
+    assert {"meshrl", "megatron-core", "torch", "transformers"} <= packages_of("megatron")
+    assert packages_of("sim") == {"meshrl"}
+    assert packages_of("no-such-backend") == frozenset()

@@ -12,8 +12,7 @@ from typing import cast
 import numpy as np
 
 from meshrl.data import Column, frozen, private
-from meshrl.engines.local.loops import Turns
-from meshrl.engines.local.rank_thread import LocalCall, LocalMember, LocalSlot, Receiver, answer
+from meshrl.engines.local.rank_thread import LocalCall, LocalMember, LocalSlot, Receiver, Turns, answer
 from meshrl.engines.ranks import check_count, isolated
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Member, OnSpan, Rank, Ref, Request, Resources, Slot, free_cores, put_large

@@ -45,13 +45,13 @@ from meshrl.engines.remote import (
     Server,
     Service,
     SocketChannel,
-    boot_id,
     listen,
     monitor_of,
     remove_folder,
     socket_folder,
     work_as,
 )
+from meshrl.events import boot_id
 from meshrl.mesh import NotHere, Share, pool
 
 if TYPE_CHECKING:
@@ -263,9 +263,11 @@ class RayChannel(Channel):
 
     def _sent(self, method: Method, *arguments: object) -> Reply:
         """Let Ray send a call, and return its reply."""
+        reply = Reply()
         if self._lost:
-            return Reply(ProcessExited(self._lost))
-        reply, sent = Reply(), method.remote(*arguments)
+            reply.arrive(None, ProcessExited(self._lost))
+            return reply
+        sent = method.remote(*arguments)
         self._open.add(reply)
         reply.add_callback(partial(self._open.discard, reply))
         _arriving.add(task := asyncio.ensure_future(self._arrive(reply, sent)))

@@ -20,8 +20,9 @@ import ray
 
 from meshrl import log
 from meshrl.engines.ray.code import Versions
-from meshrl.engines.remote import HealthPort, Reply, boot_id, is_reachable, monitor_of
+from meshrl.engines.remote import HealthPort, Reply, is_reachable, monitor_of
 from meshrl.errors import ConfigError, NoRoom
+from meshrl.events import boot_id
 from meshrl.mesh import Resources, free_cores
 
 Amounts: TypeAlias = Mapping[str, float]

@@ -31,10 +31,10 @@ from meshrl.engines.remote import (
     ProcessSlot,
     RemoteEngine,
     Reservation,
-    boot_id,
     clock_ahead,
 )
 from meshrl.errors import ConfigError, MeshStopped, OtherVersions
+from meshrl.events import boot_id
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources, Share, sweep
 
 _NODE: Final = "ray.io/node-id"

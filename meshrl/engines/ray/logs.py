@@ -12,7 +12,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from meshrl.engines.remote import Process, RankLog, boot_id
+from meshrl.engines.remote import Process, RankLog
+from meshrl.events import boot_id
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -7,10 +7,11 @@ On one machine, a `Server` answers for the `Host` on a socket that only its user
 and `PoolRef.put` writes large values once into shared memory, which readers map.
 """
 
-from meshrl.engines.remote.connection import TOKEN_BYTES, Connection, remove_folder, socket_folder
+from meshrl.engines.remote.caller import Process, clock_ahead
 from meshrl.engines.remote.engine import ProcessSlot, RemoteEngine, Reservation, environments
 from meshrl.engines.remote.host import Host, work_as
 from meshrl.engines.remote.host_monitor import PROBES, HostMonitor, is_reachable, monitor_of
+from meshrl.engines.remote.logs import LogFolder, RankLog
 from meshrl.engines.remote.messages import (
     NO_ARGUMENTS,
     Arguments,
@@ -18,17 +19,27 @@ from meshrl.engines.remote.messages import (
     Channel,
     HealthPort,
     MessageLost,
+    Pickler,
     Place,
     ProcessExited,
     Reply,
     Service,
     Stopped,
-    boot_id,
+    is_installed,
+    pickle_scripts_by_value,
+    register_pickler,
 )
-from meshrl.engines.remote.pickling import Pickler, is_installed, pickle_scripts_by_value, register_pickler
 from meshrl.engines.remote.pool_ref import PoolRef
-from meshrl.engines.remote.process import LogFolder, Process, RankLog, clock_ahead
-from meshrl.engines.remote.sockets import Address, Server, SocketChannel, listen
+from meshrl.engines.remote.sockets import (
+    TOKEN_BYTES,
+    Address,
+    Connection,
+    Server,
+    SocketChannel,
+    listen,
+    remove_folder,
+    socket_folder,
+)
 
 __all__ = [
     "NO_ARGUMENTS",
@@ -58,7 +69,6 @@ __all__ = [
     "Service",
     "SocketChannel",
     "Stopped",
-    "boot_id",
     "clock_ahead",
     "environments",
     "is_installed",

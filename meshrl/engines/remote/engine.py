@@ -9,19 +9,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from pickle import PicklingError
 from secrets import token_hex
 from typing import Final, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from meshrl import log
-from meshrl.engines.remote.caller import Caller, abandon, all_or_first, first_cause, pickled
+from meshrl.engines.ranks import unsendable
+from meshrl.engines.remote.caller import Caller, Process, RankMember, Spawn, abandon, all_or_first, first_cause
+from meshrl.engines.remote.logs import LogFolder
 from meshrl.engines.remote.messages import Place
 from meshrl.engines.remote.pool_ref import PoolRef
-from meshrl.engines.remote.process import LogFolder, Process, RankMember, Spawn
 from meshrl.errors import MeshStopped, RankFailed
-from meshrl.mesh import CollectiveActor, Member, Rank, Resources, Slot, sweep, when_here
+from meshrl.mesh import CollectiveActor, Member, Rank, Ref, Resources, Slot, sweep, when_here
 
 T = TypeVar("T")
 
@@ -328,8 +329,14 @@ class RemoteEngine(Caller, ABC):
             missing = [member.rank.index for member, task in pairs if not task.done()]
             log.info(f"waiting for {name} to be constructed", ranks=missing)
 
+        def put() -> Ref:
+            try:
+                return self.put(origin.recipe)
+            except (TypeError, PicklingError) as error:
+                raise unsendable(f"{name}.__init__", error) from error
+
         try:
-            recipe = await when_here(partial(pickled, f"{name}.__init__", partial(self.put, origin.recipe)))
+            recipe = await when_here(put)
             for member in members:
                 construction = member.construct(reservation.environments[member.index], recipe)
                 running.append(asyncio.create_task(construction))

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from pathlib import Path
 from typing import cast
@@ -24,10 +25,10 @@ from meshrl.engines.remote.messages import (
     Service,
     Stopped,
     StreamEnd,
-    boot_id,
+    pickled_error,
     reserved_port,
 )
-from meshrl.engines.remote.pickling import pickled_error
+from meshrl.events import boot_id
 from meshrl.mesh import CollectiveActor, Put, Rank, fetch, pool, put_large, rank_context, resolve
 from meshrl.user_code import copied
 
@@ -65,7 +66,7 @@ class CallerQueue:
     """The calls of one caller, which start in the order they were made."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self.next: int = 0
         """The number that may start next."""
         self._ahead: set[int] = set()
         """Higher numbers that need no turn any more."""
@@ -84,21 +85,20 @@ class CallerQueue:
         return True
 
     async def turn(self, number: int) -> None:
-        """Wait until all earlier calls have started."""
-        if number != self._next:
-            waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-            await waiting
+        """Wait for the turn of a call that is not `next`: until all earlier calls have started."""
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await waiting
 
     def start(self, number: int) -> None:
-        """Give the next call its turn."""
-        if number < self._next:
+        """Give the next call its turn, unless this call has given it."""
+        if number < self.next:
             return
         self._waiting.pop(number, None)
         self._ahead.add(number)
-        while self._next in self._ahead:
-            self._ahead.discard(self._next)
-            self._next += 1
-        waiting = self._waiting.get(self._next)
+        while self.next in self._ahead:
+            self._ahead.discard(self.next)
+            self.next += 1
+        waiting = self._waiting.get(self.next)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
@@ -114,18 +114,16 @@ class CallerQueue:
         task = self._running.get(number)
         if task is not None:
             task.cancel()
-        elif not self._has_ended(number):
+        elif number >= self.next and number not in self._ahead:
             self._dropped.add(number)
             self.leave(number)
 
     def outbox(self, number: int) -> Outbox | None:
         """Return the values of a stream, even before it arrives. None if it has ended."""
-        if number not in self._outboxes and number not in self._running and self._has_ended(number):
+        has_started = number < self.next or number in self._ahead
+        if has_started and number not in self._outboxes and number not in self._running:
             return None
         return self._outboxes.setdefault(number, Outbox())
-
-    def _has_ended(self, number: int) -> bool:
-        return number < self._next or number in self._ahead
 
 
 class HostedActor:
@@ -135,21 +133,7 @@ class HostedActor:
         self.rank = rank
         self.attempt = attempt
         self.instance: object = None
-        self._stopped = False
         self.tasks: set[asyncio.Task[object]] = set()
-
-    def is_stopped(self) -> bool:
-        """True if it takes no more calls."""
-        return self._stopped
-
-    async def end(self) -> None:
-        """Cancel what runs, and wait for its end."""
-        self._stopped = True
-        for task in self.tasks:
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks)
-        self.instance = None
 
 
 class Host:
@@ -157,9 +141,8 @@ class Host:
 
     def __init__(self, put: Put, inline_bytes: int, shares_memory: bool) -> None:
         """`put`: keeps the large parts of answers. `inline_bytes`, `shares_memory`: the properties of `Engine`."""
-        self._put = put
-        self._inline_bytes = inline_bytes
-        self._shares_memory = shares_memory
+        self._light: Callable[[object], object] = partial(put_large, put=put, limit=inline_bytes, shares=shares_memory)
+        """Returns a value without its large parts, which stay here."""
         self._actors: dict[str, HostedActor] = {}
         self._ended: dict[str, int] = {}
         """The last stopped attempt of each actor."""
@@ -203,7 +186,7 @@ class Host:
             return Stopped()
         os.environ.update(environment)
         actor = self._actors[key] = HostedActor(rank, attempt)
-        task = _current_task()
+        task = cast("asyncio.Task[object]", asyncio.current_task())
         actor.tasks.add(task)
         rank_context.set(rank)
         try:
@@ -213,7 +196,7 @@ class Host:
             )
             actor.instance = create(*arguments, **keywords)
         except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
-            return Stopped() if actor.is_stopped() else _failure(error)
+            return Stopped() if attempt <= self._ended.get(key, -1) else _failure(error)
         finally:
             actor.tasks.discard(task)
         return None
@@ -223,10 +206,19 @@ class Host:
 
         `lost`: why the arguments could not be read, to be raised at the call's turn.
         """
-        if not call.timed:
-            return await self._answer(call, given, lost)
-        began = time.monotonic()
-        return await self._answer(call, given, lost), began, time.monotonic()
+        began, queue, actor = time.monotonic(), self._queues[call.caller], self._actors.get(call.actor)
+        task = cast("asyncio.Task[object]", asyncio.current_task())
+        answer: object = Stopped()
+        if queue.arrive(call.number, task):
+            try:
+                if actor is not None and actor.attempt > self._ended.get(call.actor, -1):
+                    actor.tasks.add(task)
+                    answer = await self._answer(call, actor, queue, given, lost)
+            finally:
+                queue.leave(call.number)
+                if actor is not None:
+                    actor.tasks.discard(task)
+        return (answer, began, time.monotonic()) if call.timed else answer
 
     async def next(self, caller: str, number: int) -> object:
         """Return the next value of a stream."""
@@ -242,7 +234,11 @@ class Host:
         self._ended[key] = max(attempt, self._ended.get(key, -1))
         actor = self._actors.get(key)
         if actor is not None and actor.attempt <= attempt:
-            await actor.end()
+            for task in actor.tasks:
+                task.cancel()
+            if actor.tasks:
+                await asyncio.wait(actor.tasks)
+            actor.instance = None
             if self._actors.get(key) is actor:
                 del self._actors[key]
 
@@ -251,20 +247,23 @@ class Host:
         pool.leave()
         self.leaving()
 
-    async def _answer(self, call: Call, given: Arguments, lost: BaseException | None) -> object:
-        queue, task = self._queues[call.caller], _current_task()
-        if not queue.arrive(call.number, task):
-            return Stopped()
-        actor = self._actors.get(call.actor)
-        if actor is None or actor.is_stopped():
-            queue.leave(call.number)
-            return Stopped()
-        actor.tasks.add(task)
+    async def _answer(
+        self, call: Call, actor: HostedActor, queue: CallerQueue, given: Arguments, lost: BaseException | None
+    ) -> object:
         rank_context.set(actor.rank)
         try:
-            (arguments, keywords), lost = (NO_ARGUMENTS, lost) if lost else await _resolved(given)
-            await queue.turn(call.number)
-            _check_lost(actor.instance, given, lost)
+            arguments, keywords = NO_ARGUMENTS
+            if lost is None and given is not NO_ARGUMENTS:
+                try:
+                    arguments, keywords = await resolve(given)
+                except Exception as error:  # noqa: BLE001 -- it is raised at the call's turn
+                    lost = error
+            if call.number != queue.next:
+                await queue.turn(call.number)
+            if given is not NO_ARGUMENTS and isinstance(actor.instance, CollectiveActor):
+                actor.instance.agree(partial(_check, lost))  # what one rank has lost is raised on all
+            else:
+                _check(lost)
             method: Callable[..., object] = getattr(actor.instance, call.endpoint)
             queue.start(call.number)  # nothing else runs before the endpoint's first step
             work = method(*arguments, **keywords)
@@ -274,10 +273,8 @@ class Host:
             await self._stream(cast("AsyncIterator[object]", work), outbox)
             return None
         except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
-            return Stopped() if actor.is_stopped() and isinstance(error, asyncio.CancelledError) else _failure(error)
-        finally:
-            actor.tasks.discard(task)
-            queue.leave(call.number)
+            stopped = actor.attempt <= self._ended.get(call.actor, -1)
+            return Stopped() if stopped and isinstance(error, asyncio.CancelledError) else _failure(error)
 
     async def _stream(self, values: AsyncIterator[object], outbox: Outbox | None) -> None:
         try:
@@ -289,30 +286,11 @@ class Host:
             if isinstance(values, AsyncGenerator):
                 await values.aclose()
 
-    def _light(self, value: object) -> object:
-        """Return the value without its large parts, which stay here."""
-        return put_large(value, self._put, self._inline_bytes, shares=self._shares_memory)
 
-
-async def _resolved(given: Arguments) -> tuple[Arguments, BaseException | None]:
-    """Return a call's arguments with all references resolved, or the error that prevented it."""
-    try:
-        return (given if given is NO_ARGUMENTS else await resolve(given)), None
-    except Exception as error:  # noqa: BLE001 -- it is raised at the call's turn
-        return NO_ARGUMENTS, error
-
-
-def _check_lost(actor: object, given: Arguments, lost: BaseException | None) -> None:
-    """Raise what this rank has lost. If ranks wait for each other, a loss of one is raised on all."""
-
-    def check() -> None:
-        if lost is not None:
-            raise lost
-
-    if given is not NO_ARGUMENTS and isinstance(actor, CollectiveActor):
-        actor.agree(check)
-    else:
-        check()
+def _check(lost: BaseException | None) -> None:
+    """Raise what this rank has lost of a call's arguments, if anything."""
+    if lost is not None:
+        raise lost
 
 
 def work_as(folder: str, paths: Sequence[str]) -> None:
@@ -321,10 +299,6 @@ def work_as(folder: str, paths: Sequence[str]) -> None:
         with suppress(OSError):  # on a machine without such a folder
             os.chdir(place)
     sys.path += [path for path in paths if path not in sys.path]
-
-
-def _current_task() -> asyncio.Task[object]:
-    return cast("asyncio.Task[object]", asyncio.current_task())
 
 
 def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -1,15 +1,32 @@
-"""The messages between a caller and a rank's process, and the channel that carries them, whatever the transport."""
+"""The messages between a caller and a rank's process, the channel that carries them, and how values are pickled.
+
+Classes of scripts are pickled by value. Exceptions may not be picklable.
+"""
 
 import asyncio
+import copyreg
+import io
 import os
+import pickle
 import socket
+import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
+
+import cloudpickle
 
 from meshrl.mesh import Rank, Ref
+
+if TYPE_CHECKING:
+    from collections import ChainMap
+    from pickle import Pickler as _Base  # the base of cloudpickle's, which ships no types
+else:
+    _Base = cloudpickle.Pickler
 
 
 class HealthPort(NamedTuple):
@@ -39,12 +56,6 @@ class Place(NamedTuple):
     """The port at which other machines see whether this one is reachable."""
     files: Sequence[str] = ()
     """Files of its machine that receive all its output."""
-
-
-def boot_id() -> str:
-    """Identify this machine since its start. If that is unknown, identify this process."""
-    known = Path("/proc/sys/kernel/random/boot_id")
-    return known.read_text("ascii").strip() if known.exists() else f"{socket.gethostname()} {os.getpid()}"
 
 
 def reserved_port() -> socket.socket:
@@ -123,18 +134,15 @@ class MessageLost(Exception):
         self.traceback = traceback
 
 
+@dataclass(eq=False, slots=True)
 class Reply:
     """The answer of a process. Callbacks run as it arrives. Awaiting tasks continue one turn of the loop later."""
 
-    __slots__ = ("_callbacks", "done", "error", "value")
-
-    def __init__(self, error: Exception | None = None) -> None:
-        """`error`: if there will be no answer."""
-        self.done: bool = error is not None
-        self.value: object = None
-        self.error: Exception | None = error
-        """`ProcessExited` or `MessageLost`, if there is no value."""
-        self._callbacks: list[Callable[[], object]] = []
+    done: bool = field(default=False, init=False)
+    value: object = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    """`ProcessExited` or `MessageLost`, if there is no value."""
+    _callbacks: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]], init=False)
 
     def arrive(self, value: object, error: Exception | None = None) -> None:
         """Set the answer. A later one is ignored, such as one from a host that was given up."""
@@ -187,3 +195,112 @@ class Channel(ABC):
     @abstractmethod
     def notify(self, service: Service, *arguments: object) -> None:
         """Send a request that needs no answer."""
+
+
+_INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
+_checked: set[str] = {"__main__", "__mp_main__"}
+_module_count = 0
+_by_value: list[ModuleType] = []
+_registers: list[Callable[[ModuleType], object]] = [cloudpickle.register_pickle_by_value]
+_EVERYWHERE: Final = frozenset({"meshrl", "numpy"})
+"""Packages that every rank can import."""
+_NAMED: Final = type, FunctionType
+_reduced_types: Final = cast("ChainMap[type, object]", cloudpickle.Pickler.dispatch_table).maps[0]
+"""Types that cloudpickle reduces in its own way."""
+_reference_types: list[type] = [Ref]
+"""Types that cannot travel in an exception, because their store could not count them."""
+
+
+def register_pickler(register: Callable[[ModuleType], object], reference: type) -> None:
+    """Register another library that pickles: how it carries a module by value, and the type of its references."""
+    if register not in _registers:
+        for module in _by_value:
+            register(module)
+        _registers.append(register)
+        _reference_types.append(reference)
+
+
+def pickle_scripts_by_value() -> None:
+    """Pickle modules by value that a rank could not import by name.
+
+    Such a module is a script that was imported by its path. Each module is checked once.
+    """
+    global _module_count  # noqa: PLW0603 -- one process has one `sys.modules`
+    if len(sys.modules) == _module_count:
+        return
+    _module_count = len(sys.modules)
+    for name in sys.modules.keys() - _checked:
+        module = sys.modules[name]
+        if not _can_be_imported(name, module):
+            _by_value.append(module)
+            for register in _registers:
+                register(module)
+    _checked.update(sys.modules)
+
+
+def is_installed(file: str) -> bool:
+    """True if a module's file belongs to Python or an installed package."""
+    # Unresolved first: resolving the paths of hundreds of modules takes longer than everything else.
+    return file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED)
+
+
+def _can_be_imported(name: str, module: ModuleType) -> bool:
+    """True if a process with the same import path finds the same file under this name."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or is_installed(file):
+        return True
+    parent = name.rpartition(".")[0]
+    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and folders is None:
+        return False
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, folders)
+        if spec is not None:
+            return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
+    return False
+
+
+class Pickler(_Base):
+    """cloudpickle's, which carries classes and functions of scripts by value, with fewer checks for each object."""
+
+    def reducer_override(self, obj: object) -> object:  # type: ignore[override]
+        """Reduce an object. cloudpickle looks each class and function up in its module, and all types in tables."""
+        if isinstance(obj, _NAMED):
+            # Every rank finds it under its name. But a wrapper may have the name of what it wraps.
+            module = sys.modules.get(obj.__module__)
+            is_everywhere = module is not None and obj.__module__.partition(".")[0] in _EVERYWHERE
+            is_named = is_everywhere and getattr(module, obj.__qualname__, None) is obj
+            return NotImplemented if is_named else super().reducer_override(obj)
+        if type(obj) in _reduced_types or type(obj) in copyreg.dispatch_table:
+            return NotImplemented
+        return obj.__reduce_ex__(5)
+
+
+class _ExceptionPickler(Pickler):
+    """Refuses references to a store: they would not be counted this way, nor freed."""
+
+    def persistent_id(self, value: object) -> None:
+        """Replace nothing."""
+        if isinstance(value, tuple(_reference_types)):
+            raise TypeError("a reference cannot travel in an exception")
+
+
+def pickled_error(error: BaseException) -> bytes | None:
+    """Return the exception as bytes. None if it cannot be pickled, or not be made again from that."""
+    file = io.BytesIO()
+    try:
+        _ExceptionPickler(file).dump(error)
+        return file.getvalue() if unpickled_error(file.getvalue()) else None
+    except Exception:  # noqa: BLE001 -- pickling a user's exception may raise anything
+        return None
+
+
+def unpickled_error(cause: bytes | None) -> BaseException | None:
+    """Return the exception. None if this process cannot make it."""
+    if cause is None:
+        return None
+    try:
+        error: object = pickle.loads(cause)  # noqa: S301 -- from our own ranks
+    except Exception:  # noqa: BLE001 -- its module may exist on the rank only
+        return None
+    return error if isinstance(error, BaseException) else None

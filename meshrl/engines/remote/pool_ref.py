@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from meshrl.engines.remote.pickling import Pickler, pickle_scripts_by_value
+from meshrl.engines.remote.messages import Pickler, pickle_scripts_by_value
 from meshrl.errors import DataError, DataLost
 from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
 
