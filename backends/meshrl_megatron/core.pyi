@@ -308,7 +308,10 @@ class _Range:
 
 class _DistributedOptimizer:  # of each parameter a rank has a range of its elements
     optimizer: torch.optim.Optimizer
-    model_param_group_index_map: Mapping[nn.Parameter, tuple[int, int]]
+    model_fp32_groups: Sequence[Sequence[nn.Parameter]]
+    model_float16_groups: Sequence[Sequence[nn.Parameter]]
+    shard_fp32_groups: Sequence[Sequence[nn.Parameter]]
+    shard_fp32_from_float16_groups: Sequence[Sequence[nn.Parameter]]
     def _get_model_param_range_map(self, param: nn.Parameter) -> Mapping[str, _Range]: ...
 
 class _ChainedOptimizer:

@@ -1,28 +1,19 @@
 """The memory of a rank of the megatron backend: its code, rehearsed in a group without other ranks."""
 
 import gc
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshrl.algo import Predicts
-from meshrl.roles import (
-    CriticConfig,
-    MemoryEstimate,
-    ModelConfig,
-    PolicyConfig,
-    RewardModelConfig,
-    RewardTrainingConfig,
-    Workload,
-    options_of,
-)
+from meshrl.roles import MemoryEstimate, ModelConfig, PolicyConfig, Workload, options_of
 from meshrl_megatron.core import DistributedDataParallel, ProcessGroupCollection, fresh_scratch, quiet
 from meshrl_megatron.optimizer import gradient_layout
 from meshrl_megatron.options import MegatronConfig
@@ -34,12 +25,10 @@ from meshrl_megatron.world import Grid
 from meshrl_torch.estimate import rehearsal
 from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows, skeleton_of
 from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.heads import predicts_of
 from meshrl_torch.model.loading import GENERATOR, config_of
 from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.train.roles import TrainedConfig
-
-_KEPT: Final = 4
-"""Bytes that torch's AdamW allocates on a GPU for each number that it steps over."""
 
 
 def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
@@ -73,13 +62,6 @@ class _Plan:
         return isinstance(self.config, TrainedConfig)
 
     @property
-    def predicts(self) -> Predicts:
-        """The prediction of its last stage."""
-        if isinstance(self.config, CriticConfig):
-            return "values"
-        return "scores" if isinstance(self.config, RewardModelConfig | RewardTrainingConfig) else "logprobs"
-
-    @property
     def layout(self) -> MegatronConfig:
         """The backend's options."""
         options = options_of(self.config, MegatronConfig)
@@ -93,7 +75,7 @@ class _Plan:
     @cached_property
     def shape(self) -> Decoder:
         """The shape of the model."""
-        return Decoder.of(config_of(self.config).get_text_config(), valued=self.predicts != "logprobs")
+        return Decoder.of(config_of(self.config).get_text_config(), predicts_of(self.config))
 
     def grid(self, rank: int) -> Grid:
         """Return the ranks by their places."""
@@ -124,22 +106,16 @@ class _Plan:
         with rehearsal.rehearsed_alone(rank, prod(self.work.axes.values())):
             grid = self.grid(rank)
             groups = grid.collection(rank)
-            first, *more = (_Rank(self, grid, groups, depth).rehearse() for depth in depths)
-        last = more[0].deeper(first, each - max(DEPTHS)) if more else first  # a layer more in each stage of the rank
-        return last.figures._replace(activations=last.figures.activations * self.flying(grid.place["pp"]))
-
-
-class _Built(NamedTuple):
-    """A rank's stages, and one of them as it is called."""
-
-    stage: Stage
-    called: nn.Module
-    parameters: int
-    masters: int
-    moments: int
-    gradients: int
-    stepped: int
-    """Numbers that the optimizer steps over."""
+            rehearsed = [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
+        (first, _), (last, rest) = rehearsed[0], rehearsed[-1]
+        if grid.place["pp"] < self.pp - 1:  # it has no head
+            last = last._replace(head=0)
+        figures = last.deeper(first, max(0, each - max(DEPTHS))).figures()  # a layer more in each stage of the rank
+        workspace = figures.workspace + rest
+        if self.work.gpu:  # AdamW allocates 4 bytes for each number that it steps over: half of its moments
+            workspace += max(0, figures.moments // 2 - figures.activations - figures.head - workspace)
+        activations = figures.activations * self.flying(grid.place["pp"])
+        return figures._replace(activations=activations, workspace=workspace)
 
 
 @dataclass(frozen=True)
@@ -151,48 +127,38 @@ class _Rank:
     groups: ProcessGroupCollection
     depth: int
 
-    def rehearse(self) -> rehearsal.Rehearsal:
-        """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins."""
+    def rehearse(self) -> tuple[rehearsal.Rehearsal, int]:
+        """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins.
+
+        Also returns the bytes outside the passes: scratch memory, and on a GPU the tokens of all micro-batches.
+        """
         plan = self.plan
         micro = max(plan.micros, key=lambda each: each.ids.numel())
-        tp = self.grid.sizes["tp"]
-        split = tp if plan.layout.sequence_parallel else 1
+        split = self.grid.sizes["tp"] if plan.layout.sequence_parallel else 1
         part = part_of(micro, self.grid.place["cp"], self.grid.sizes["cp"], split)
-        chosen = part.ids.numel() // split * max(1, plan.shape.chosen)
+        own = part.ids.numel() // split
         modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True)
-        skeleton = skeleton_of(plan.config, config_of(plan.config), GENERATOR, 1).network
-        with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, _balanced(chosen):
+        skeleton = skeleton_of(plan.config, GENERATOR, 1).network
+        balanced = _balanced(own * max(1, plan.shape.chosen))
+        with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, balanced:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             rotary = cast("nn.Module", skeleton.base_model.rotary_emb).to_empty(device=device)
-            built = self._built(live, rotary)
-            meter = rehearsal.PeakMeter(live, built.stage.decoder, built.stage.decoder.layers[-1])
+            stage, called, figures = self._built(live, rotary)
             placed = self._on(part, torch.device(device))
-            held = live.now
-            for _ in range(2):
-                meter.begin()
+
+            def run() -> None:
+                fresh = replace(placed, attend=replace(placed.attend, bounds={}, masks={}))  # it keeps what it computed
                 with nullcontext() if plan.trains else torch.no_grad():
-                    output = self._passed(built, placed, part.ids.numel() // split)
+                    output = self._passed(stage, called, fresh, own)
                     if plan.trains:
                         torch.autograd.backward(output, torch.empty_like(output))
-                del output
-                meter.end()
-            scratch = sum(each.numel() * each.itemsize for each in taken.values())
-        figures = rehearsal.Figures(built.parameters, built.masters, built.moments, built.gradients, 0, 0, 0, 0)
-        measured = meter.rehearsal(figures, held + scratch, trains=plan.trains)
-        return self._with_rest(measured, scratch, built.stepped, part)
 
-    def _with_rest(self, measured: rehearsal.Rehearsal, scratch: int, stepped: int, part: Part) -> rehearsal.Rehearsal:
-        """Add memory outside the passes: scratch memory, the tokens of all micro-batches, and the step on a GPU."""
-        figures = measured.figures
-        if self.grid.place["pp"] < self.plan.pp - 1:  # it has no head
-            figures = figures._replace(workspace=figures.workspace + figures.head, head=0)
-        workspace = figures.workspace + scratch
-        if self.plan.work.gpu:
-            tokens = (part.ids, part.positions, part.source, part.target, part.attend.keys)
-            own = sum(each.numel() * each.itemsize for each in tokens if each is not None)
-            workspace += own * len(self.plan.micros)
-            workspace += max(0, _KEPT * stepped - figures.activations - figures.head - workspace)
-        return replace(measured, figures=figures._replace(workspace=workspace))
+            last = stage.decoder.layers[-1]
+            measured, _ = rehearsal.rehearse(live, figures, stage.decoder, last, [run, run], plan.trains)
+            scratch = sum(each.nbytes for each in taken.values())
+        tokens = (part.ids, part.positions, part.source, part.target, part.attend.keys)
+        rest = sum(each.nbytes for each in tokens if each is not None) * len(plan.micros) if plan.work.gpu else 0
+        return measured, scratch + rest
 
     def _on(self, part: Part, device: torch.device) -> Part:
         """Return a part with its tensors on a device, with a GPU's attention if there is to be one."""
@@ -203,7 +169,8 @@ class _Rank:
         attend = attention(part.attend.groups, None if keys is None else keys.to(device))
         return Part(ids, positions, attend, source, target, part.targets)
 
-    def _built(self, live: rehearsal.LiveBytes, rotary: nn.Module) -> _Built:
+    def _built(self, live: rehearsal.LiveBytes, rotary: nn.Module) -> tuple[Stage, nn.Module, rehearsal.Figures]:
+        """Return one of the rank's stages, the module by which it is called, and what all of them hold."""
         plan, place = self.plan, self.grid.place["pp"]
         virtual = plan.layout.virtual_stages
         dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
@@ -212,32 +179,30 @@ class _Rank:
         config = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
         groups = self.groups
         before = live.now
-        stages = stages_of(shape, config, groups, self.grid, rotary, virtual, plan.predicts)
+        stages = stages_of(shape, config, groups, self.grid, rotary, virtual, predicts_of(plan.config))
         _know_places(stages)
-        run = stages[0] if place == 0 and plan.pp > 1 else stages[-1]
+        stage = stages[0] if place == 0 and plan.pp > 1 else stages[-1]
         parameters = live.now - before
         if not plan.trains:
-            return _Built(run, run, parameters, 0, 0, 0, 0)
+            return stage, stage, rehearsal.Figures(parameters)
         trained = [DistributedDataParallel(config, gradient_layout(), each, pg_collection=groups) for each in stages]
-        buffers = [each for stage in trained for each in (*stage.buffers, *stage.expert_parallel_buffers)]
+        buffers = [each for module in trained for each in (*module.buffers, *module.expert_parallel_buffers)]
         shards = [(each.param_dtype, each.numel // each.data_parallel_group.size()) for each in buffers]
-        stepped = sum(count for _, count in shards)
         masters = sum(4 * count for kind, count in shards if kind != torch.float32)
+        moments = sum(8 * count for _, count in shards)
         gc.collect()  # the parameters have moved to the buffers
-        gradients = live.now - before - parameters
-        called = trained[stages.index(run)]
-        return _Built(run, called, parameters, masters, 8 * stepped, gradients, stepped)
+        figures = rehearsal.Figures(parameters, masters, moments, live.now - before - parameters)
+        return stage, trained[stages.index(stage)], figures
 
-    def _passed(self, built: _Built, part: Part, tokens: int) -> Tensor:
+    def _passed(self, stage: Stage, called: nn.Module, part: Part, tokens: int) -> Tensor:
         """Return the stage's output. A stage after the first gets states like those of the previous one."""
-        stage = built.stage
         if not stage.pre_process:
-            kind = built.stage.config.params_dtype
+            kind = stage.config.params_dtype
             states = torch.empty(tokens, 1, self.plan.shape.hidden, dtype=kind, device=part.ids.device)
             stage.set_input_tensor(states.requires_grad_(self.plan.trains))
-        valued = self.plan.predicts != "logprobs" or not stage.post_process
+        valued = predicts_of(self.plan.config) != "logprobs" or not stage.post_process
         targets = None if valued else Targets(torch.empty_like(part.source), None)
-        return cast("Tensor", built.called(part, targets))
+        return cast("Tensor", called(part, targets))
 
 
 def _know_places(stages: Sequence[Stage]) -> None:
@@ -264,9 +229,8 @@ class _Selected(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.like), None, None
 
 
-@contextmanager
-def _balanced(chosen: int) -> Generator[None]:
-    """Replace numbers that a mixture reads from its tensors by those of equally loaded experts.
+def _balanced(chosen: int) -> AbstractContextManager[object]:
+    """Replace numbers that a mixture reads from its tensors by those of equally loaded experts, inside the block.
 
     `chosen`: tokens that a rank sends to experts and receives, counted once for each of a token's experts.
     """
@@ -278,16 +242,6 @@ def _balanced(chosen: int) -> Generator[None]:
     def select(values: Tensor, mask: Tensor) -> Tensor:
         return cast("Tensor", _Selected.apply(values, mask, chosen))  # type: ignore[no-untyped-call]
 
-    tensor: Any = rehearsal.fake.FakeTensor
-    instead = {"tolist": lambda each: counts(each).tolist(), "numpy": counts, "masked_select": select}
-    before = {name: vars(tensor).get(name) for name in instead}
-    for name, function in instead.items():
-        setattr(tensor, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            if function is None:
-                delattr(tensor, name)
-            else:
-                setattr(tensor, name, function)
+    instead: dict[str, Any] = {"tolist": lambda each: counts(each).tolist(), "numpy": counts, "masked_select": select}
+    replaced: AbstractContextManager[object] = patch.multiple(rehearsal.fake.FakeTensor, create=True, **instead)
+    return replaced

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.mesh import Rank
-from meshrl.roles import ModelConfig, options_of
+from meshrl.roles import ModelConfig, PolicyConfig, options_of
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.layers import modules_of
 from meshrl_megatron.options import MegatronConfig
@@ -23,7 +23,7 @@ from meshrl_megatron.stage import Stage, stages_of
 from meshrl_megatron.world import World
 from meshrl_torch.checkpoint.boxes import Box, Boxes
 from meshrl_torch.model.attention import Kernel, chosen
-from meshrl_torch.model.heads import kind_of, value_head, with_score
+from meshrl_torch.model.heads import kind_of, predicts_of, value_head, with_score
 from meshrl_torch.model.loading import CLASSIFIER, load, outline
 from meshrl_torch.model.network import LanguageModel
 
@@ -67,6 +67,7 @@ class Model:
     config: TransformerConfig
     world: World
     stages: Sequence[Stage]
+    predicts: Predicts
     unused: Callable[[], Mapping[str, Tensor]]
     """Tensors that no stage computes with, and that are saved with the model: a critic's language head."""
 
@@ -171,23 +172,24 @@ class Model:
             for box in self.boxes(held, part, rank):
                 if box.name not in whole:
                     whole[box.name] = torch.empty(box.size, dtype=part.dtype, device=part.device)
-                _part(whole[box.name], box.offsets, box.tensor.shape).copy_(box.tensor)
+                whole[box.name][slices_of(box)].copy_(box.tensor)
 
 
-def build(config: ModelConfig, rank: Rank, *, predicts: Predicts = "logprobs", recompute: bool = False) -> Model:
+def build(config: ModelConfig, rank: Rank) -> Model:
     """Build the model in a role's table on the ranks of its mesh, which call it together.
 
-    `predicts`: "values" and "scores" replace the model's head by a critic's or a reward model's. Errors are raised on
-    all ranks: ConfigError if it cannot be divided over the mesh, ModelError if it cannot be read or its architecture is
-    unknown.
+    A critic's or a reward model's head replaces the model's own. Errors are raised on all ranks: ConfigError if it
+    cannot be divided over the mesh, ModelError if it cannot be read or its architecture is unknown.
     """
+    predicts = predicts_of(config)
+    recompute = isinstance(config, PolicyConfig) and config.activation_checkpointing
     layout = options_of(config, MegatronConfig)
     world = World.of(rank, layout.virtual_stages, layout.experts)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
 
     def read() -> tuple[_Source, Decoder]:
         source = _Source.of(config, predicts, chosen(layout.attention, world.device))
-        shape = Decoder.of(source.words.network.config.get_text_config(), valued=predicts != "logprobs")
+        shape = Decoder.of(source.words.network.config.get_text_config(), predicts)
         shape.check(world.grid.sizes, layout)
         modules_of(layout.transformer_impl)
         return source, shape
@@ -199,7 +201,7 @@ def build(config: ModelConfig, rank: Rank, *, predicts: Predicts = "logprobs", r
         stages = stages_of(shape, settings, world.groups, world.grid, rotary, layout.virtual_stages, predicts)
     tied = bool(source.words.network.config.get_text_config().tie_word_embeddings)
     unused = source.later(_LM_HEAD) if predicts == "values" and not tied else dict
-    model = Model(source.words, shape, settings, world, stages, unused)
+    model = Model(source.words, shape, settings, world, stages, predicts, unused)
     world.agree(lambda: _fill(model, source))
     return model
 
@@ -253,17 +255,15 @@ def _fill(model: Model, source: _Source) -> None:
     with torch.no_grad():
         for held in model.held:  # zeros are beyond the vocabulary
             held.parameter.copy_(source.head.get(held.name, torch.zeros(())))
+    boxes = (box for held in body for box in model.boxes(held, held.parameter))
     if source.files is not None:
-        Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
+        Boxes(source.files).read(boxes)
         return
-    tensors = source.tensors or {}
     with torch.no_grad():
-        for box in (box for held in body for box in model.boxes(held, held.parameter)):
-            box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
+        for box in boxes:
+            box.tensor.copy_((source.tensors or {})[box.name][slices_of(box)])
 
 
-def _part(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return a rectangle of a tensor."""
-    for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return the place of a box in its whole tensor."""
+    return tuple(slice(start, end) for start, end in box.ranges)

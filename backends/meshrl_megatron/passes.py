@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -114,18 +114,17 @@ def _lots(rows: Rows, family: Ints, budget: int) -> Iterator[Ints]:
 class Pipeline:
     """The stages of a model on this rank, and on the other ranks along `pp`."""
 
-    def __init__(self, stages: Sequence[nn.Module], model: Model, *, valued: bool) -> None:
+    def __init__(self, stages: Sequence[nn.Module], model: Model) -> None:
         """`stages`: the model's stages, or Megatron's wrappers of them."""
-        self._stages, self._config, self._world, self._valued = list(stages), model.config, model.world, valued
-        self._words = model.words
-        self._split: Final = Balance.of(model.shape, model.world.grid.sizes["pp"] * len(stages))
-        pp = model.world.grid.sizes["pp"]
-        self._several = pp > 1
-        self._schedule = get_forward_backward_func(pp_size=pp, vp_size=len(stages) if len(stages) > 1 else None)
+        self._stages, self._model, self._world = list(stages), model, model.world
+        pp, virtual = model.world.grid.sizes["pp"], len(self._stages)
+        self._several, self._split = pp > 1, Balance.of(model.shape, pp * virtual)
+        self._reads_targets = model.predicts == "logprobs" and model.world.number == model.world.last
+        self._schedule = get_forward_backward_func(pp_size=pp, vp_size=virtual if virtual > 1 else None)
 
     def passes(self, budget: int) -> Passes:
         """Return its passes, with micro-batches of at most `budget` tokens."""
-        return Passes(self._words, self, budget, self._world, self._split)
+        return Passes(self._model.words, self, budget, self._world, self._split)
 
     def __call__(self, batch: Batch, micros: Sequence[MicroBatch]) -> Iterator[Tensor]:
         """Yield the model's predictions for each micro-batch's targets, float32[targets], on every rank."""
@@ -149,7 +148,7 @@ class Pipeline:
         steps = [self._prepared(batch, micro) for micro in micros]
         several = len(self._stages) > 1
         data = [iter(steps) for _ in self._stages]
-        communicator = P2PCommunicator(self._world.groups.pp, self._config) if self._several else None
+        communicator = P2PCommunicator(self._world.groups.pp, self._model.config) if self._several else None
         with quiet():
             outputs = self._schedule(
                 forward_step_func=partial(_forward, judged),
@@ -166,12 +165,12 @@ class Pipeline:
         return cast("list[Tensor]", outputs)
 
     def _prepared(self, batch: Batch, micro: MicroBatch) -> _Step:
-        world = self._world
-        multiple = world.grid.sizes["tp"] if self._config.sequence_parallel else 1
+        world, model = self._world, self._model
+        multiple = world.grid.sizes["tp"] if model.config.sequence_parallel else 1
         own = part_of(micro, world.grid.place["cp"], world.grid.sizes["cp"], multiple)
         part = own.to(world.device)
-        part = replace(part, attend=part.attend.by(self._words.kernel))
-        if self._valued or not world.is_last_stage:
+        part = replace(part, attend=part.attend.by(model.words.kernel))
+        if not self._reads_targets:
             return micro, part, None
         target = micro.target[own.target.numpy()]
         chosen = moved(torch.from_numpy(batch.tokens.values[target].astype(np.int64)), world.device)

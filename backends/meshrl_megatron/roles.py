@@ -2,54 +2,55 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshrl.algo import Loss, Predicts
-from meshrl.data import Batch, Metrics, Weights
+from meshrl.algo import Predicts
+from meshrl.data import Batch, Weights
 from meshrl.errors import ConfigError, DataError
-from meshrl.roles import CriticConfig, PolicyConfig, ReferenceConfig, RewardModelConfig, RewardTrainingConfig
-from meshrl_megatron.model import build
+from meshrl.roles import PolicyConfig, ReferenceConfig, RewardModelConfig
+from meshrl_megatron.model import Model, build, slices_of
 from meshrl_megatron.optimizer import MegatronOptimizer, MegatronState
 from meshrl_megatron.passes import Pipeline
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model import saving
-from meshrl_torch.model.heads import ScoreModel
+from meshrl_torch.model.heads import predicts_of
 from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.scoring import check_readable
+from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.train import roles
-from meshrl_torch.train.step import prepared, stepped
+from meshrl_torch.train.step import StepLoss
 from meshrl_torch.weights.transfer import TensorSpec, check_weights, copy_into
 
 _HEAD: Final = "value_head."
-_ROLES: Final = {"logprobs": "policy", "values": "critic", "scores": "reward model"}
+_ROLES: Final[Mapping[Predicts, tuple[str, str]]] = {
+    "logprobs": ("policy", "model"),
+    "values": ("critic", "body"),
+    "scores": ("reward model", "model"),
+}
+"""The role's name and the prefix of its decoder's tensors in checkpoints."""
 
 
 class PipelinedTrainable(roles.Trainable):
     """A model in the dtype of its table, split along its mesh's axes. Its optimizer is float32."""
 
-    def __init__(self, config: roles.TrainedConfig, predicts: Predicts) -> None:
-        recompute = isinstance(config, PolicyConfig) and config.activation_checkpointing
-        self._model = build(config, roles.own_rank(), predicts=predicts, recompute=recompute)
+    def __init__(self, config: roles.TrainedConfig) -> None:
+        self._model = build(config, own_rank())
+        name, body = _ROLES[predicts_of(config)]
         optimizer = MegatronOptimizer(config.optimizer, self._model)
-        self._pipeline = Pipeline(optimizer.stages, self._model, valued=predicts != "logprobs")
-        body = "body" if predicts == "values" else "model"
-        state = MegatronState(_ROLES[predicts], optimizer, self._model, body)
-        super().__init__(self._pipeline.passes(config.micro_batch_tokens), optimizer, state)
+        self._pipeline = Pipeline(optimizer.stages, self._model)
+        passes = self._pipeline.passes(config.micro_batch_tokens)
+        super().__init__(passes, optimizer, MegatronState(name, optimizer, self._model, body))
 
-    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """Make one optimizer step on the rows of all ranks."""
-        world = self._model.world
-        micros, losses = prepared(self.passes, batch, loss, check)
-        self.optimizer.forget()
-        self._pipeline.run(batch, micros, lambda output, micro: losses(output, micro, world))
-        sums = world.agree(losses.sums)[world.last]
-        return stepped(self.optimizer, loss.predicts, sums, batch, world)
+    async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
+        self._pipeline.run(batch, micros, lambda output, micro: losses(output, micro, self._model.world))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's part, in the table's dtype."""
@@ -92,13 +93,34 @@ class PipelinedTrainable(roles.Trainable):
                 shutil.rmtree(parts, ignore_errors=True)
 
 
-class MegatronPolicy(roles.CollectiveRole, roles.TrainedPolicy):
-    """A model split over its ranks, and trained by them together."""
+class SplitOverRanks(roles.PlacedTogether):
+    """Splits a model in the dtype of its table along the axes of a mesh."""
 
-    def __init__(self, config: PolicyConfig) -> None:
-        if config.lora is not None:
+    def _train(self, config: roles.TrainedConfig) -> PipelinedTrainable:
+        """Load the model. ConfigError if it has adapters."""
+        if isinstance(config, PolicyConfig) and config.lora is not None:
             raise ConfigError("the backend 'megatron' has no adapters: use backend = \"fsdp\", or remove lora")
-        super().__init__(config, PipelinedTrainable(config, "logprobs"))
+        return PipelinedTrainable(config)
+
+    def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> roles.Frozen:
+        model = build(config, own_rank())
+        passes = Pipeline(model.stages, model).passes(config.micro_batch_tokens)
+        return roles.Frozen(passes, partial(_load, model, config.dtype))
+
+
+def _load(model: Model, dtype: str, weights: Weights) -> None:
+    """Copy this rank's parts of the weights in place."""
+    agree = model.world.agree
+    boxes = [box for held in model.held for box in model.boxes(held, held.parameter.detach())]
+    sizes = agree(lambda: {box.name: box.size for box in boxes})
+    forms = {name: TensorSpec(dtype, size) for each in sizes for name, size in each.items()}
+    agree(lambda: check_weights(forms, weights))
+    for box in boxes:
+        copy_into(box.tensor, weights.tensors[box.name][slices_of(box)])
+
+
+class MegatronPolicy(SplitOverRanks, roles.TrainedPolicy):
+    """A model split over its ranks, and trained by them together."""
 
     @staticmethod
     def check_rows(model: LanguageModel, batch: Batch) -> None:
@@ -111,44 +133,17 @@ class MegatronPolicy(roles.CollectiveRole, roles.TrainedPolicy):
             )
 
 
-class MegatronCritic(roles.CollectiveRole, roles.TrainedCritic):
+class MegatronCritic(SplitOverRanks, roles.TrainedCritic):
     """A model with a value head, split over its ranks and trained by them together."""
 
-    def __init__(self, config: CriticConfig) -> None:
-        super().__init__(PipelinedTrainable(config, "values"))
 
-
-class MegatronRewardModel(roles.CollectiveRole, roles.TrainedRewardModel):
+class MegatronRewardModel(SplitOverRanks, roles.TrainedRewardModel):
     """A model with a scoring head, split over its ranks and trained by them together."""
 
-    def __init__(self, config: RewardTrainingConfig) -> None:
-        trainable = PipelinedTrainable(config, "scores")
-        super().__init__(ScoreModel(trainable.passes.model, config), trainable)
+
+class MegatronReference(SplitOverRanks, roles.FrozenReference):
+    """A model split over its ranks."""
 
 
-class MegatronReference(roles.CollectiveRole, roles.FrozenReference):
-    """A model in the dtype of its table, split along its mesh's axes."""
-
-    def __init__(self, config: ReferenceConfig) -> None:
-        self._dtype = config.dtype
-        self._model = build(config, roles.own_rank())
-        super().__init__(Pipeline(self._model.stages, self._model, valued=False).passes(config.micro_batch_tokens))
-
-    async def load(self, weights: Weights) -> None:
-        """Copy this rank's parts of the weights in place."""
-        boxes = [box for held in self._model.held for box in self._model.boxes(held, held.parameter.detach())]
-        sizes = self.agree(lambda: {box.name: box.size for box in boxes})
-        forms = {name: TensorSpec(self._dtype, size) for each in sizes for name, size in each.items()}
-        self.agree(lambda: check_weights(forms, weights))
-        for box in boxes:
-            spans = tuple(slice(start, end) for start, end in box.ranges)
-            copy_into(box.tensor, weights.tensors[box.name][spans])
-
-
-class MegatronReward(roles.CollectiveRole, roles.FrozenReward):
-    """A sequence classifier with one label in the dtype of its table, split along its mesh's axes."""
-
-    def __init__(self, config: RewardModelConfig) -> None:
-        model = build(config, roles.own_rank(), predicts="scores")
-        passes = Pipeline(model.stages, model, valued=True).passes(config.micro_batch_tokens)
-        super().__init__(ScoreModel(model.words, config), passes)
+class MegatronReward(SplitOverRanks, roles.FrozenReward):
+    """A sequence classifier with one label, split over its ranks."""

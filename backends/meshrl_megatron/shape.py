@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from meshrl.algo import Predicts
 from meshrl.errors import ConfigError, ModelError
 from meshrl_megatron.core import TransformerConfig
 from meshrl_megatron.options import MegatronConfig
@@ -68,11 +69,8 @@ class Decoder:
         return -(-self.vocabulary // tp_size) * tp_size
 
     @classmethod
-    def of(cls, config: PretrainedConfig, valued: bool) -> "Decoder":
-        """Read a model's configuration. `valued`: a head of one number replaces its own.
-
-        ModelError for an unknown architecture.
-        """
+    def of(cls, config: PretrainedConfig, predicts: Predicts) -> "Decoder":
+        """Read a model's configuration. ModelError for an unknown architecture."""
         kind = str(config.model_type)
         if kind not in _KNOWN:
             raise ModelError(
@@ -106,7 +104,7 @@ class Decoder:
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
             ffn=int(config.moe_intermediate_size if mixed else config.intermediate_size),
             vocabulary=int(config.vocab_size),
-            tied=bool(config.tie_word_embeddings) and not valued,
+            tied=bool(config.tie_word_embeddings) and predicts == "logprobs",
             qkv_bias=bias,
             qk_norm=norm,
             eps=float(config.rms_norm_eps),
@@ -247,16 +245,31 @@ def boxes_of(name: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Bo
 _Make: TypeAlias = Callable[[Decoder, Place, Tensor], list[Box]]
 
 
-def _whole(name: str, size: Callable[[Decoder], tuple[int, ...]]) -> _Make:
-    """A parameter that is the same on all ranks."""
-    return lambda shape, _, tensor: [Box(name, size(shape), (0,) * len(size(shape)), tensor)]
+def _part(name: str, size: Callable[[Decoder], tuple[int, ...]], dim: int | None = None) -> _Make:
+    """A tensor of this size that is divided along `dim`, or whole on all ranks."""
+
+    def make(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+        whole = size(shape)
+        starts = [place.tp * length // place.tp_size if index == dim else 0 for index, length in enumerate(whole)]
+        return [Box(name, whole, tuple(starts), tensor)]
+
+    return make
 
 
-def _columns(name: str, width: Callable[[Decoder], int]) -> _Make:
-    """[hidden, width / tp]."""
-    return lambda shape, place, tensor: [
-        Box(name, (shape.hidden, width(shape)), (0, place.tp * width(shape) // place.tp_size), tensor)
-    ]
+def _stacked(*parts: tuple[str, Callable[[Decoder], int]]) -> _Make:
+    """The rank's rows of some tensors, one after another. `parts`: the name and the number of rows of each."""
+
+    def make(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
+        boxes: list[Box] = []
+        start, tail = 0, tuple(tensor.shape[1:])
+        for name, rows in parts:
+            whole, own = rows(shape), rows(shape) // place.tp_size
+            part = tensor.narrow(0, start, own)
+            boxes.append(Box(name, (whole, *tail), (place.tp * own, *(0 for _ in tail)), part))
+            start += own
+        return boxes
+
+    return make
 
 
 def _vocabulary(name: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
@@ -272,15 +285,6 @@ def _output(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
     return _vocabulary("model.embed_tokens.weight" if shape.tied else "lm_head.weight", shape, place, tensor)
 
 
-def _gate_up(shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
-    """[2 * ffn / tp, hidden]: the rank's rows of the gate, then those of up."""
-    rows, size = shape.ffn // place.tp_size, (shape.ffn, shape.hidden)
-    return [
-        Box(f"mlp.{kind}_proj.weight", size, (place.tp * rows, 0), tensor.narrow(0, number * rows, rows))
-        for number, kind in enumerate(("gate", "up"))
-    ]
-
-
 def _expert(name: str, size: Callable[[Decoder], tuple[int, int]]) -> _Make:
     """One expert's matrix, in a tensor of all experts'."""
     return lambda shape, place, tensor: [
@@ -288,32 +292,30 @@ def _expert(name: str, size: Callable[[Decoder], tuple[int, int]]) -> _Make:
     ]
 
 
-def _qkv(kind: str, shape: Decoder, place: Place, tensor: Tensor) -> list[Box]:
-    """[(heads + 2 * groups) / tp * head_dim, hidden]: the rank's queries, its keys, its values."""
-    tail = (shape.hidden,) if kind == "weight" else ()
-    boxes: list[Box] = []
-    start = 0
-    for head, count in (("q", shape.heads), ("k", shape.groups), ("v", shape.groups)):
-        rows = count // place.tp_size * shape.head_dim
-        size, offsets = (count * shape.head_dim, *tail), (place.tp * rows, *(0 for _ in tail))
-        boxes.append(Box(f"self_attn.{head}_proj.{kind}", size, offsets, tensor.narrow(0, start, rows)))
-        start += rows
-    return boxes
+def _qkv(kind: str) -> _Make:
+    """The rank's queries, its keys, its values."""
+    return _stacked(
+        (f"self_attn.q_proj.{kind}", lambda shape: shape.heads * shape.head_dim),
+        (f"self_attn.k_proj.{kind}", lambda shape: shape.groups * shape.head_dim),
+        (f"self_attn.v_proj.{kind}", lambda shape: shape.groups * shape.head_dim),
+    )
 
 
 _OF_A_LAYER: Final[Mapping[str, _Make]] = {
-    "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: (shape.hidden,)),
-    "self_attention.linear_qkv.weight": partial(_qkv, "weight"),
-    "self_attention.linear_qkv.bias": partial(_qkv, "bias"),
-    "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: (shape.head_dim,)),
-    "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: (shape.head_dim,)),
-    "self_attention.linear_proj.weight": _columns(
-        "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
+    "input_layernorm.weight": _part("input_layernorm.weight", lambda shape: (shape.hidden,)),
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": _part("self_attn.q_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.k_layernorm.weight": _part("self_attn.k_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.linear_proj.weight": _part(
+        "self_attn.o_proj.weight", lambda shape: (shape.hidden, shape.heads * shape.head_dim), 1
     ),
-    "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: (shape.hidden,)),
-    "mlp.linear_fc1.weight": _gate_up,
-    "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
-    "mlp.router.weight": _whole("mlp.gate.weight", lambda shape: (shape.experts, shape.hidden)),
+    "pre_mlp_layernorm.weight": _part("post_attention_layernorm.weight", lambda shape: (shape.hidden,)),
+    "mlp.linear_fc1.weight": _stacked(
+        ("mlp.gate_proj.weight", lambda shape: shape.ffn), ("mlp.up_proj.weight", lambda shape: shape.ffn)
+    ),
+    "mlp.linear_fc2.weight": _part("mlp.down_proj.weight", lambda shape: (shape.hidden, shape.ffn), 1),
+    "mlp.router.weight": _part("mlp.gate.weight", lambda shape: (shape.experts, shape.hidden)),
 }
 _OF_AN_EXPERT: Final[Mapping[str, _Make]] = {
     "linear_fc1.weight": _expert("mlp.experts.gate_up_proj", lambda shape: (2 * shape.ffn, shape.hidden)),
@@ -321,9 +323,9 @@ _OF_AN_EXPERT: Final[Mapping[str, _Make]] = {
 }
 _OF_THE_ENDS: Final[Mapping[str, _Make]] = {
     "embedding.word_embeddings.weight": partial(_vocabulary, "model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": _whole("model.norm.weight", lambda shape: (shape.hidden,)),
+    "decoder.final_layernorm.weight": _part("model.norm.weight", lambda shape: (shape.hidden,)),
     "output_layer.weight": _output,
-    "value_head.weight": _whole("value_head.weight", lambda shape: (1, shape.hidden)),
-    "value_head.bias": _whole("value_head.bias", lambda _: (1,)),
-    "score.weight": _whole("score.weight", lambda shape: (1, shape.hidden)),
+    "value_head.weight": _part("value_head.weight", lambda shape: (1, shape.hidden)),
+    "value_head.bias": _part("value_head.bias", lambda _: (1,)),
+    "score.weight": _part("score.weight", lambda shape: (1, shape.hidden)),
 }

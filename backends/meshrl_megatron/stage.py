@@ -17,6 +17,7 @@ from meshrl_megatron.layers import FusedLinear, Packing, assembled, layer_spec, 
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.world import Grid
+from meshrl_torch.model.heads import one_number
 from meshrl_torch.model.network import in_chunks, to_probabilities
 
 _SPLIT: Final[Mapping[type[nn.Module], int]] = {
@@ -195,9 +196,7 @@ class Stage(core.GPTModel):
             states = core.copy_to_tensor_model_parallel_region(states, group=self._tp)
         states = states[:, 0].index_select(0, part.source)
         if targets is None:
-            head = cast("nn.Linear", self.get_submodule(_HEADS[self._predicts]))
-            bias = cast("Tensor | None", head.bias)
-            return functional.linear(states.float(), head.weight.float(), None if bias is None else bias.float())[:, 0]
+            return one_number(cast("nn.Linear", self.get_submodule(_HEADS[self._predicts])), states)
         weight = self.shared_embedding_or_output_weight() if self._shape.tied else self.output_layer.weight
         compute = partial(self._chosen, weight)
         return in_chunks(compute, len(weight), states, targets.chosen, targets.temperature)

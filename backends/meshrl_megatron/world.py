@@ -1,10 +1,10 @@
 """The ranks that share a Megatron model: their places along a mesh's axes, process groups and agreements."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Final
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_megatron.core import ProcessGroupCollection
-from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join
+from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join, own_device
 
 AXES: Final = ("dp", "pp", "cp", "tp")
 """The axes of a mesh, from the outermost on."""
@@ -20,8 +20,8 @@ AXES: Final = ("dp", "pp", "cp", "tp")
 _PLACES: Final = ("apart", "ep", *AXES[1:])
 """The same with dp in two parts: ranks along `ep` divide experts among them, those along `apart` hold the same ones."""
 
-_groups: Final[SharedGroups[dist.ProcessGroup | None]] = SharedGroups()
-"""By ranks. Groups of other ranks are None, so that no rank makes one again."""
+_groups: Final[SharedGroups[object]] = SharedGroups()
+"""By ranks. Groups of other ranks are known too, so that no rank makes one again."""
 
 
 class Grid:
@@ -63,8 +63,8 @@ class Grid:
 
         def own(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
             """Return the group of these that contains this rank."""
-            groups = {tuple(each): _groups.get(tuple(each), partial(_new_group, each)) for each in lists}
-            return next(group for ranks, group in groups.items() if rank in ranks and group is not None)
+            groups = {tuple(each): _groups.get(tuple(each), partial(dist.new_group, list(each))) for each in lists}
+            return cast("dist.ProcessGroup", next(group for ranks, group in groups.items() if rank in ranks))
 
         pipelines = self.along("pp")
         ends = [[each[0], each[-1]] if len(each) > 1 else each for each in pipelines]
@@ -95,12 +95,6 @@ class Grid:
         )
 
 
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Make a group. None if this rank is not in it."""
-    group = dist.new_group(list(ranks))
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
 @dataclass(frozen=True)
 class World(RankGroup):
     """The ranks of a mesh as Megatron sees them: `dp x pp x cp x tp`."""
@@ -123,7 +117,7 @@ class World(RankGroup):
                 f"megatron.experts = {experts} does not divide the mesh's dp = {shape.get('dp', 1)}: experts are "
                 "divided among that many neighbours along dp"
             )
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         join(rank, device, "megatron")
         grid = Grid(shape, rank.index, experts)
         multiple = grid.sizes["pp"] if virtual_stages > 1 else 1
@@ -132,15 +126,10 @@ class World(RankGroup):
 
     @property
     def last(self) -> int:
-        """The rank with the last stage of this one's pipeline."""
+        """The rank with the last stage of this one's pipeline, which computes the loss."""
         return self.grid.rank(pp=self.grid.sizes["pp"] - 1)
-
-    @property
-    def is_last_stage(self) -> bool:
-        """True if this rank has the last stage of its pipeline."""
-        return self.grid.place["pp"] == self.grid.sizes["pp"] - 1
 
     def total(self, share: Callable[[], Share]) -> Share:
         """Combine the shares of all ranks. An error of one rank is raised on all."""
         total = super().total(share)
-        return replace(total, passes=-(-total.passes // self.multiple) * self.multiple)
+        return total._replace(passes=-(-total.passes // self.multiple) * self.multiple)

@@ -21,7 +21,6 @@ def model_of(random_model: Callable[..., str], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def small(model_of: Callable[..., str]) -> str:
-    """The folder of a model of two layers, far from its initialisation."""
     from transformers import LlamaConfig  # noqa: PLC0415 -- slow to import
 
     from tests.backends.material import SHAPE  # noqa: PLC0415

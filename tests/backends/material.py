@@ -16,7 +16,6 @@ from meshrl.algo import TokenLoss
 from meshrl.roles import OptimizerConfig
 
 ModelOf: TypeAlias = Callable[..., str]
-"""Of the fixture `model_of`."""
 Test = TypeVar("Test", bound=Callable[..., object])
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {
@@ -30,20 +29,17 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 """The same of one with learned positions, and dropout in its configuration."""
 RANKS = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]
-"""Marks of tests that run on the session's warm processes."""
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
 
 
 def on_ranks(test: Test) -> Test:
-    """A test that runs on the session's warm processes, beside others that do not."""
     for mark in RANKS:
         test = mark(test)
     return test
 
 
 def changed(shape: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """The keys of a configuration, some with other values."""
     return {**shape, **keys}
 
 
@@ -77,26 +73,21 @@ def by_row(network: Any, batch: Batch, temperature: float = 1.0) -> list[Tensor]
 
 
 def norm_of(network: Any) -> float:
-    """The norm of all gradients of a model."""
     gradients = [each.grad for each in network.parameters() if each.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients))
 
 
 def near(found: Weights, expected: Weights, atol: float) -> None:
-    """They are the same weights but for rounding."""
     assert found.tensors.keys() == expected.tensors.keys()
     for name, array in expected.tensors.items():
         np.testing.assert_allclose(floats(found.tensors[name]), floats(array), rtol=0, atol=atol, err_msg=name)
 
 
 async def updated(*policies: Policy, seed: int = 0) -> list[dict[str, float]]:
-    """What each policy tells of an update."""
     return [dict((await each.update(rollouts(seed=seed), ClippedLoss())).means()) for each in policies]
 
 
 class Watched(TorchDispatchMode):
-    """Keeps each operation of torch, by its name and what it was given."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
         self.calls: list[tuple[str, Sequence[Any]]] = []
@@ -107,8 +98,6 @@ class Watched(TorchDispatchMode):
 
 
 class Counted(ClippedLoss):
-    """Knows how many micro-batches it was asked of."""
-
     _calls: list[int] = PrivateAttr(default_factory=list)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:

@@ -1,5 +1,7 @@
 """Parts of tensors: in the buckets of a broadcast, in files in any tiling, copied, and their fingerprints."""
 
+import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -7,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshrl.errors import ModelError
+from meshrl.errors import Damaged, ModelError
+from meshrl.roles import Sums
 from meshrl_torch.checkpoint.boxes import Box, Boxes, Ranges, write_boxes
 from meshrl_torch.weights.buckets import make_buckets
 from meshrl_torch.wire import fp8
@@ -178,17 +182,50 @@ def tilings(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[list[Box]], list[B
 @given(tilings())
 def test_what_one_tiling_writes_another_reads(drawn: tuple[dict[str, Tensor], list[list[Box]], list[Box]]) -> None:
     tensors, files, wanted = drawn
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, patch("os.fsync"):
         folder = Path(name)
         for number, boxes in enumerate(files):
             write_boxes(folder / f"{number}.safetensors", boxes)
-        assert len(list(folder.iterdir())) == sum(map(bool, files))
+        assert len(list(folder.iterdir())) == 2 * sum(map(bool, files))
         found = Boxes(folder)
         assert found.sizes == {name: tuple(whole.shape) for name, whole in tensors.items()}
-        assert not any(found.missing(name) or found.overlaps(name) for name in tensors)
+        assert all(map(found.is_whole, tensors))
         found.read(wanted)
         for box in wanted:
             assert torch.equal(box.tensor, boxed(box.name, tensors[box.name], box.ranges).tensor)
+
+
+@given(st.data(), tilings())
+def test_each_block_that_is_read_is_verified_in_any_layout(
+    data: st.DataObject, drawn: tuple[dict[str, Tensor], list[list[Box]], list[Box]]
+) -> None:
+    """With blocks of 4 numbers, of which rows are read 3 at a time."""
+    tensors, files, wanted = drawn
+    small = patch.multiple("meshrl_torch.checkpoint.boxes", SUMMED_BYTES=16, _STAGED=12)
+    with tempfile.TemporaryDirectory() as name, patch("os.fsync"), small:
+        folder = Path(name)
+        for number, boxes in enumerate(files):
+            write_boxes(folder / f"{number}.safetensors", boxes)
+        Boxes(folder).read(wanted)
+        for box in wanted:
+            assert torch.equal(box.tensor, boxed(box.name, tensors[box.name], box.ranges).tensor)
+        file = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+        whole = bytearray(file.read_bytes())
+        head = 8 + int.from_bytes(whole[:8], "little")
+        place = data.draw(st.integers(head, len(whole) - 1))
+        whole[place] ^= 1
+        file.write_bytes(whole)
+        read, refused = 0, 0
+        for box in wanted:
+            try:
+                Boxes(folder).read([box])
+            except Damaged:
+                refused += 1
+            else:
+                read += 1
+                assert torch.equal(box.tensor, boxed(box.name, tensors[box.name], box.ranges).tensor)
+        assert refused, "a box has the changed number"
+        assert read + refused == len(wanted)
 
 
 WHOLE = torch.arange(12.0).reshape(4, 3)
@@ -207,15 +244,33 @@ def test_whole_tensors_are_read_in_parts_and_cast(tmp_path: Path) -> None:
     save_file({"w": WHOLE.bfloat16(), "none": torch.zeros(0, 3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"other": WHOLE, "w": WHOLE.bfloat16()}, tmp_path / "model-00002-of-00002.safetensors")
     target, found = torch.zeros(2, 1), Boxes(tmp_path)
-    assert [found.overlaps(name) for name in ("w", "none", "other")] == [True, False, False]
+    assert [found.is_whole(name) for name in ("w", "none", "other")] == [False, True, True]
     found.read([Box("w", (4, 3), (1, 2), target), Box("none", (0, 3), (0, 0), torch.zeros(0, 3))])
     assert torch.equal(target, WHOLE[1:3, 2:])
+    one = target.reshape(1, 2, 1)
+    (tmp_path / "one").mkdir()
+    save_file({"w": WHOLE[None]}, tmp_path / "one" / "model.safetensors")
+    with patch("meshrl_torch.checkpoint.boxes._STAGED", 8), patch("os.preadv", wraps=os.preadv) as reads:
+        Boxes(tmp_path / "one").read([Box("w", (1, 4, 3), (0, 1, 1), one)])
+    assert torch.equal(one[0], WHOLE[1:3, 1:2])
+    assert [len(call.args[1][0]) for call in reads.call_args_list] == [4, 4], "no more than is to be staged"
+
+
+def test_only_tensors_that_are_read_need_a_dtype_that_torch_has(tmp_path: Path) -> None:
+    half, w = ({"dtype": form, "shape": [4], "data_offsets": at} for form, at in (("F4", (0, 2)), ("F32", (2, 18))))
+    text = json.dumps({"__metadata__": None, "half": half, "w": w}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(18))
+    found, target = Boxes(tmp_path), torch.ones(4)
+    found.read([Box("w", (4,), (0,), target)])
+    assert not target.any()
+    with pytest.raises(ModelError, match="has `half` in the dtype F4, which torch lacks"):
+        found.read([Box("half", (4,), (0,), target)])
 
 
 def test_what_is_missing_is_told_and_nothing_is_read(tmp_path: Path, halves: list[Path]) -> None:
     halves[0].unlink()
     found = Boxes(tmp_path)
-    assert found.missing("model/w") == [((0, 2), (0, 3))]
+    assert not found.is_whole("model/w")
     there, half = (Box("model/w", (4, 3), (start, 0), torch.zeros(2, 3)) for start in (2, 1))
     for wrong, words in (
         (half, r"the files of .* lack the part \[1:2, 0:3\] of `model/w`, \[4, 3\]"),
@@ -232,9 +287,12 @@ def test_what_is_missing_is_told_and_nothing_is_read(tmp_path: Path, halves: lis
 def test_what_cannot_be_written_or_read_is_told(tmp_path: Path, halves: list[Path]) -> None:
     found = Boxes(tmp_path)
     halves[0].write_bytes(halves[0].read_bytes()[:50])
+    with pytest.raises(Damaged, match=f"{halves[0]} is not as it was written: its head differs"):
+        Boxes(tmp_path)
+    Sums.beside(halves[0]).unlink()
     with pytest.raises(SafetensorError):
         Boxes(tmp_path)
-    with pytest.raises(ModelError, match=rf"{tmp_path} cannot be read: SafetensorError"):
+    with pytest.raises(ModelError, match=rf"{tmp_path} cannot be read: OSError: a file ends at byte"):
         found.read([Box("model/w", (4, 3), (0, 0), torch.zeros(4, 3))])
     box = Box("w", (2,), (0,), torch.zeros(2))
     with pytest.raises(ModelError, match=rf"{tmp_path / 'absent'} cannot be written: "):

@@ -1,9 +1,11 @@
 """FSDP2 on one rank: what its options change, and what they do not; adapters; what a step of a backend waits for."""
 
+import asyncio
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +13,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
-from safetensors.torch import save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -22,7 +23,7 @@ from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig, SamplerConfig
 from meshrl import rollout as drawn_by
 from meshrl.algo import TokenLoss
 from meshrl.config import validate
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ConfigError, Damaged, ModelError
 from meshrl.roles import LoraConfig, OptimizerConfig, Policy
 from meshrl.run import AlgorithmConfig
 from meshrl_megatron.roles import MegatronPolicy
@@ -132,6 +133,9 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
     await made.checkpoint(str(tmp_path))
     file = next(tmp_path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(Damaged, match=r"is not as it was written: its head differs\. Restore it from a copy"):
+        await made.restore(str(tmp_path))
+    file.with_name(f"{file.name}.sums").unlink()
     with pytest.raises(ModelError, match=r"cannot be read as the state of a policy.*Remove the checkpoint"):
         await made.restore(str(tmp_path))
     file.unlink()
@@ -143,25 +147,28 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
     await made.written()  # of the last alone
 
 
+@pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
 async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
-    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
 ) -> None:
-    updated, waited = Event(), list[bool]()
-    for place, write in (
-        ("meshrl_torch.checkpoint.state.save_file", save_file),
-        ("meshrl_torch.checkpoint.state.write_boxes", write_boxes),
-    ):
+    """From a copy, or from the weights by a call that is cancelled, for which the update then waits."""
+    begun, updated, waited = Event(), Event(), list[bool]()
 
-        def later(*arguments: Any, write: Callable[..., None] = write) -> None:
-            waited.append(updated.wait(60))
-            write(*arguments)
+    def later(*arguments: Any) -> None:
+        begun.set()
+        waited.append(updated.wait(60))
+        write_boxes(*arguments)
 
-        monkeypatch.setattr(place, later)
+    monkeypatch.setattr("meshrl_torch.checkpoint.state.write_boxes", later)
     made, other = (backend(PolicyConfig(model=MODEL, optimizer=QUICK, seed=seed)) for seed in range(2))
     await made.update(rollouts(), ClippedLoss())
-    await made.checkpoint(str(tmp_path), wait=False)
     then = (await made.weights()).fingerprint()
+    writing = asyncio.create_task(made.checkpoint(str(tmp_path), wait=given_up))
+    assert await asyncio.to_thread(begun.wait, 60)
+    if given_up:
+        writing.cancel()
+        Timer(0.2, updated.set).start()
     try:
         await made.update(rollouts(seed=1), ClippedLoss())
     finally:
@@ -174,27 +181,57 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     assert (await other.weights()).fingerprint() == (await made.weights()).fingerprint(), "and so are the moments"
 
 
-async def test_a_checkpoint_of_another_backend_or_role_is_told_as_such(tmp_path: Path) -> None:
-    made, other = policy(), TorchPolicy(PolicyConfig(model=MODEL))
-    await made.update(rollouts(), ClippedLoss())
-    await made.checkpoint(str(tmp_path / "fsdp"))
-    with pytest.raises(ModelError, match=r"another backend has written: it has shard-00001.*reads state\.safetensors"):
-        await other.restore(str(tmp_path / "fsdp"))
-    await TorchCritic(CriticConfig(model=MODEL)).checkpoint(str(tmp_path / "critic"))
-    with pytest.raises(ModelError, match=r"is the state of a critic, not of a policy"):
-        await made.restore(str(tmp_path / "critic"))
-    (tmp_path / "critic" / "state.json").write_text("")
-    with pytest.raises(ModelError, match="another backend has written"):
-        await made.restore(str(tmp_path / "critic"))
-
-
-async def test_a_checkpoint_that_does_not_tell_its_files_is_read_by_torch_too(tmp_path: Path) -> None:
-    made, fresh = policy(), policy(seed=1)
+@pytest.mark.parametrize("writer", [FsdpPolicy, TorchPolicy])
+async def test_a_checkpoint_of_another_backend_is_continued(writer: Backend, tmp_path: Path) -> None:
+    made, same, other = (
+        policy(backend) for backend in (writer, writer, TorchPolicy if writer is FsdpPolicy else FsdpPolicy)
+    )
     await made.update(rollouts(), ClippedLoss())
     await made.checkpoint(str(tmp_path))
-    (tmp_path / "state.json").write_text('{"role":"policy","steps":1}')
-    await fresh.restore(str(tmp_path))
-    assert await fresh.weights() == await made.weights()
+    for each in (same, other):
+        await each.restore(str(tmp_path))
+        assert await each.weights() == await made.weights()
+    told = [(await each.update(rollouts(seed=1), ClippedLoss())).means() for each in (made, same, other)]
+    assert told[0] == told[1]
+    assert told[2] == pytest.approx(told[0], rel=1e-4)
+    near(await other.weights(), await made.weights(), 2e-5)
+
+
+async def test_a_checkpoint_of_another_role_is_told_as_such(tmp_path: Path) -> None:
+    await TorchCritic(CriticConfig(model=MODEL)).checkpoint(str(tmp_path))
+    with pytest.raises(ModelError, match=r"is the state of a critic, not of a policy"):
+        await policy().restore(str(tmp_path))
+    (tmp_path / "state.json").write_text("")
+    with pytest.raises(ModelError, match="cannot be read as the state of a policy"):
+        await policy().restore(str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
+async def test_a_state_whose_bits_have_changed_is_never_trained_from(backend: Backend, tmp_path: Path) -> None:
+    made = policy(backend)
+    await made.update(rollouts(), ClippedLoss())
+    await made.checkpoint(str(tmp_path))
+    file = next(tmp_path.glob("*.safetensors"))
+    whole, name = bytearray(file.read_bytes()), "exp_avg/model.layers.0.mlp.up_proj.weight"
+    head = 8 + int.from_bytes(whole[:8], "little")
+    place = head + json.loads(whole[8:head])[name]["data_offsets"][1] - 1
+    for at, words in (
+        (place, rf"{file} is not as it was written: `{name}` differs in its bytes 0 to .* has loaded a part of it"),
+        (9, "its head"),
+    ):
+        changed = whole.copy()
+        changed[at] ^= 16
+        file.write_bytes(changed)
+        with pytest.raises(Damaged, match=words):
+            await policy(backend).restore(str(tmp_path))
+    file.write_bytes(whole)
+    await policy(backend).restore(str(tmp_path))
+
+
+async def test_a_checkpoint_is_read_by_torch_too(tmp_path: Path) -> None:
+    made = policy()
+    await made.update(rollouts(), ClippedLoss())
+    await made.checkpoint(str(tmp_path))
     weights = (await made.weights()).tensors
     taken = {f"model/{name}": torch.zeros(array.shape) for name, array in weights.items()}
     load(taken, storage_reader=HuggingFaceStorageReader(str(tmp_path)))

@@ -22,20 +22,8 @@ import torch
 from meshrl import Actor, Mesh, current_rank, each, endpoint
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Same
+from meshrl_inference.engine_side import protocol
 from meshrl_inference.engine_side.loading import mapped
-from meshrl_inference.engine_side.protocol import (
-    IN_SHARED_MEMORY,
-    Abort,
-    Done,
-    Generate,
-    Load,
-    Outcome,
-    Row,
-    Rows,
-    Start,
-    encode,
-    to_sampler,
-)
 from meshrl_inference.engine_side.worker import Worker
 from meshrl_inference.group import RankGpus, gather_gpus, join_gpus
 from meshrl_sglang.transfer import read_back
@@ -62,8 +50,6 @@ def test_ranks_that_cannot_share_an_engine_are_told() -> None:
 
 
 class Engines(Actor):
-    """A rank that was given one GPU."""
-
     def __init__(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{current_rank().index}")
@@ -114,11 +100,11 @@ class Steps:
     version, tokens, steps = "stand-in", 100, 0
 
     def __init__(self, told: Connection) -> None:
-        self.told, self.processes, self.finished = told, list[BaseProcess](), list[Done]()
+        self.told, self.processes, self.finished = told, list[BaseProcess](), list[protocol.Done]()
         self.rows, self.asleep = dict[int, int](), set[str]()
 
     def note(self, what: str) -> None:
-        self.told.send_bytes(encode(Rows([Done(-1, b"", b"", [], what)])))
+        self.told.send_bytes(protocol.encode(protocol.Rows([protocol.Done(-1, b"", b"", [], what)])))
 
     @property
     def decodes(self) -> bool:
@@ -134,17 +120,17 @@ class Steps:
         self.asleep.difference_update(names)
         self.note(f"wake {' '.join(names)}")
 
-    def add(self, order: Generate, salt: str) -> None:
+    def add(self, order: protocol.Generate, salt: str) -> None:
         self.rows.update({row.number: 2 if row.number < 100 else sys.maxsize for row in order.rows})
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
         for number in rows:
             del self.rows[number]
 
-    def load(self, order: Load) -> Outcome:
+    def load(self, order: protocol.Load) -> protocol.Outcome:
         assert "weights" not in self.asleep
         self.note("take")
-        return IN_SHARED_MEMORY
+        return protocol.IN_SHARED_MEMORY
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         assert not self.asleep
@@ -155,42 +141,40 @@ class Steps:
         assert not self.asleep
         self.rows = {number: left - 1 for number, left in self.rows.items()}
         ended = [number for number, left in self.rows.items() if not left]
-        self.finished += [Done(number, b"", b"", [], "length") for number in ended]
+        self.finished += [protocol.Done(number, b"", b"", [], "length") for number in ended]
         for number in ended:
             del self.rows[number]
 
 
 class Sampler(NamedTuple):
-    """The sampler's end of the connection."""
-
     connection: Connection
 
     def hear(self, count: int) -> list[str]:
-        """What the engine did and said next."""
         heard: list[str] = []
         while len(heard) < count:
-            answer = to_sampler.decode(self.connection.recv_bytes())
-            if isinstance(answer, Rows):
+            answer = protocol.to_sampler.decode(self.connection.recv_bytes())
+            if isinstance(answer, protocol.Rows):
                 heard += [each.reason if each.number < 0 else f"row {each.number}" for each in answer.done]
             else:
                 heard.append(type(answer).__name__)
         return heard
 
     def load(self, *probe: list[int]) -> None:
-        self.connection.send_bytes(encode(Load(1, [], recompute=True, probe=list(probe))))
+        self.connection.send_bytes(protocol.encode(protocol.Load(1, [], recompute=True, probe=list(probe))))
 
     def generate(self, *numbers: int) -> None:
-        rows = [Row(number, np.array([1], np.int32).tobytes(), 2, 0) for number in numbers]
-        self.connection.send_bytes(encode(Generate(rows, 1.0, 1.0, 0, [], [])))
+        rows = [protocol.Row(number, np.array([1], np.int32).tobytes(), 2, 0) for number in numbers]
+        self.connection.send_bytes(protocol.encode(protocol.Generate(rows, 1.0, 1.0, 0, [], [])))
 
 
 @pytest.fixture(params=[True])
 def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sampler]:
-    """Of an engine that sleeps, unless a test asks for one that does not."""
     ours, theirs = Pipe()
     naming = MagicMock(return_value=SimpleNamespace(specs=lambda dtype: {}))
     monkeypatch.setattr("meshrl_inference.engine_side.loading.Naming", naming)
-    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={})
+    start = protocol.Start(
+        str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={}
+    )
 
     def run() -> None:
         with pytest.raises(EOFError):
@@ -209,7 +193,7 @@ def test_it_sleeps_before_the_last_rows_are_told_and_wakes_for_others(sampler: S
         sampler.generate(number, number + 1)
         assert sampler.hear(4) == ["wake weights kv_cache", "sleep", f"row {number}", f"row {number + 1}"]
     sampler.generate(100, 101)
-    sampler.connection.send_bytes(encode(Abort([100, 101], wanted=False)))  # nobody wants its rows
+    sampler.connection.send_bytes(protocol.encode(protocol.Abort([100, 101], wanted=False)))  # nobody wants its rows
     assert sampler.hear(2) == ["wake weights kv_cache", "sleep"]
 
 

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import meshrl as rl
 from meshrl.errors import ModelError, RankFailed
+from meshrl.roles import Sums
 from meshrl_megatron.roles import MegatronCritic, MegatronPolicy, MegatronReference
 from meshrl_megatron.stage import logprobs as shared_logprobs
 from meshrl_megatron.world import World
@@ -160,6 +161,17 @@ async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, m
     assert found["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
 
 
+async def test_a_bfloat16_critic_continues_with_its_float32_head(warm: Warm, tmp_path: Path, model_of: ModelOf) -> None:
+    config = critic_of(model_of(MODELS["llama"])).model_copy(update={"dtype": "bfloat16"})
+    made, again = [await (await warm(2)).shape(dp=2).spawn(MegatronCritic, config) for _ in range(2)]
+    await made.update(rollouts(), rl.ValueLoss())
+    await made.checkpoint(str(tmp_path))
+    await again.restore(str(tmp_path))
+    assert (await values(again) == await values(made)).all()
+    same(*[await each.update(rollouts(1), rl.ValueLoss()) for each in (again, made)])
+    assert (await values(again) == await values(made)).all()
+
+
 def new_model(characters: str = "abcdefgh>") -> rl.NewModel:
     return rl.NewModel(characters=characters, hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=48)
 
@@ -173,6 +185,7 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
     await twin.checkpoint(str(folder))
     first, second = sorted(folder.glob("*.safetensors"))
     one, other = first.read_bytes(), second.read_bytes()
+    sums, others = Sums.beside(first).read_bytes(), Sums.beside(second).read_bytes()
 
     async def refused(asked: rl.Policy, words: str) -> None:
         with pytest.raises(RankFailed, match=words):
@@ -180,13 +193,15 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
 
     await refused(larger, r"of another policy: `model.embed_tokens.weight` is \[11, 16\] there and \[12, 16\] here")
     first.write_bytes(one[:100])
-    await refused(policy, "cannot be read as the state of a policy: SafetensorError.*Remove the checkpoint")
+    await refused(policy, r"Damaged: .* is not as it was written: its head differs\. Restore it from a copy")
     first.write_bytes(one)
     second.unlink()
     await refused(policy, r"has the files of 1 ranks and not of 2\. Remove the checkpoint")
     second.write_bytes(one)
+    Sums.beside(second).write_bytes(sums)
     await refused(policy, r"lacks a part of `model.embed_tokens.weight`, or has it twice")
     second.write_bytes(other)
+    Sums.beside(second).write_bytes(others)
     (tmp_path / "elsewhere" / second.name).mkdir(parents=True)
     with pytest.raises(RankFailed, match="elsewhere cannot be written"):
         await policy.checkpoint(str(tmp_path / "elsewhere"))
@@ -213,6 +228,11 @@ async def test_moments_are_forgotten_and_half_a_state_is_told(
     def fail(*_: object) -> None:
         raise ModelError("the disk is gone")
 
+    facts, known = tmp_path / "state.json", (tmp_path / "state.json").read_bytes()
+    facts.write_bytes(known.replace(b"}", b',"late":{"lm_head.weight":1}}'))
+    with pytest.raises(ModelError, match=r"1 of its 0 steps with `lm_head\.weight`, which had no gradient"):
+        await policy.restore(str(tmp_path))
+    facts.write_bytes(known)
     monkeypatch.setattr("meshrl_torch.checkpoint.boxes.Boxes.read", fail)
     with pytest.raises(ModelError, match=r"the disk is gone. The policy has loaded a part of it and cannot be used"):
         await policy.restore(str(tmp_path))

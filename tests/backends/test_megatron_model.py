@@ -82,7 +82,7 @@ def built(folder: str, dtype: str) -> Model:
 
 def scored(model: Model, batch: Batch) -> Tensor:
     """The log-probs of all tokens."""
-    pipeline = Pipeline(model.stages, model, valued=False)
+    pipeline = Pipeline(model.stages, model)
     found = logprobs(pipeline.passes(1000), batch, Source.trainer(0))
     return torch.from_numpy(found.values.copy())
 

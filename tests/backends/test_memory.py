@@ -19,7 +19,7 @@ import meshrl as rl
 from meshrl.errors import ConfigError
 from meshrl.mesh import Same
 from meshrl.roles import MemoryEstimate, Workload, memory_of, with_options
-from meshrl_inference.memory import parameters_of
+from meshrl_inference.memory import weight_bytes
 from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.estimate.flops import flops_of
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
@@ -165,7 +165,7 @@ def test_real_models_have_as_many_parameters_as_their_cards_say() -> None:
     assert {folder.name for folder in MODELS.iterdir() if folder.is_dir()} == set(BILLIONS)
     for name, number in BILLIONS.items():
         shape = AutoConfig.from_pretrained(MODELS / name, local_files_only=True)
-        assert parameters_of(shape) / 1e9 == pytest.approx(number, abs=0.05), name
+        assert weight_bytes(shape, 1, "") / 1e9 == pytest.approx(number, abs=0.05), name
 
 
 def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share() -> None:
@@ -272,6 +272,19 @@ async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[i
     config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
     before = await (await (await warm(1)).spawn(Measured)).before(config, WORK)
     assert before == pytest.approx(await taken_by(FsdpPolicy, config, ROWS), rel=0.1)
+
+
+@on_ranks
+@pytest.mark.megatron
+async def test_each_layer_of_a_stage_takes_as_much_of_what_is_told(warm: Callable[[int], Awaitable[rl.Mesh]]) -> None:
+    """Scratch memory, too, is counted for stages of any depth."""
+    teller = await (await warm(1)).spawn(Measured)
+    told: list[int] = []
+    for layers in (2, 3, 4, 5):
+        model = LLAMA.model_copy(update={"layers": layers})
+        config = rl.PolicyConfig(model=model, backend="megatron", micro_batch_tokens=500)
+        told.append(await teller.before(config, Workload({"dp": 1, "tp": 2}, PROMPT, COMPLETION, ROWS, N, gpu=0)))
+    assert len(set(np.diff(told).tolist())) == 1
 
 
 @on_ranks

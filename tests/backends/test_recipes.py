@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from meshrl.planning import simulate_job
 from meshrl.run import load_job, plan_memory, shipped_configs
-from meshrl_inference.memory import parameters_of
+from meshrl_inference.memory import weight_bytes
 from tests.first_hour.chat_model import save_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_recipes_leave_a_twentieth_of_each_gpu_and_divide_their_models_over_thei
             assert mesh["unknown"] == [], name
             assert mesh["headroom"] > 0.05 * mesh["gib"] * 2**30, (name, mesh["mesh"])
         shape = AutoConfig.from_pretrained(ROOT / "tests/data/models" / RECIPES[name].partition("/")[2].lower())
-        parameters = parameters_of(shape)
+        parameters = weight_bytes(shape, 1, "")
         policy, mesh = next((role, mesh) for mesh in meshes for role in mesh["roles"] if role["role"] == "policy")
         if policy["backend"] == "megatron":
             experts = 3 * shape.num_hidden_layers * shape.num_experts * shape.moe_intermediate_size * shape.hidden_size

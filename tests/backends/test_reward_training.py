@@ -9,7 +9,6 @@ import pytest
 import structlog.testing
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshrl as rl
@@ -46,12 +45,10 @@ async def scored(model: rl.RewardModel, batch: rl.Batch = PAIRS) -> rl.Batch:
 
 
 def classifier(folder: str) -> Any:
-    """Transformers' own, with its own attention."""
     return transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
 
 
 def by_row(network: Any, batch: rl.Batch) -> list[Tensor]:
-    """The score at each token, one row at a time."""
     ids = [torch.from_numpy(tokens.astype(np.int64))[None] for tokens in batch.tokens]
     return [network.score(network.model(input_ids=each).last_hidden_state[0])[:, 0] for each in ids]
 
@@ -177,8 +174,6 @@ ROWS = rl.Batch.of(
 
 @pytest.fixture(scope="module")
 def judge_of(model_of: ModelOf) -> ModelOf:
-    """The folder of a model, with the token "<" and a chat template."""
-
     def save(config: transformers.PretrainedConfig) -> str:
         folder = model_of(config, auto=transformers.AutoModelForSequenceClassification)
         tokenizer = character_tokenizer("abcdefgh><", 48)
@@ -200,7 +195,6 @@ def reward(folder: str, backend: str = "torch", **changes: object) -> rl.Reward:
 
 
 def judged(folder: str, chat: bool, batch: rl.Batch = ROWS) -> list[float]:
-    """What transformers gives each row alone, with its own tokenizer and attention."""
     network, tokenizer = classifier(folder), transformers.AutoTokenizer.from_pretrained(folder)
     scores: list[float] = []
     for prompt, completion in zip(batch.objects("prompt"), batch.objects("completion"), strict=True):
@@ -262,13 +256,6 @@ async def test_a_row_that_cannot_be_judged_costs_the_others_nothing(llama: str, 
 async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> None:
     (error,) = (await reward(llama).score(ROWS.select([4]))).objects("reward_error")
     assert "the prompt '' has no token" in str(error)
-    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["score.weight"][0, 0] = torch.inf
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    found = await reward(str(tmp_path)).score(ROWS.select([0, 1]))
-    assert all("a reward must be finite" in str(each) for each in found.objects("reward_error"))
-    assert not found.rewards.any()
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     tokenizer.add_tokens(["ABC"])

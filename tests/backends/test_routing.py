@@ -41,7 +41,7 @@ def model(model_of: ModelOf) -> str:
 
 def policy(model: str, kind: type[TrainedPolicy] = TorchPolicy, **changes: object) -> TrainedPolicy:
     config = {"model": model, "optimizer": {"lr": 1e-2, "weight_decay": 0.0}, **changes}
-    made: TrainedPolicy = kind(PolicyConfig.model_validate(config))  # type: ignore[call-arg]
+    made: TrainedPolicy = kind(PolicyConfig.model_validate(config))
     return made
 
 

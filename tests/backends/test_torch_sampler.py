@@ -1,10 +1,8 @@
-"""The torch sampler: what it draws, whatever its slots are, and its calls: stopped, replayed bit for bit, and joined.
-
-More is in tests/conformance.
-"""
+"""The torch sampler: what it draws, whatever its slots are; its calls: stopped, replayed bit for bit, and joined."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,11 @@ from meshrl import rollout as drawn_by
 from meshrl.data import Bucket
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import JoinedSampling
-from meshrl_torch.sample.draw import Draw, key, uniforms
+from meshrl_torch.sample.draw import key, uniforms
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import GPT2, MODEL, SHAPE, ModelOf, floats
+from tests.roles.test_generate_calls import drive, turns
 
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"], groups=np.arange(10, 15))
 
@@ -34,20 +33,7 @@ async def parts(made: TorchSampler, prompts: Batch, sampling: Sampling) -> list[
 
 
 async def rollout(made: TorchSampler, sampling: Sampling, prompts: Batch = PROMPTS) -> Batch:
-    """All rows in the order of the prompts."""
     return Batch.join(await parts(made, prompts.part(np.arange(len(prompts))), sampling))
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3]).log()
-    rows = np.arange(40_000)
-    for restrict, kept in (({}, [0, 2, 3, 4]), ({"top_k": 2}, [2, 4]), ({"top_p": 0.75}, [2, 3, 4])):
-        draw = Draw(Sampling.model_validate(restrict), key(0, 1))
-        tokens, _ = draw(logits.expand(len(rows), -1), rows, np.zeros_like(rows))
-        expected = torch.zeros(5)
-        expected[kept] = logits.exp()[kept]
-        shares = torch.bincount(tokens, minlength=5) / len(rows)
-        torch.testing.assert_close(shares, expected / expected.sum(), atol=0.01, rtol=0)
 
 
 @pytest.mark.parametrize("config", [MistralConfig(**SHAPE, sliding_window=4), GPT2Config(**GPT2)], ids=type)
@@ -140,14 +126,7 @@ async def weights(version: int) -> Weights:
     return Weights(version, scaled)
 
 
-async def turns(count: int) -> None:
-    """Let the loop turn so often."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def stopped(made: TorchSampler, prompts: Batch, sampling: Sampling, after: int) -> Batch:
-    """What a call gives that is aborted after some turns of the loop."""
     running = asyncio.create_task(rollout(made, sampling, prompts))
     await turns(after)
     await made.abort()
@@ -174,46 +153,22 @@ async def test_stopped_rows_go_on_as_if_they_had_not_been() -> None:
     assert rows.sampler_logprobs.values == pytest.approx(whole.sampler_logprobs.values, abs=1e-5)
 
 
-async def drive(
-    made: TorchSampler, calls: Sequence[int], swaps: Sequence[tuple[int, int]]
-) -> tuple[list[Batch], Batch]:
-    """What calls gave and loads returned. Each begins so many turns of the loop after the one before of its kind.
-
-    A swap to version 0 is an abort.
-    """
-    places: list[Batch] = []
-    new = {version: await weights(version) for _, version in swaps}
-
-    async def generate() -> list[Batch]:
-        running: list[asyncio.Task[Batch]] = []
-        for after in calls:
-            await turns(after)
-            running.append(asyncio.create_task(rollout(made, Sampling(n=2, max_tokens=20), PROMPTS)))
-        return list(await asyncio.gather(*running))
-
-    async def swap() -> None:
-        for after, version in swaps:
-            await turns(after)
-            if version:
-                places.append(await made.load(new[version]))
-            else:
-                await made.abort()
-
-    given, _ = await asyncio.gather(generate(), swap())
-    return given, Batch.concat(places)
-
-
 @pytest.mark.bits
 async def test_a_replay_gives_the_same_bits_whenever_loads_come() -> None:
-    versions = (1, 2, 3, 0, 4)
-    given, record = await drive(sampler(LONGER, 4), (3, 2, 0, 25), list(zip((0, 9, 7, 8, 9), versions, strict=True)))
+    new = [await weights(version) if version else None for version in (1, 2, 3, 0, 4)]
+
+    async def driven(made: TorchSampler, calls: Sequence[int], after: Sequence[int]) -> tuple[list[Batch], Batch]:
+        call = partial(rollout, made, Sampling(n=2, max_tokens=20))
+        return await drive(made, call, calls, list(zip(after, new, strict=True)))
+
+    given, record = await driven(sampler(LONGER, 4), (3, 2, 0, 25), (0, 9, 7, 8, 9))
     assert sorted(set(np.concatenate([each.versions.values for each in given]).tolist())) == [-1, 1, 2, 3, 4]
     assert any(len({*row.tolist()} - {-1}) > 1 for each in given for row in each.versions), "swaps in the middle"
     assert {bool(each.row("aborted").any()) for each in given} == {False, True}
     for calls, after in (((60, 0, 0, 0), (0, 0, 0, 0, 0)), ((0, 0, 30, 30), (20, 0, 80, 20, 40))):
         again = sampler(LONGER, 4)
         await again.replay(record)
-        assert await drive(again, calls, list(zip(after, versions, strict=True))) == (given, record)
+        assert await driven(again, calls, after) == (given, record)
 
 
 CALLS = [["abc>", "d>"], ["efgh>"], ["a>", "bb>", "ccc>"]]

@@ -18,11 +18,9 @@ from meshrl.testing.conformance.compare import close
 from tests.backends.material import by_row
 
 Bugs: TypeAlias = Mapping[str, Sequence[type]]
-"""By the name of the check that tells them."""
 
 
 async def keep(harness: Harness, checks: Iterable[Check], model: str | None = None) -> None:
-    """Run each check, whatever became of those before it."""
     broken: list[Exception] = []
     for check in checks:
         try:
@@ -35,10 +33,7 @@ async def keep(harness: Harness, checks: Iterable[Check], model: str | None = No
 
 
 def asked(subject: Subject, checks: Sequence[Check], every: Sequence[Check] = (), model: str = "small") -> list[object]:
-    """A test of these checks, and one that is wide of all others of `every`. Tests of one subject follow each other.
-
-    Those of several ranks share the processes of one worker.
-    """
+    """A test of these checks, and one that is wide of all others of `every`. Tests of one subject follow each other."""
     ranks = [pytest.mark.process, pytest.mark.xdist_group("warm")] * (subject.engine == "processes")
     others = [check for check in every if check not in checks]
     made = [pytest.param(subject, model, checks, id=f"{subject}-{model}", marks=ranks)] if checks else []
@@ -81,7 +76,6 @@ async def missed(
 
 
 def planted(plant: pytest.MonkeyPatch, bug: type) -> str:
-    """Make a backend of this class, and torch's for the roles beside it. Returns its name."""
     module = ModuleType("planted")
     roles = ("Policy", "Critic", "Reference")
     torch_roles = {role: meshrl_torch.ROLES[role] for role in roles}

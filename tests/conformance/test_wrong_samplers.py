@@ -44,21 +44,18 @@ def turns(part: Batch) -> Iterator[int]:
 
 
 def stamps_a_token_late(part: Batch, _: Sampling) -> Batch:
-    """The first token by new weights still has the old version."""
     versions = part.versions.values.copy()
     versions[[*turns(part)]] = OLD
     return part.assign(versions=Ragged(versions, part.versions.offsets))
 
 
 def stamps_a_token_early(part: Batch, _: Sampling) -> Batch:
-    """The last token by old weights has the new version already."""
     versions = part.versions.values.copy()
     versions[[turn - 1 for turn in turns(part)]] = NEW
     return part.assign(versions=Ragged(versions, part.versions.offsets))
 
 
 def stamps_its_version_on_all(part: Batch, _: Sampling) -> Batch:
-    """As if a row had one version: that of its end."""
     return part.assign(oldest_version=np.array([row.max() for row in part.versions], np.int32))
 
 
@@ -75,12 +72,14 @@ def drops_the_task(part: Batch, _: Sampling) -> Batch:
 
 
 def loses_rows_that_wait(part: Batch, _: Sampling) -> Batch:
-    """An abort yields what has begun alone."""
     return part.select([bool(mask.any()) for mask in part.loss_mask])
 
 
+def draws_once_for_all(part: Batch, sampling: Sampling) -> Batch:
+    return part.repeat(sampling.n)
+
+
 def ignores(**options: Any) -> Callable[[Batch, Sampling], tuple[Batch, Sampling]]:
-    """Draws as if these were asked for."""
     return lambda prompts, sampling: (prompts, sampling.model_copy(update=options))
 
 
@@ -97,13 +96,10 @@ def draws_by_the_clock(prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampl
 
 
 def counts_all_calls(prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
-    """Calls beside others count as they do."""
     return prompts, Sampling(**sampling.model_dump())
 
 
 class DrawsByItsPast(TorchSampler):
-    """Calls count from the beginning, not from the last load."""
-
     calls = 0
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
@@ -118,14 +114,6 @@ class YieldsRowsTwice(TorchSampler):
         async for part in super().generate(prompts, sampling):
             yield part
             yield part
-
-
-class DrawsOnceForAll(TorchSampler):
-    """The completions of a prompt are one."""
-
-    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        async for part in super().generate(prompts, sampling.model_copy(update={"n": 1})):
-            yield part.repeat(sampling.n)
 
 
 class KeepsPrompts(TorchSampler):
@@ -150,8 +138,6 @@ class KeepsItsHead(TorchSampler):
 
 
 class TakesWhatFits(TorchSampler):
-    """Weights of another dtype are made to fit."""
-
     async def load(self, weights: Weights) -> Batch:
         fitting = {name: array.astype(np.float32) for name, array in weights.tensors.items()}
         return await super().load(Weights(weights.version, fitting))
@@ -171,8 +157,6 @@ class IgnoresItsRecord(TorchSampler):
 
 
 class KeepsSlots(TorchSampler):
-    """A call that is cancelled keeps its room."""
-
     def __init__(self, config: SamplerConfig) -> None:
         super().__init__(config)
         self._room = asyncio.Semaphore(2)
@@ -185,8 +169,6 @@ class KeepsSlots(TorchSampler):
 
 
 class LoadsBetweenCalls(TorchSampler):
-    """Weights wait for the calls that run."""
-
     def __init__(self, config: SamplerConfig) -> None:
         super().__init__(config)
         self._busy = asyncio.Lock()
@@ -201,42 +183,36 @@ class LoadsBetweenCalls(TorchSampler):
             return await super().load(weights)
 
 
-def changed(change: Callable[[Batch, Sampling], Batch]) -> type[TorchSampler]:
-    class Changed(TorchSampler):
-        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-            async for part in super().generate(prompts, sampling):
-                yield change(part, sampling)
-
-    Changed.__name__ = change.__name__
-    return Changed
-
-
-def misled(request: Callable[[Batch, Sampling], tuple[Batch, Sampling]]) -> type[TorchSampler]:
-    class Misled(TorchSampler):
+def wrong(
+    change: Callable[[Batch, Sampling], Batch] = lambda part, _: part,
+    request: Callable[[Batch, Sampling], tuple[Batch, Sampling]] = lambda prompts, sampling: (prompts, sampling),
+) -> type[TorchSampler]:
+    class Wrong(TorchSampler):
         async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
             async for part in super().generate(*request(prompts, sampling)):
-                yield part
+                yield change(part, sampling)
 
-    return Misled
+    Wrong.__name__ = f"{change.__name__}, {request.__name__}"
+    return Wrong
 
 
 BUGS: Bugs = {
-    "sampler_log_probs": [changed(tells_rounded_log_probs), changed(names_no_source)],
-    "restricted_draws": [changed(tells_the_restricted_distribution), misled(ignores(top_k=0))],
-    "frequencies": [misled(ignores(temperature=1.0))],
-    "seeds": [misled(ignores(seed=0)), misled(draws_by_the_clock), DrawsByItsPast],
-    "calls_beside": [misled(counts_all_calls)],
-    "completions_of_a_prompt": [DrawsOnceForAll],
-    "columns": [changed(drops_the_task)],
-    "ends_of_rows": [changed(calls_all_truncated), misled(forgets("max_tokens"))],
-    "stop_texts": [changed(leaves_the_stop_text)],
-    "stop_texts_of_rows_that_go_on": [misled(stops_no_rows_that_go_on)],
-    "rows_that_go_on": [misled(forgets("tokens", "loss_mask", "sampler_logprobs", "versions"))],
+    "sampler_log_probs": [wrong(tells_rounded_log_probs), wrong(names_no_source)],
+    "restricted_draws": [wrong(tells_the_restricted_distribution), wrong(request=ignores(top_k=0))],
+    "frequencies": [wrong(request=ignores(temperature=1.0))],
+    "seeds": [wrong(request=ignores(seed=0)), wrong(request=draws_by_the_clock), DrawsByItsPast],
+    "calls_beside": [wrong(request=counts_all_calls)],
+    "completions_of_a_prompt": [wrong(draws_once_for_all, ignores(n=1))],
+    "columns": [wrong(drops_the_task)],
+    "ends_of_rows": [wrong(calls_all_truncated), wrong(request=forgets("max_tokens"))],
+    "stop_texts": [wrong(leaves_the_stop_text)],
+    "stop_texts_of_rows_that_go_on": [wrong(request=stops_no_rows_that_go_on)],
+    "rows_that_go_on": [wrong(request=forgets("tokens", "loss_mask", "sampler_logprobs", "versions"))],
     "more_rows_than_slots": [YieldsRowsTwice],
     "a_cancelled_call": [KeepsSlots],
-    "an_abort": [changed(loses_rows_that_wait)],
-    "numbers_around_a_load": [changed(stamps_a_token_late), changed(stamps_a_token_early)],
-    "versions_of_tokens": [changed(stamps_its_version_on_all), LoadsBetweenCalls],
+    "an_abort": [wrong(loses_rows_that_wait)],
+    "numbers_around_a_load": [wrong(stamps_a_token_late), wrong(stamps_a_token_early)],
+    "versions_of_tokens": [wrong(stamps_its_version_on_all), LoadsBetweenCalls],
     "a_replay": [IgnoresItsRecord],
     "greedy_after_a_load": [KeepsItsHead],
     "a_prompt_that_was_read_before": [KeepsPrompts],

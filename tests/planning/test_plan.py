@@ -3,7 +3,9 @@
 import random
 import shlex
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -15,8 +17,9 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import Call, Event, Gauge, Span, Step
 from meshrl.planning import Devices, Plan, PlanOptions, RecordedRun, make_plan
 from meshrl.planning.plan import Planner, search
+from meshrl.planning.space import Candidate, Space
 from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, Workload
-from meshrl.run import load_job
+from meshrl.run import find_config, load_job
 from meshrl.run.recorder import Recorder
 from tests.first_hour.terminal import type_in
 
@@ -50,8 +53,7 @@ def record(
     """A run on one mesh whose steps draw and train so many seconds, times their own factor, and do nothing else."""
     folder = Path(name)
     job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"] if cpus else [])
-    with Recorder(folder, job.resolved):
-        pass
+    Recorder(folder, job.resolved).close(None)
     events, t = list[Event](), 0.0
     for step, longer in enumerate(steps):
         began = t
@@ -143,7 +145,7 @@ def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, tmp_path
     planner = Planner(source, [], PlanOptions(Devices(3, "cpus"), [run], aheads=(0, 1, 4)), tmp_path)
     assert len(planner.candidates) > 6
     for candidate in planner.candidates:
-        assert planner.bound(candidate) <= planner.seconds(candidate, 0) * (1 + 1e-9), candidate.name
+        assert planner.bound(candidate) <= planner.seconds(candidate) * (1 + 1e-9), candidate.name
 
 
 @given(
@@ -155,8 +157,8 @@ def test_pruning_drops_none_of_the_best(candidates: Sequence[tuple[int, int, boo
     found = search(
         numbered,
         lambda each: each[1][0],
-        lambda each: 0 if each[1][2] else None,
-        lambda each, _: each[1][0] + each[1][1],
+        lambda each: each if each[1][2] else None,
+        lambda each: each[1][0] + each[1][1],
         keep,
     )
     every = sorted((bound + more, number) for number, (bound, more, fits) in numbered if fits)
@@ -230,3 +232,66 @@ def test_the_command_prints_the_best_and_what_to_paste_or_asks_what_is_to_be_div
     assert made.candidates == made.simulated + made.pruned + made.refused
     asked = type_in("plan", source)
     assert (asked.status != 0, "--gpus N" in asked.err) == (True, True)
+
+
+QUICKSTART = find_config("grpo/quickstart")
+
+
+def space(count: int, kind: Literal["gpus", "cpus"], *given: str, budgets: bool = False) -> list[Candidate]:
+    job = load_job(QUICKSTART, given)
+    return [*Space(job, Devices(count, kind), (0, 1), budgets=budgets)]
+
+
+GIVEN: list[tuple[int, Literal["gpus", "cpus"], tuple[str, ...]]] = [
+    (3, "cpus", ()),
+    (4, "gpus", ("policy.backend=fsdp", "sampler.backend=vllm", "reward.mesh=judge")),
+    (4, "gpus", ("policy.backend=megatron", "sampler.mesh=drawn", "run.meshes={drawn={gib=40, gpus=1}}")),
+    (2, "cpus", ("run.engine=local", "policy.axes={dp=1}", "sampler.axes={dp=1}")),
+]
+
+
+def test_each_candidate_is_valid_and_takes_all_devices() -> None:
+    for count, kind, settings in GIVEN:
+        candidates = space(count, kind, *settings)
+        assert len({candidate.name for candidate in candidates}) == len(candidates)
+        for candidate in candidates:
+            job = load_job(QUICKSTART, [*settings, *candidate.overrides])
+            taken = sum(
+                mesh.ranks * int((mesh.gpus if kind == "gpus" else mesh.cpus) or 0) for mesh in job.run.meshes.values()
+            )
+            assert taken == count, candidate.name
+            policy, sampler = (getattr(job.config, name) for name in ("policy", "sampler"))
+            assert (policy.mesh == sampler.mesh) is candidate.shared
+            for table, layout in ((policy, candidate.trainer), (sampler, candidate.sampler)):
+                mesh = job.run.meshes[table.mesh]
+                axes = table.axes or mesh.axes or {"dp": mesh.ranks}
+                assert axes == layout.axes
+                assert prod(axes.values()) == mesh.ranks
+            assert job.run.engine == "processes" or (candidate.shared and candidate.trainer.ranks == 1)
+            assert candidate.table(job.resolved)["run"] is not job.resolved["run"]
+
+
+def test_layouts_are_those_of_the_backends() -> None:
+    assert {str(each.trainer) for each in space(3, "cpus")} == {"1", "1 rank of 2 cores", "1 rank of 3 cores"}
+    megatron = {tuple(each.trainer.axes.items()) for each in space(4, "gpus", "policy.backend=megatron") if each.shared}
+    assert (("dp", 1), ("pp", 2), ("cp", 2)) in megatron
+    assert (("dp", 1), ("tp", 4)) in megatron
+    fsdp = {tuple(each.trainer.axes.items()) for each in space(4, "gpus", "policy.backend=fsdp") if each.shared}
+    assert fsdp == {(("dp", 4),), (("dp", 2), ("tp", 2)), (("dp", 1), ("tp", 4))}
+
+
+def test_a_mesh_of_another_role_keeps_what_it_has() -> None:
+    one = ["run.meshes={judge={gpus=1, ranks=2}}", "policy.backend=fsdp", "sampler.backend=vllm"]
+    whole = ["reward={backend='fsdp', model='judge', mesh='judge'}", *one]
+    for candidate in space(4, "gpus", *whole):
+        job = load_job(QUICKSTART, [*whole, *candidate.overrides])
+        assert job.run.meshes["judge"].ranks == 2
+        assert sum(mesh.ranks for mesh in job.run.meshes.values()) == 4
+    with pytest.raises(ConfigError, match=r"judge take 2 of 2 gpus"):
+        space(2, "gpus", *whole)
+
+
+def test_budgets_are_halved_one_after_the_other() -> None:
+    variants = space(2, "gpus", "policy.backend=fsdp", budgets=True)[0].variants
+    assert variants[0] == {}
+    assert [*variants[1:3]] == [{"sampler.slots": 256}, {"policy.micro_batch_tokens": 8192}]

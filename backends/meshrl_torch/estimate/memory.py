@@ -1,4 +1,4 @@
-"""The memory of a role's rank, of the backend `torch`: its own code, rehearsed with tensors that have no memory."""
+"""The memory of a role's rank, of the backends `torch` and `fsdp`: their code, rehearsed without memory."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -10,41 +10,57 @@ from typing import Final, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from meshrl.data import Batch, Ragged
-from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, PolicyConfig, SamplerConfig, Workload
+from meshrl.errors import BackendError, ConfigError, ModelError
+from meshrl.roles import (
+    MemoryEstimate,
+    MemoryTerm,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SamplerConfig,
+    Workload,
+    options_of,
+)
 from meshrl_torch.estimate import rehearsal
 from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import kind_of
-from meshrl_torch.model.loading import Kind, config_of, quiet, unreadable
+from meshrl_torch.model.loading import Kind, config_of, quiet, without_values
 from meshrl_torch.model.lora import adapt
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, learned, micro_batches, whole
 from meshrl_torch.model.scoring import Predict
 from meshrl_torch.model.text import character_tokenizer
+from meshrl_torch.options import FsdpConfig
 from meshrl_torch.sample.decoder import GROWTH, PREFILL_TOKENS
+from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
+from meshrl_torch.train.fsdp.sharded import shard
+from meshrl_torch.train.fsdp.world import World, grid_of
 from meshrl_torch.train.optimizer import Optimizer
-from meshrl_torch.train.roles import TrainedConfig, role_model
+from meshrl_torch.train.roles import RoleModel, TrainedConfig, role_model
 
 DEPTHS: Final = (2, 3)
 """Numbers of layers of the rehearsed models. Each further layer needs as much as the third."""
+_OFFLOADED: Final = ("parameters", "moments", "gradients")
+"""Kept in the host's memory with `fsdp.cpu_offload`."""
 _LOGITS: Final = 3
 """Copies of a step's logits: the logits, the probabilities, and their cumulative sums."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A role's model in a backend's layout on a rank, on the device `meta`."""
+    """A role's model in a backend's layout on a rank, on the device `meta`. `root` has all parameters."""
 
     root: nn.Module
-    """The module with all parameters."""
     predict: Predict
-    steps_over: Callable[[], Sequence[Tensor]] | None = None
-    """Makes an optimizer, and returns the tensors that it steps over. None for a model that is not trained."""
+    role: RoleModel | None = None
+    optimizer: Callable[[OptimizerConfig, Sequence[nn.Parameter]], Optimizer] = Optimizer
+    """Makes the role's optimizer, if it is trained."""
     gathered: int = 0
     """Bytes of parameters that are whole during an entire pass, in addition to their shards."""
 
@@ -60,17 +76,47 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
             f"the backend 'torch' trains on one rank, but the mesh {config.mesh!r} has {dict(work.axes)}: take "
             'backend = "fsdp", or one rank'
         )
-    measured = figures(config, here, budget_of(config), partial(_whole, config))
+    measured = figures(config, here, partial(_whole, config))
     return MemoryEstimate(measured.terms("update" if trains else "score", host=True), knobs(config))
 
 
 def _whole(config: ModelConfig, model: LanguageModel) -> Layout:
     role = role_model(config, model)
-    root = nn.ModuleList([role.model.network, role.head] if role.head else [role.model.network])
-    if not isinstance(config, TrainedConfig):
-        return Layout(root, role.predict)
-    optimizer = config.optimizer
-    return Layout(root, role.predict, lambda: Optimizer(optimizer, list(role.parameters.values())).masters)
+    return Layout(nn.ModuleList([role.model.network, *([role.head] if role.head else [])]), role.predict, role)
+
+
+def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
+    """Estimate the memory of the first rank of the backend `fsdp`, whose shards are the largest.
+
+    BackendError for unsupported cases, ConfigError if the process is in a process group already.
+    """
+    layout = options_of(config, FsdpConfig)
+    trains = isinstance(config, TrainedConfig)
+    if trains and layout.gradient_sync == "last":
+        raise BackendError('gradient_sync = "last" keeps whole gradients, which are not counted yet')
+    wide, grid = config.model_copy(update={"dtype": "float32"}), grid_of(work.axes, layout)
+    with rehearsal.rehearsed_alone(0, grid.numel()):
+        world = World.on(grid, torch.device("cpu"))
+        measured = figures(wide, work, partial(_sharded, config, layout, world))
+    terms = measured.terms("update" if trains else "score", host=not work.gpu)
+    if layout.cpu_offload and work.gpu:
+        terms = [replace(each, host=each.name in _OFFLOADED) for each in terms]
+    offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
+    return MemoryEstimate(terms, [*knobs(config), *offload])
+
+
+def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: LanguageModel) -> Layout:
+    role, dtype = role_model(config, model), cast("torch.dtype", getattr(torch, config.dtype))
+    on_gpu = layout.model_copy(update={"cpu_offload": False, "compile": False})
+    sharded = shard(role.model, world, on_gpu, dtype, [role.head] if role.head else [])
+    apart = [each for each in sharded.root.modules() if isinstance(each, FSDPModule) and id(each) != id(sharded.root)]
+    own = {id(parameter) for each in apart for parameter in each.parameters()}
+    gathered = sum(each.numel() for each in sharded.root.parameters() if id(each) not in own) * dtype.itemsize
+
+    def optimizer(table: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        return ShardedOptimizer(table, sharded, parameters)
+
+    return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered)
 
 
 def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
@@ -81,28 +127,21 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
         adapt(model, config.lora, config.seed)
         return Layout(model.network, lambda _, micro: model.hidden(micro.ids, micro.positions, micro.attend))
 
-    measured = figures(config, prompts, PREFILL_TOKENS, laid_out)
+    measured = figures(config, prompts, laid_out, PREFILL_TOKENS)
     shape = config_of(config).get_text_config()
     slots = min(config.slots, work.own_rows)
     positions = -(-(work.tokens + 1) // GROWTH) * GROWTH
     cache = slots * positions * cache_per_token(shape, config.dtype)
     logits = _LOGITS * slots * int(shape.vocab_size) * 4
-    terms = [
-        MemoryTerm("parameters", measured.parameters, "", "each parameter and buffer, in the table's dtype", host=True),
-        MemoryTerm("KV cache", cache, "", f"{slots} slots of {positions} positions, kept between calls", host=True),
-        MemoryTerm(
-            "logits", logits, "generate", f"{slots} slots, {_LOGITS} times float32 of the vocabulary", host=True
-        ),
-        MemoryTerm(
-            "prefill", measured.head, "generate", f"a pass over {PREFILL_TOKENS} tokens of prompts at most", host=True
-        ),
-    ]
+    once = f"a pass over {PREFILL_TOKENS} tokens of prompts at most"
+    rows = (
+        ("parameters", measured.parameters, "", "each parameter and buffer, in the table's dtype"),
+        ("KV cache", cache, "", f"{slots} slots of {positions} positions, kept between calls"),
+        ("logits", logits, "generate", f"{slots} slots, {_LOGITS} times float32 of the vocabulary"),
+        ("prefill", measured.head, "generate", once),
+    )
+    terms = [MemoryTerm(*row, host=True) for row in rows]
     return MemoryEstimate(terms, [f"slots={max(1, slots // 2)}", *knobs(config)])
-
-
-def budget_of(config: ModelConfig) -> int:
-    """Return the most tokens of a micro-batch."""
-    return int(getattr(config, "micro_batch_tokens", 1))
 
 
 def knobs(config: ModelConfig) -> list[str]:
@@ -110,8 +149,7 @@ def knobs(config: ModelConfig) -> list[str]:
     settings: list[str] = []
     if isinstance(config, PolicyConfig) and not config.activation_checkpointing:
         settings.append("activation_checkpointing=true")
-    budget: object = getattr(config, "micro_batch_tokens", 1)
-    if isinstance(budget, int) and budget > 1:
+    if (budget := int(getattr(config, "micro_batch_tokens", 1))) > 1:
         settings.append(f"micro_batch_tokens={budget // 2}")
     if config.dtype == "float32":
         settings.append("dtype=bfloat16")
@@ -119,47 +157,38 @@ def knobs(config: ModelConfig) -> list[str]:
 
 
 def figures(
-    config: ModelConfig, work: Workload, budget: int, lay_out: Callable[[LanguageModel], Layout]
+    config: ModelConfig, work: Workload, lay_out: Callable[[LanguageModel], Layout], budget: int | None = None
 ) -> rehearsal.Figures:
-    """Compute the figures of the rank that holds the most of a role's model. Micro-batches have `budget` tokens.
+    """Compute the figures of the rank that holds the most of a role's model, for micro-batches of `budget` tokens.
 
     `lay_out` places a model on a rank. The other ranks do not exist. A model of more than three equal layers is
     rehearsed with two and with three, and their difference counts for each further layer.
     """
-    shape = config_of(config)
-    kind = kind_of(config)
-    layers = int(shape.get_text_config().num_hidden_layers)
-    trains = isinstance(config, TrainedConfig)
-    passes = [_micro_batch(work, tokens, trains=trains) for tokens in (1, budget)]
+    layers = int(config_of(config).get_text_config().num_hidden_layers)
+    most = budget or int(getattr(config, "micro_batch_tokens", 1))
+    passes = [_micro_batch(work, tokens, trains=isinstance(config, TrainedConfig)) for tokens in (1, most)]
     attention = rehearsal.GpuAttention if work.gpu else Packed
     rehearsed: list[rehearsal.Rehearsal] = []
     for depth in DEPTHS if layers > max(DEPTHS) else (layers,):
-        model = skeleton_of(config, shape, kind, depth)
+        model = skeleton_of(config, kind_of(config), depth)
         fresh = [  # it keeps what it computed
             (batch, replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))) for batch, micro in passes
         ]
         try:
-            rehearsed.append(_rehearse(model, lay_out(model), fresh))
+            rehearsed.append(_rehearse(config, model, lay_out(model), fresh))
         except (rehearsal.fake.DataDependentOutputException, rehearsal.fake.DynamicOutputShapeException) as error:
             raise ModelError(
                 f"{type(model.network).__name__} takes a different amount of memory for other values ({error.func}), "
                 "as mixtures of experts do: its memory is unknown before a run"
             ) from error
-    last = rehearsed[-1]
-    if len(rehearsed) > 1:
-        last = last.deeper(rehearsed[0], layers - max(DEPTHS))
-    return last.figures
+    shallow, last = rehearsed[0], rehearsed[-1]
+    return last.deeper(shallow, max(0, layers - max(DEPTHS))).figures()
 
 
-def skeleton_of(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth: int) -> LanguageModel:
+def skeleton_of(config: ModelConfig, kind: Kind, depth: int) -> LanguageModel:
     """Make the first layers of a model, on the device `meta`. Its tokenizer is a placeholder."""
-    dtype = cast("torch.dtype", getattr(torch, config.dtype))
-    try:
-        with quiet(), torch.device("meta"):
-            network = cast("PreTrainedModel", kind.make(shape, dtype=dtype))
-    except Exception as error:
-        raise unreadable(str(config.model), kind, error) from error
-    network.tie_weights()
+    with quiet():
+        network = without_values(config_of(config), kind, getattr(torch, config.dtype))
     _shorten(network, depth)
     return ready(network, character_tokenizer("a", 8), None)
 
@@ -196,31 +225,30 @@ def _micro_batch(work: Workload, budget: int, *, trains: bool) -> tuple[Batch, M
     return batch, max(micro_batches(batch.tokens, rows, learn, budget), key=lambda each: each.ids.numel())
 
 
-def _rehearse(model: LanguageModel, layout: Layout, passes: Iterable[tuple[Batch, MicroBatch]]) -> rehearsal.Rehearsal:
+def _rehearse(
+    config: ModelConfig, model: LanguageModel, layout: Layout, passes: Iterable[tuple[Batch, MicroBatch]]
+) -> rehearsal.Rehearsal:
     """Run two micro-batches and measure the second, at whose start gradients exist."""
-    trains = layout.steps_over is not None
+    trains = isinstance(config, TrainedConfig)
     modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
     with modes[0], modes[1], rehearsal.LiveBytes() as live, nullcontext() if trains else torch.no_grad():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP compares it
         layout.root.to_empty(device="cpu")
         model.network.tie_weights()
         parameters = live.now
-        stepped = layout.steps_over() if layout.steps_over else ()
+        optimizer = None
+        if layout.role and isinstance(config, TrainedConfig):
+            optimizer = layout.optimizer(config.optimizer, list(layout.role.parameters.values()))
         masters = live.now - parameters
-        moments = sum(2 * each.numel() * torch.float32.itemsize for each in stepped)
-        held = before = live.now
+        moments = sum(2 * each.numel() * torch.float32.itemsize for each in (optimizer.masters if optimizer else ()))
         blocks = [each for each in model.network.modules() if isinstance(each, nn.ModuleList) and len(each)]
-        meter = rehearsal.PeakMeter(live, model.network.base_model, blocks[0][-1])
-        for batch, micro in passes:
-            before = live.now
-            meter.begin()
+
+        def run(batch: Batch, micro: MicroBatch) -> None:
             output = layout.predict(batch, micro)
             if trains:
                 output.sum().backward()
-            del output
-            meter.end()
-    return meter.rehearsal(
-        rehearsal.Figures(parameters, masters, moments, max(0, before - held), layout.gathered, 0, 0, 0),
-        before,
-        trains=trains,
-    )
+
+        figures = rehearsal.Figures(parameters, masters, moments, gathered=layout.gathered)
+        runs = [partial(run, *each) for each in passes]
+        measured, grown = rehearsal.rehearse(live, figures, model.network.base_model, blocks[0][-1], runs, trains)
+    return measured._replace(held=measured.held._replace(gradients=max(0, grown)))

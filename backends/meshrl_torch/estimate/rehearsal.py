@@ -3,10 +3,10 @@
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,15 @@ class LiveBytes(_Mode):  # type: ignore[misc]  # its type is not known
         """Bytes that are alive."""
         self._peak = 0
         self._sizes: Final[dict[int, int]] = {}
-        self._resize: Final[Callable[[torch.UntypedStorage, int], torch.UntypedStorage]] = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
+
+        def seen(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            self._see(storage)
+            return storage
+
+        # FSDP allocates and frees whole parameters without the dispatcher.
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", seen)
 
     def peak(self) -> int:
         """Return the peak since the last call."""
@@ -41,21 +49,13 @@ class LiveBytes(_Mode):  # type: ignore[misc]  # its type is not known
         return most
 
     def __enter__(self) -> Self:
-        # FSDP allocates and frees whole parameters without the dispatcher.
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            self._resize(storage, size)
-            self._see(storage)
-            return storage
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        self._resizes.start()
         super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._resizes.stop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self,
@@ -94,14 +94,14 @@ class Figures(NamedTuple):
     """Bytes that a rank holds of a model."""
 
     parameters: int
-    masters: int
-    moments: int
-    gradients: int
-    gathered: int
-    activations: int
-    head: int
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    head: int = 0
     """The peak beyond these while the head and its gradient are computed."""
-    workspace: int
+    workspace: int = 0
     """What the rest of the pass needs beyond that."""
 
     def terms(self, during: str, *, host: bool) -> list[MemoryTerm]:
@@ -125,83 +125,86 @@ _TERMS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """Bytes alive at points of a pass, for a model of some layers."""
+class Rehearsal(NamedTuple):
+    """Bytes alive at points of the second micro-batch's pass, for a model of some layers."""
 
-    figures: Figures
+    held: Figures
+    """The first five."""
     before: int
-    """At the start of the second micro-batch: permanent memory, and gradients."""
+    """At the start: permanent memory, and gradients."""
     computed: int
-    """After the computation of its layers."""
+    """After the computation of its layers, or for a model that is not trained, before."""
     early: int
     """The peak from the layers' first activation to the first of their gradients, beyond `computed`."""
-    late: int
-    """The peak after that."""
+    head: int
+    """As `early`, in the head."""
+    late: int = 0
+    """The peak after that, beyond `before`."""
 
     def deeper(self, shallow: "Rehearsal", layers: int) -> "Rehearsal":
         """Extrapolate to `layers` more layers. `shallow`: the rehearsal with one layer less."""
-        grown = [one + layers * (one - other) for one, other in zip(self.figures, shallow.figures, strict=True)]
-        figures = Figures(*grown)._replace(head=self.figures.head, gathered=self.figures.gathered)
-        before = self.before + layers * (self.before - shallow.before)
-        computed = self.computed + layers * (self.computed - shallow.computed)
-        late = self.late - self.before + before
-        workspace = max(0, max(computed + self.early, late) - computed - figures.head)
-        return replace(self, figures=figures._replace(workspace=workspace), before=before, computed=computed, late=late)
+
+        def grown(one: int, other: int) -> int:
+            return one + layers * (one - other)
+
+        held = Figures(*map(grown, self.held, shallow.held))._replace(gathered=self.held.gathered)
+        before, computed = grown(self.before, shallow.before), grown(self.computed, shallow.computed)
+        return self._replace(held=held, before=before, computed=computed)
+
+    def figures(self) -> Figures:
+        """Divide the peak."""
+        kept = self.computed - self.before
+        workspace = max(0, max(self.early, self.late - kept) - self.head)
+        return self.held._replace(activations=kept - self.held.gathered, head=self.head, workspace=workspace)
 
 
-class PeakMeter:
-    """Measures the peak in each part of a pass."""
+def rehearse(
+    live: LiveBytes, held: Figures, body: nn.Module, last: nn.Module, passes: Iterable[Callable[[], None]], trains: bool
+) -> tuple[Rehearsal, int]:
+    """Run passes and measure the last one. `body` computes the states that the head reads. `last`: its last layer.
 
-    def __init__(self, live: LiveBytes, body: nn.Module, last: nn.Module) -> None:
-        """`body`: computes the states that the head reads. `last`: its last layer."""
-        self._live = live
-        self._most: dict[str, int] = {}
-        self._entered = self._computed = 0
-        last.register_forward_pre_hook(self._enter_last, with_kwargs=True)
-        body.register_forward_pre_hook(self._enter_body)
-        body.register_forward_hook(self._leave_body)
+    Also returns the bytes that are alive at its start and were not before all passes, such as gradients.
+    """
+    most: dict[str, int] = dict.fromkeys(("body", "head", "layer", "rest"), 0)
+    entered = computed = 0
 
-    def begin(self) -> None:
-        """Start a pass."""
-        self._live.peak()
-        self._most = dict.fromkeys(("body", "head", "layer", "rest"), 0)
+    def note(part: str, *_: object) -> None:
+        most[part] = max(most[part], live.peak())
 
-    def end(self) -> None:
-        """End the pass."""
-        self._note("rest")
-
-    def rehearsal(self, held: Figures, before: int, *, trains: bool) -> Rehearsal:
-        """Return the measurements of the last pass. `before`: bytes that were alive at its start."""
-        most, computed = self._most, self._computed
-        gathered = min(held.gathered, self._entered - before)
-        if not trains:
-            head = max(most.values()) - before - gathered
-            return Rehearsal(held._replace(gathered=gathered, head=head), before, before + gathered, head, 0)
-        early = max(most["body"], most["head"], most["layer"]) - computed
-        head = max(0, most["head"] - computed)
-        workspace = max(0, max(computed + early, most["rest"]) - computed - head)
-        activations = computed - before - gathered
-        measured = held._replace(gathered=gathered, activations=activations, head=head, workspace=workspace)
-        return Rehearsal(measured, before, computed, early, most["rest"])
-
-    def _enter_last(self, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+    def enter_last(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         states = inputs[0] if inputs else cast("Tensor", named["hidden_states"])
         if states.requires_grad:
-            states.register_hook(lambda _: self._note("layer"))
+            states.register_hook(partial(note, "layer"))
 
-    def _enter_body(self, _: nn.Module, __: object) -> None:
-        self._entered = self._live.now
+    def enter_body(*_: object) -> None:
+        nonlocal entered
+        entered = live.now
 
-    def _leave_body(self, _: nn.Module, __: object, output: Any) -> None:
-        self._computed = self._live.now
-        self._note("body")
+    def leave_body(_: nn.Module, __: object, output: Any) -> None:
+        nonlocal computed
+        computed = live.now
+        note("body")
         states = cast("Tensor", output if isinstance(output, Tensor) else output.last_hidden_state)
         if states.requires_grad:
-            states.register_hook(lambda _: self._note("head"))
+            states.register_hook(partial(note, "head"))
 
-    def _note(self, part: str) -> None:
-        self._most[part] = max(self._most[part], self._live.peak())
+    last.register_forward_pre_hook(enter_last, with_kwargs=True)
+    body.register_forward_pre_hook(enter_body)
+    body.register_forward_hook(leave_body)
+    start = before = live.now
+    for run in passes:
+        before = live.now
+        live.peak()
+        most.update(dict.fromkeys(most, 0))
+        run()
+        note("rest")
+    held = held._replace(gathered=min(held.gathered, entered - before))
+    if not trains:
+        computed = before + held.gathered
+        peak = max(most.values()) - computed
+        return Rehearsal(held, before, computed, peak, peak), before - start
+    early, head = max(most["body"], most["head"], most["layer"]) - computed, max(0, most["head"] - computed)
+    return Rehearsal(held, before, computed, early, head, most["rest"] - before), before - start
 
 
 class GpuAttention(Packed):

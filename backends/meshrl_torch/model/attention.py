@@ -58,12 +58,16 @@ class Group:
         clipped = window is not None and window < self.keys
         if not clipped and (self.queries in (1, self.keys)):
             return None
-        query = torch.arange(self.keys - self.queries, self.keys, device=like.device)[:, None]
         key = torch.arange(self.keys, device=like.device)
-        hidden = key > query
-        if window is not None:
-            hidden |= key <= query - window
-        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+        return mask_of(key[-self.queries :, None], key, window, like.dtype)
+
+
+def mask_of(query: Tensor, key: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of queries and keys at these positions: 0, or -inf if the key is not seen."""
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,7 @@ class Bounds:
     keys: Tensor
     """As `queries`, for keys."""
     most_queries: int
-    """Most queries of a segment."""
     most_keys: int
-    """Most keys of a segment."""
 
     @classmethod
     def of(cls, groups: tuple[Group, ...], device: torch.device) -> "Bounds":
@@ -169,7 +171,7 @@ def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, 
 
 FLASH_ATTN: Final = Kernel("flash-attn", _flash_attn)
 FLASH_ATTN_4: Final = Kernel("flash-attn-4", _flash_attn_4)
-FLASH_ATTN_4_ON_BLACKWELL: Final = Kernel("flash-attn-4", _flash_attn_4, most=128, also=256)
+FLASH_ATTN_4_ON_BLACKWELL: Final = replace(FLASH_ATTN_4, most=128, also=256)
 VARLEN: Final = Kernel("varlen", _varlen_attn)
 
 
@@ -187,9 +189,8 @@ def chosen(option: Attention, device: torch.device) -> Kernel | None:
     if option == "auto":
         kernel = next((each for each in kernels.values() if isinstance(each, Kernel)), None)
         missing = "; ".join(f"{name}: {why}" for name, why in kernels.items() if isinstance(why, str))
-        log.info(
-            "attention of packed sequences", kernel=kernel.name if kernel else "sdpa", others=missing or "not asked for"
-        )
+        name = kernel.name if kernel else "sdpa"
+        log.info("attention of packed sequences", kernel=name, others=missing or "not asked for")
         return kernel
     named = kernels[option]
     if not isinstance(named, Kernel):
@@ -200,18 +201,19 @@ def chosen(option: Attention, device: torch.device) -> Kernel | None:
 @cache
 def _kernels(capability: tuple[int, int]) -> Mapping[str, Kernel | str]:
     """Return each kernel for a GPU of this capability, best first, or why it is unavailable."""
-    old = f"it needs a GPU of capability 8.0 or later, and this one has {capability[0]}.{capability[1]}"
-    fourth = FLASH_ATTN_4_ON_BLACKWELL if capability[0] in _BLACKWELL else FLASH_ATTN_4
+    has = f"capability {capability[0]}.{capability[1]}"
+    fourth: Kernel | str = FLASH_ATTN_4_ON_BLACKWELL if capability[0] in _BLACKWELL else FLASH_ATTN_4
+    if capability < _HOPPER:
+        fourth = f"it is for Hopper and later, and this GPU has {has}"
+    elif not _has("flash-attn-4"):
+        fourth = "pip install flash-attn-4"
+    if capability < _AMPERE:
+        old = f"it needs a GPU of capability 8.0 or later, and this one has {capability[0]}.{capability[1]}"
+        return {"flash-attn-4": fourth, "flash-attn": old, "varlen": old}
     return {
-        "flash-attn-4": (
-            f"it is for Hopper and later, and this GPU has capability {capability[0]}.{capability[1]}"
-            if capability < _HOPPER
-            else fourth
-            if _has("flash-attn-4")
-            else "pip install flash-attn-4"
-        ),
-        "flash-attn": old if capability < _AMPERE else FLASH_ATTN if _has("flash-attn") else "pip install flash-attn",
-        "varlen": old if capability < _AMPERE else VARLEN if torch.version.cuda else "torch has it for CUDA alone",
+        "flash-attn-4": fourth,
+        "flash-attn": FLASH_ATTN if _has("flash-attn") else "pip install flash-attn",
+        "varlen": VARLEN if torch.version.cuda else "torch has it for CUDA alone",
     }
 
 

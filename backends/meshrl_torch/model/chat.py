@@ -8,11 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from meshrl.agents import Message, Tool
 from meshrl.errors import DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.model.loading import folder_of, new_config, quiet, read_tokenizer, read_words
+from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, quiet, read_tokenizer, read_words
 from meshrl_torch.model.text import (
     Template,
     Words,
-    character_tokenizer,
     decode,
     encode_prompts,
     encode_texts,
@@ -57,9 +56,8 @@ class HuggingFaceChat:
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """Read the chat format of the model in a role's table. ModelError if it has no template."""
     if isinstance(config.model, NewModel):
-        spec = config.model
-        tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
-        known = words(tokenizer, new_config(spec, tokenizer), None, None)
+        tokenizer = new_tokenizer(config.model)
+        known = words(tokenizer, new_config(config.model, tokenizer), None, None)
     else:
         known = read_words(config, folder_of(config.model))
     return HuggingFaceChat(known, config.chat_template_kwargs)
@@ -70,9 +68,14 @@ def count_prompts(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int |
 
     None for a model that must first be downloaded, or converted. ModelError if a folder has no tokenizer.
     """
-    tokenizer = _tokenizer(config.model)
-    if tokenizer is None:
+    model = config.model
+    if isinstance(model, NewModel):
+        tokenizer = new_tokenizer(model)
+    elif not (Path(model).expanduser() / "config.json").is_file():
         return None
+    else:
+        with quiet():
+            tokenizer = read_tokenizer(model, folder_of(model))
     try:
         return [len(tokens) for tokens in encode_prompts(tokenizer, prompts, config.template)]
     except Exception:  # noqa: BLE001 -- one prompt fails, and is found below; a template may raise anything
@@ -86,13 +89,3 @@ def _one(tokenizer: PreTrainedTokenizerBase, prompt: str, config: ModelConfig) -
         return str(error)
     except Exception as error:  # noqa: BLE001 -- a template may raise anything
         return f"the chat template refuses {prompt[:60]!r}: {described(error)}"
-
-
-def _tokenizer(model: str | NewModel) -> PreTrainedTokenizerBase | None:
-    if isinstance(model, NewModel):
-        return character_tokenizer(model.characters, model.max_tokens, model.chat_template)
-    path = Path(model).expanduser()
-    if not (path / "config.json").is_file():
-        return None
-    with quiet():
-        return read_tokenizer(model, folder_of(model))

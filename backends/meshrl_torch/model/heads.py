@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Final, cast
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from meshrl import log
+from meshrl.algo import Predicts
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
-from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig
+from meshrl.roles import CriticConfig, ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig
 from meshrl_torch.model.loading import CLASSIFIER, GENERATOR, Kind, folder_of
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, check_first, ends, learned
@@ -33,6 +35,12 @@ from meshrl_torch.model.text import (
 )
 
 _SUFFIX: Final = "ForSequenceClassification"
+
+
+def one_number(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return a head's output, computed in float32, float32[tokens], from states [tokens, hidden]."""
+    bias = cast("Tensor | None", head.bias)
+    return linear(hidden.float(), head.weight.float(), None if bias is None else bias.float())[:, 0]
 
 
 def predicted_values(model: LanguageModel, head: nn.Linear, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
@@ -97,8 +105,7 @@ class ScoreModel:
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         """Return the score of each text that ends in a micro-batch, float32[targets]."""
-        hidden, bias = states(self.model, micro), cast("Tensor | None", self.head.bias)
-        return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
+        return one_number(self.head, states(self.model, micro))
 
     def score(self, passes: Passes, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, with the model's tokenizer.
@@ -129,12 +136,13 @@ class ScoreModel:
         if "steps" in batch:
             rows, scored = self._encoded_steps(batch)
         else:
-            texts = self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))
-            rows = [self._unpadded(ids) for ids in texts]
+            rows = list(map(self._unpadded, self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))))
             scored = [[len(ids) - 1] for ids in rows]
         for row, ids in enumerate(rows):
-            if refused := self._refused(ids):
-                raise DataError(f"row {row} cannot be judged: {refused}")
+            try:
+                self._check(ids)
+            except DataError as error:
+                raise DataError(f"row {row} cannot be judged: {error}") from error
         tokens = Ragged.of(rows, np.int32)
         places = [start + at for start, own in zip(tokens.offsets[:-1].tolist(), scored, strict=True) for at in own]
         mask = np.zeros(len(tokens.values), np.bool_)
@@ -159,7 +167,7 @@ class ScoreModel:
             if not pieces or not all(pieces):
                 raise DataError(f"row {row} has the steps {own!r}: each needs a token, at which it is scored")
             ends_at = len(prompt) + np.cumsum([len(piece) for piece in pieces]) - 1
-            rows.append(self._unpadded([*prompt, *(token for piece in pieces for token in piece), end]))
+            rows.append(self._unpadded([*prompt, *chain.from_iterable(pieces), end]))
             scored.append([*ends_at[:-1].tolist(), len(rows[-1]) - 1])
         return rows, scored
 
@@ -169,21 +177,18 @@ class ScoreModel:
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
         try:
-            encoded: list[list[int] | DataError] = list(self._tokens(prompts, completions))
+            encoded = self._tokens(prompts, completions)
         except DataError:
-            encoded = [self._tokens_or_error(*pair) for pair in zip(prompts, completions, strict=True)]
-        for row, tokens in enumerate(encoded):
-            ids = [] if isinstance(tokens, DataError) else self._unpadded(tokens)
-            if refused := str(tokens) if isinstance(tokens, DataError) else self._refused(ids):
-                errors[row] = refused
-            rows.append([] if refused else [*ids, 0])
+            encoded = None
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                ids = self._unpadded(encoded[row] if encoded else self._tokens([prompt], [completion])[0])
+                self._check(ids)
+                rows.append([*ids, 0])
+            except DataError as error:
+                errors[row] = str(error)
+                rows.append([])
         return Ragged.of(rows, np.int32), _shared(prompts, rows), errors
-
-    def _tokens_or_error(self, prompt: str, completion: str) -> list[int] | DataError:
-        try:
-            return self._tokens([prompt], [completion])[0]
-        except DataError as error:
-            return error
 
     def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> list[list[int]]:
         tokenizer = self.model.tokenizer
@@ -199,17 +204,13 @@ class ScoreModel:
             end -= 1
         return ids[:end]
 
-    def _refused(self, ids: Sequence[int]) -> str | None:
-        """Return why the model cannot read these tokens, or None."""
+    def _check(self, ids: Sequence[int]) -> None:
+        """Raise DataError if the model cannot read these tokens."""
         if not ids:
-            return "the row has no token"
+            raise DataError("the row has no token")
         if max(ids) >= self.model.known:
-            return f"the row has the token {max(ids)} and the model knows 0 to {self.model.known - 1}"
-        try:
-            self.model.check_lengths(len(ids), "the row")
-        except DataError as error:
-            return str(error)
-        return None
+            raise DataError(f"the row has the token {max(ids)} and the model knows 0 to {self.model.known - 1}")
+        self.model.check_lengths(len(ids), "the row")
 
 
 def kind_of(config: ModelConfig) -> Kind:
@@ -223,6 +224,13 @@ def kind_of(config: ModelConfig) -> Kind:
     with contextlib.suppress(Exception):  # the loader of the folder reports its errors
         written = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or ()
     return CLASSIFIER if any(name.endswith(_SUFFIX) for name in written) else GENERATOR
+
+
+def predicts_of(config: ModelConfig) -> Predicts:
+    """Return what a table's role predicts of a token."""
+    if isinstance(config, CriticConfig):
+        return "values"
+    return "scores" if isinstance(config, RewardModelConfig | RewardTrainingConfig) else "logprobs"
 
 
 def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:

@@ -110,31 +110,28 @@ def _merged(path: Path) -> Path:
             merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
     except Exception as error:
         raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
-    folder = _temporary("meshrl-merged-")
-    merged.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
-    return folder
+    return _temporary("meshrl-merged-", merged, AutoTokenizer.from_pretrained(path, local_files_only=True))
 
 
-def _temporary(prefix: str) -> Path:
-    """Make a folder that is removed with this process."""
+def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write a model to a folder that is removed with this process."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 @cache
 def _unpacked(path: Path) -> Path:
-    folder = _temporary("meshrl-gguf-")
     source = path.parent
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=path.name, dtype=torch.float32, local_files_only=True
     )
     delattr(model.config, "quantization_config")  # its tensors are plain now, but saving would be refused
     delattr(model, "hf_quantizer")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True).save_pretrained(folder)
-    return folder
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True)
+    return _temporary("meshrl-gguf-", model, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -164,11 +161,13 @@ CLASSIFIER: Final = Kind(
 )
 
 
-def without_values(shape: PretrainedConfig) -> PreTrainedModel:
-    """Make a causal language model on torch's device `meta`. ModelError for an unknown architecture."""
+def without_values(
+    shape: PretrainedConfig, kind: Kind = GENERATOR, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Make a model on torch's device `meta`. ModelError for an unknown architecture."""
     try:
         with torch.device("meta"):
-            network: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
+            network = cast("PreTrainedModel", kind.make(shape, **({"dtype": dtype} if dtype else {})))
     except Exception as error:
         raise ModelError(f"transformers cannot make a {shape.model_type} of its configuration: {error}") from error
     network.tie_weights()
@@ -191,11 +190,15 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
     """Read how the model of a folder encodes and decodes texts, without loading the model."""
     with quiet():
         shape = _config(str(folder), folder)
-        try:
-            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except OSError:  # without the file, its configuration decides
-            generation = GenerationConfig.from_model_config(shape)
+        generation = _generation(folder) or GenerationConfig.from_model_config(shape)
         return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
+
+
+def _generation(folder: Path) -> GenerationConfig | None:
+    """Read a folder's settings of generation. None without the file: its configuration decides."""
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return None
 
 
 def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path] | None:
@@ -215,8 +218,8 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel,
             raise unreadable(config.model, kind, error) from error
         _check_kind(config.model, kind, network)
         network.tie_weights()
-        with contextlib.suppress(OSError):  # without the file, its configuration decides
-            network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if generation := _generation(folder):
+            network.generation_config = generation
         if not _named_alike(network, folder):
             return None
         return ready(network, read_tokenizer(config.model, folder), config.template), folder
@@ -234,7 +237,7 @@ def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
+    tokenizer = new_tokenizer(spec)
     config = new_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -242,6 +245,11 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network, tokenizer
+
+
+def new_tokenizer(spec: NewModel) -> PreTrainedTokenizerBase:
+    """Make the tokenizer of a new model."""
+    return character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
 
 
 def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
@@ -268,7 +276,7 @@ def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfi
 def config_of(config: ModelConfig) -> PretrainedConfig:
     """Read the configuration of a role's model. Of a folder, it reads only config.json."""
     if isinstance(config.model, NewModel):
-        return new_config(config.model, character_tokenizer(config.model.characters, config.model.max_tokens))
+        return new_config(config.model, new_tokenizer(config.model))
     folder = folder_of(config.model)
     with quiet():
         return _config(config.model, folder)

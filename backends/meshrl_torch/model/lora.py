@@ -64,13 +64,6 @@ def adapters(tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
 
 
-def published(tensors: Mapping[str, Tensor], config: LoraConfig | None) -> Mapping[str, Tensor]:
-    """Select the tensors for samplers: all, or as `lora.sync` says."""
-    if config is None:
-        return tensors
-    return adapters(tensors) if config.sync == "adapters" else merged(tensors, config)
-
-
 def merged(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
     """Convert an adapted model's tensors to those of the original model: W + alpha / rank * B A, in W's dtype."""
     result: dict[str, Tensor] = {}

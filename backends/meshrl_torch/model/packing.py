@@ -4,7 +4,7 @@ The rows of one prompt, a family, share that prompt. Any rows may share more if 
 history of a conversation's branches, or a long system message.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -256,15 +256,10 @@ def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[
 
 def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
     """Group runs of equal shapes. Empty if there are no segments."""
-    if not len(queries):
-        return ()
-    changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
-    bounds = [0, *changes.tolist(), len(queries)]
-    shapes: Sequence[tuple[int, int]] = list(
-        zip(queries[bounds[:-1]].tolist(), keys[bounds[:-1]].tolist(), strict=True)
-    )
-    counts = np.diff(bounds).tolist()
-    return tuple(Group(count, *shape) for count, shape in zip(counts, shapes, strict=True))
+    shapes = np.stack([queries, keys], 1)
+    starts = np.flatnonzero((np.diff(shapes, axis=0, prepend=-1) != 0).any(1))
+    counts = np.diff(starts, append=len(shapes)).tolist()
+    return tuple(Group(count, *shape) for count, shape in zip(counts, shapes[starts].tolist(), strict=True))
 
 
 def runs(starts: Ints, counts: Ints) -> Ints:

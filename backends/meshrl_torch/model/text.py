@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshrl.data import Batch, Ragged
-from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.errors import ConfigError, DataError, ModelError, described
 
 PAD: Final = 0
 END: Final = 1
@@ -93,7 +94,7 @@ def encode_prompts(
     With `chat`, each prompt is one user message in the tokenizer's template. DataError for a prompt without tokens, or
     one that cannot be encoded.
     """
-    texts = list(prompts)
+    texts = prompts
     if chat is not None:
         texts = [in_template(tokenizer, [{"role": "user", "content": text}], chat, opens=True) for text in texts]
     tokens = _encode(tokenizer, texts, special=chat is None)
@@ -105,14 +106,13 @@ def encode_prompts(
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Encode texts within a row, with nothing before or after them. DataError for texts that it cannot encode."""
-    return _encode(tokenizer, list(texts), special=False)
+    return _encode(tokenizer, texts, special=False)
 
 
 def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[str]) -> list[list[int]]:
     """Encode each completion, and append the end-of-text token."""
     end = end_token(tokenizer)
-    tokens = _encode(tokenizer, list(completions), special=False)
-    return [[*ids, end] for ids in tokens]
+    return [[*ids, end] for ids in encode_texts(tokenizer, completions)]
 
 
 def encode_dialogues(
@@ -130,7 +130,7 @@ def encode_dialogues(
         texts = [in_template(tokenizer, dialogue, chat) for dialogue in dialogues]
     except Exception as error:
         raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
-    return _encode(tokenizer, texts, special=False)
+    return encode_texts(tokenizer, texts)
 
 
 def in_template(
@@ -160,12 +160,16 @@ def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) ->
     return [str(tokenizer.decode(list(row), skip_special_tokens=True)) for row in rows]
 
 
+def reach_of(stop: Sequence[str]) -> int:
+    """Return the number of tokens, up to the newest, that may be part of a stop text that it completes."""
+    return 4 * max(map(len, stop)) + 4  # a character has at most four bytes, and a token at least one
+
+
 def stopped_after(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begun: int, stop: Sequence[str]
 ) -> int | None:
     """Return the number of tokens after which a stop text is complete. None if never. The first `begun` have none."""
-    # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
-    reach = 4 * max(map(len, stop)) + 4
+    reach = reach_of(stop)
     ends = range(begun + 1, len(tokens) + 1)
     texts = decode(tokenizer, [tokens[max(0, end - reach) : end] for end in ends])
     return next((end for end, text in zip(ends, texts, strict=True) if any(each in text for each in stop)), None)
@@ -191,11 +195,11 @@ def texts_of(batch: Batch, name: str) -> list[str]:
     return [str(value) for value in values]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
     if not texts:
         return []
     try:
-        return list(tokenizer(texts, add_special_tokens=special)["input_ids"])
+        return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"])
     except Exception as error:
         known = {token for token in tokenizer.get_vocab() if len(token) == 1}
         for text in texts:
@@ -256,24 +260,31 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
             raise DataError(f'row {row}: `learn` is {which!r}: use "all" or "last"')
         parts = list(_parts(words, messages, which == "last", row))
         pieces = encode_texts(words.tokenizer, [text for text, _ in parts])
-        tokens.append([token for piece in pieces for token in piece])
-        masks.append([])
+        mask: list[bool] = []
         for (_, is_learned), piece in zip(parts, pieces, strict=True):  # up to the first token that ends a text
             end = next((at for at, token in enumerate(piece) if token in words.ends), len(piece))
-            masks[-1] += [is_learned and at <= end for at in range(len(piece))]
-        if not any(masks[-1]):
+            mask += [is_learned and at <= end for at in range(len(piece))]
+        if not any(mask):
             raise DataError(f"row {row}: its dialogue has no assistant's turn to learn: drop the row")
-        words.check_lengths(len(tokens[-1]), f"row {row}")
+        words.check_lengths(len(mask), f"row {row}")
+        tokens.append(list(chain.from_iterable(pieces)))
+        masks.append(mask)
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
 
 
 def _parts(words: Words, messages: Sequence[Message], only_last: bool, row: int) -> Iterator[Part]:
     """Yield the rendered text in pieces: learned ones, and those in between."""
+
+    def rendered(count: int, opens: bool = False) -> str:
+        try:
+            return in_template(words.tokenizer, messages[:count], words.chat or {}, opens=opens)
+        except Exception as error:
+            raise DataError(f"row {row}: the chat template refuses it: {described(error)}") from error
+
     turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
     seen = ""
     for at in turns[-1:] if only_last else turns:
-        opened = _render(words, messages[:at], row, opens=True)
-        ended = _render(words, messages[: at + 1], row)
+        opened, ended = rendered(at, opens=True), rendered(at + 1)
         yield _added(seen, opened, at, row), False
         yield _added(opened, ended, at, row), True
         seen = ended
@@ -283,21 +294,14 @@ def _added(before: str, after: str, at: int, row: int) -> str:
     """Return what the template adds to its previous text. DataError if it changed that text."""
     if after.startswith(before):
         return after[len(before) :]
-    where = next((place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), 0)
-    place = min(where, len(before), len(after))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    place = len(list(same))
     raise DataError(
         f"row {row}: the chat template renders the text before message {at} differently with that message, so the "
         f"message's tokens are unknown: at character {place} it has {after[place : place + 30]!r} in place of "
         f"{before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
         "give each turn as a separate row"
     )
-
-
-def _render(words: Words, messages: Sequence[Message], row: int, opens: bool = False) -> str:
-    try:
-        return in_template(words.tokenizer, messages, words.chat or {}, opens=opens)
-    except Exception as error:
-        raise DataError(f"row {row}: the chat template refuses it: {type(error).__name__}: {error}") from error
 
 
 def _dialogue(messages: object, row: int) -> Sequence[Message]:

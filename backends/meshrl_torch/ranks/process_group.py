@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from meshrl import log
-from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
-from meshrl.mesh import PATIENCE, Rank
+from meshrl.errors import ConfigError, Damaged, DataError, MeshrlError, ModelError
+from meshrl.mesh import PATIENCE, Rank, current_rank
 from meshrl_torch.ranks.host_monitor import HostMonitor
 
 T = TypeVar("T")
@@ -25,6 +25,18 @@ _LONGEST_WAIT: Final = timedelta(minutes=30)
 
 _stores: Final[dict[str, Store]] = {}
 """By address. Kept, because the first rank serves its store to the others."""
+
+
+def own_device() -> torch.device:
+    """Return the device that this rank computes on: its GPU, if it has one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def own_rank() -> Rank:
+    """Return this rank, after setting torch's number of threads."""
+    rank = current_rank()
+    torch.set_num_threads(rank.threads)
+    return rank
 
 
 def are_processes(rank: Rank) -> bool:
@@ -98,9 +110,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         with _first:
             if not dist.is_initialized():
                 own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
-                dist.init_process_group(
-                    _backend(device), store=own(), rank=0, world_size=1, device_id=_device_id(device)
-                )  # fmt: skip
+                _make_group(device, own(), rank)
         return
     if not are_processes(rank):
         raise ConfigError(
@@ -117,10 +127,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             _joined.monitor.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group(
-            _backend(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
-            timeout=_LONGEST_WAIT, device_id=_device_id(device),
-        )  # fmt: skip
+        _make_group(device, PrefixStore("group", store), rank)
         lost = partial(_end_collectives, device, dist.group.WORLD)
         monitor = HostMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
         _joined = _Joined(address, address, monitor)
@@ -152,18 +159,20 @@ def _generations(store: Store, rank: Rank, own: str) -> set[str]:
     return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
 
 
-def _backend(device: torch.device) -> str:
-    """Return the backend for tensors. With NCCL, gloo carries what ranks agree on."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _make_group(device: torch.device, store: Store, rank: Rank) -> None:
+    """Make the default group. With NCCL, gloo carries what ranks agree on."""
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank.index,
+        world_size=rank.size,
+        timeout=_LONGEST_WAIT,
+        device_id=device if on_gpu else None,  # so NCCL need not guess it, or wait for the first collective to connect
+    )
 
 
-def _device_id(device: torch.device) -> torch.device | None:
-    """Return the GPU for NCCL. Named, NCCL need not guess it or wait for the first collective to connect."""
-    return device if device.type == "cuda" else None
-
-
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """A rank's contribution to a call, or that of all: sums, but the maximum of `passes`."""
 
     passes: int
@@ -190,14 +199,16 @@ class RankGroup:
         """This rank's number among all."""
         return dist.get_rank()
 
+    @property
+    def last(self) -> int:
+        """The rank that computes the loss of this one's rows: itself, or the end of its pipeline."""
+        return self.number
+
     def total(self, share: Callable[[], Share]) -> Share:
         """Combine the shares of all ranks. An error of one rank is raised on all."""
         different = dict(self.agree(lambda: (self.place, share()))).values()
-        return Share(
-            max(each.passes for each in different),
-            sum(each.tokens for each in different),
-            sum(each.rows for each in different),
-        )
+        passes, tokens, rows = zip(*different, strict=True)
+        return Share(max(passes), sum(tokens), sum(rows))
 
     def first(self, work: Callable[[], None]) -> None:
         """Run `work` on one rank, while the others wait. An error is raised on all."""
@@ -262,6 +273,6 @@ class Failed(NamedTuple):
     @classmethod
     def of(cls, error: Exception) -> "Failed":
         """Convert an exception. A plain error of meshrl keeps its class."""
-        if type(error) in (ConfigError, DataError, ModelError):
+        if type(error) in (ConfigError, Damaged, DataError, ModelError):
             return cls(cast("type[MeshrlError]", type(error)), str(error))
         return cls(ModelError, f"{type(error).__name__}: {error}")

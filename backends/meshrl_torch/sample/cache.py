@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.attention import Packed, mask_of
 
 
 @dataclass
@@ -34,8 +34,7 @@ class Cache:
         """Return a layer's tensors, with the heads, dims and dtype of `key` and `value` [_, heads, _, dims]."""
         cached = self.layers.get(index)
         if cached is None or cached[0].shape[0] < self.slots or cached[0].shape[2] < self.positions:
-            old = (None, None) if cached is None else cached
-            cached = self._grown(key, old[0]), self._grown(value, old[1])
+            cached = self._grown(key, cached and cached[0]), self._grown(value, cached and cached[1])
             self.layers[index] = cached
         return cached
 
@@ -47,7 +46,7 @@ class Cache:
 
     def _grown(self, like: Tensor, old: Tensor | None) -> Tensor:
         shape = (self.slots, like.shape[1], self.positions, like.shape[3])
-        grown = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        grown = like.new_zeros(shape)
         if old is not None:
             slots, positions = min(self.slots, old.shape[0]), min(self.positions, old.shape[2])
             grown[:slots, :, :positions] = old[:slots, :, :positions]
@@ -96,13 +95,10 @@ class Decode:
         """Write the token's key and value to its slot, and attend to everything there."""
         keys, values = self.cache.layer(layer, key, value)
         count = len(self.positions)
-        if self.even:
-            keys[:count, :, self.longest - 1] = key[:, :, 0]
-            values[:count, :, self.longest - 1] = value[:, :, 0]
-        else:
-            slots = torch.arange(count)
-            keys[slots, :, self.positions] = key[:, :, 0]
-            values[slots, :, self.positions] = value[:, :, 0]
+        where: tuple[slice | int | Tensor, ...] = (slice(count), slice(None), self.longest - 1)
+        if not self.even:
+            where = (torch.arange(count), slice(None), self.positions)
+        keys[where], values[where] = key[:, :, 0], value[:, :, 0]
         output = scaled_dot_product_attention(
             query,
             keys[:count, :, : self.longest],
@@ -119,9 +115,6 @@ class Decode:
         if self.even and not clipped:
             return None
         if window not in self.masks:
-            key, query = torch.arange(self.longest), self.positions[:, None, None, None]
-            hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
-            self.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            query = self.positions[:, None, None, None]
+            self.masks[window] = mask_of(query, torch.arange(self.longest), window, dtype)
         return self.masks[window]

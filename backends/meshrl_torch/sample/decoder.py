@@ -6,7 +6,6 @@ forward pass over the first slots of the cache.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -14,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs
 from meshrl_torch.model.routing import Routes
-from meshrl_torch.model.text import decode
+from meshrl_torch.model.text import decode, reach_of
 from meshrl_torch.sample.cache import Cache, Decode, Prefill
 from meshrl_torch.sample.draw import Draw, UInt64
-from meshrl_torch.sample.rollouts import Finished, Ints, Request
+from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread
 
 PREFILL_TOKENS: Final = 16384
 """Most prompt tokens in one forward pass."""
@@ -48,7 +47,6 @@ class Decoder:
     ) -> None:
         self._model, self._cache, self._request, self._draw, self._most = model, cache, request, draw, slots
         cache.begin(min(slots, len(request.limits)))
-        self._lengths = np.fromiter(map(len, request.prefixes), np.int64, len(request.prefixes))
         self._rows = len(request.limits)
         self._slots = min(slots, self._rows)
         self._refill = max(1, slots // 8) if refill is None else refill
@@ -97,7 +95,6 @@ class Decoder:
         self._request = self._request.joined(request)
         number, self._calls = self._calls, self._calls + 1
         self._left[number] = count
-        self._lengths = np.fromiter(map(len, self._request.prefixes), np.int64, len(self._request.prefixes))
         self._call = np.concatenate([self._call, np.full(count, number)])
         self._seeds = np.concatenate([self._seeds, np.full(count, seed)])
         self._rows += count
@@ -114,26 +111,11 @@ class Decoder:
     def stop(self, call: int = 0) -> None:
         """End all rows of a call, waiting ones included. `take` returns them as aborted, with their tokens so far."""
         running = self._call[self._row[: self._count]] == call
-        self._finish(np.flatnonzero(running), np.zeros(int(running.sum()), np.bool_), aborted=True)
-        self._leave(running)
+        self._leave(running, np.zeros(len(running), np.bool_), aborted=True)
         waiting = np.arange(self._next, self._rows)
         others, waiting = waiting[self._call[waiting] != call], waiting[self._call[waiting] == call]
-        prefixes = [self._request.prefixes[prefix] for prefix in self._request.prefix[waiting].tolist()]
-        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
-        tokens = np.fromiter(chain.from_iterable(prefixes), np.int32, lengths.sum())
-        self._finished.setdefault(call, []).append(
-            Finished(
-                rows=self._request.rows[waiting],
-                lengths=lengths,
-                prompts=self._request.starts[waiting],
-                truncated=np.zeros(len(waiting), np.bool_),
-                aborted=np.ones(len(waiting), np.bool_),
-                tokens=tokens,
-                logprobs=np.zeros(len(tokens), np.float32),
-                versions=np.full(len(tokens), -1, np.int32),
-                experts=np.full((len(tokens), *self._columns["experts"].shape[2:]), -1, np.int16),
-            )
-        )
+        aborted = unread(self._request, waiting, self._columns["experts"].shape[2:])
+        self._finished.setdefault(call, []).append(aborted)
         self._keep(others)
         self._left.pop(call, None)
 
@@ -157,10 +139,9 @@ class Decoder:
         ids = self._columns["tokens"][np.arange(count), places].astype(np.int64)
         positions = torch.from_numpy(places.copy())
         attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
-        routes = self._routes()
-        hidden = self._model.hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, routes)
-        if routes is not None:
-            self._columns["experts"][np.arange(count), places] = routes.recorded()
+        hidden, experts = self._hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend)
+        if experts is not None:
+            self._columns["experts"][np.arange(count), places] = experts
         return self._model.logits(hidden[:, 0])
 
     def _admit(self, count: int, version: int) -> None:
@@ -168,11 +149,11 @@ class Decoder:
         rows = np.arange(self._next, self._next + count)
         self._next += count
         prefixes = self._request.prefix[rows]
-        rows = rows[np.lexsort((prefixes, self._lengths[prefixes]))]
+        rows = rows[np.lexsort((prefixes, self._request.lengths[prefixes]))]
         for part in self._affordable(rows):
             first = self._count
             self._count += len(part)
-            lengths, starts = self._lengths[self._request.prefix[part]], self._request.starts[part]
+            lengths, starts = self._request.lengths[self._request.prefix[part]], self._request.starts[part]
             here = slice(first, self._count)
             self._row[here], self._prompt[here] = part, starts
             self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
@@ -186,7 +167,7 @@ class Decoder:
         new = np.append(True, prefixes[1:] != prefixes[:-1])
         start = filled = 0
         for index in np.flatnonzero(new).tolist():
-            tokens = int(self._lengths[prefixes[index]])
+            tokens = int(self._request.lengths[prefixes[index]])
             if index > start and filled + tokens > PREFILL_TOKENS:
                 yield rows[start:index]
                 start, filled = index, 0
@@ -196,13 +177,13 @@ class Decoder:
     def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
         """Read the prefixes of these rows into their slots. Returns float32[rows, vocabulary] for their last tokens."""
         prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
-        order = np.argsort(self._lengths[prefixes], kind="stable")
-        lengths = self._lengths[prefixes[order]]
+        order = np.argsort(self._request.lengths[prefixes], kind="stable")
+        lengths = self._request.lengths[prefixes[order]]
         ids = np.concatenate([self._request.prefixes[prefix] for prefix in prefixes[order]]).astype(np.int64)
         ends = np.cumsum(lengths)
         at = np.empty_like(ends)
         at[order] = ends - lengths  # the start of each prefix in the packed sequence
-        mine = self._lengths[prefixes[which]]
+        mine = self._request.lengths[prefixes[which]]
         entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
         self._columns["tokens"][slot, places] = ids[entries]
@@ -212,16 +193,17 @@ class Decoder:
             Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
         )
         positions = runs(np.zeros_like(lengths), lengths)
-        routes = self._routes()
-        hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend, routes)[0]
-        if routes is not None:
-            self._columns["experts"][slot, places] = routes.recorded()[entries]
-        last = torch.from_numpy(at + self._lengths[prefixes] - 1)
-        return self._model.logits(hidden[last])[torch.from_numpy(which)]
+        hidden, experts = self._hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend)
+        if experts is not None:
+            self._columns["experts"][slot, places] = experts[entries]
+        last = torch.from_numpy(at + self._request.lengths[prefixes] - 1)
+        return self._model.logits(hidden[0][last])[torch.from_numpy(which)]
 
-    def _routes(self) -> Routes | None:
-        """Return the record of a pass's experts, if they are recorded."""
-        return Routes() if self._columns["experts"].shape[2] else None
+    def _hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, NDArray[np.int16] | None]:
+        """Return the last hidden states, and the tokens' experts if they are recorded."""
+        routes = Routes() if self._columns["experts"].shape[2] else None
+        hidden = self._model.hidden(ids, positions, attend, routes)
+        return hidden, None if routes is None else routes.recorded()
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
         """Sample the next token of the slots from `first` on."""
@@ -246,13 +228,12 @@ class Decoder:
         done = ended | (place + 1 >= self._end[:count])
         if not done.any():
             return
-        slots = np.flatnonzero(done)
-        self._finish(slots, ~ended[slots], aborted=False)
-        self._leave(done)
+        self._leave(done, truncated=~ended)
 
-    def _leave(self, done: NDArray[np.bool_]) -> None:
-        """Free these slots, bool[count]. The last rows take them."""
+    def _leave(self, done: NDArray[np.bool_], truncated: NDArray[np.bool_], aborted: bool = False) -> None:
+        """Finish the rows of these slots, bool[count], and free them. The last rows take them."""
         slots = np.flatnonzero(done)
+        self._finish(slots, truncated[slots], aborted)
         self._count -= len(slots)
         holes = slots[slots < self._count]
         if len(holes):
@@ -272,8 +253,7 @@ class Decoder:
         more = slots - self._slots
         if more <= 0:
             return
-        self._slots = slots
-        self._cache.slots = slots
+        self._slots = self._cache.slots = slots
         self._row, self._prompt, self._place, self._end = (
             np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
         )
@@ -314,8 +294,7 @@ class Decoder:
 
     def _stopped(self) -> NDArray[np.bool_]:
         """True for each row in a slot that ends with a stop text, bool[count]."""
-        # A character has at most four bytes, and a token at least one, so older tokens are not part of a new stop text.
-        reach = 4 * max(map(len, self._request.stop)) + 4
+        reach = reach_of(self._request.stop)
         spans = zip(self._columns["tokens"], self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
         tails = [tokens[max(prompt, last + 1 - reach) : last + 1].tolist() for tokens, prompt, last in spans]
         texts = decode(self._model.tokenizer, tails)

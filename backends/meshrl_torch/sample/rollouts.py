@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, Final, cast
 
 import numpy as np
@@ -24,6 +26,11 @@ _BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers")
 _NEWEST: Final = np.iinfo(np.int32).max
 
 
+def lengths_of(rows: Sequence[Sequence[int]]) -> Ints:
+    """Return the length of each row, int64[rows]."""
+    return np.fromiter(map(len, rows), np.int64, len(rows))
+
+
 @dataclass(frozen=True)
 class Request:
     """The rows that one call of `generate` has to decode."""
@@ -43,6 +50,11 @@ class Request:
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Lengths of the prefixes, int64[prefixes]."""
+        return lengths_of(self.prefixes)
 
     def select(self, rows: NDArray[np.bool_] | Ints) -> "Request":
         """Select some rows, bool[rows], or by their numbers."""
@@ -75,17 +87,22 @@ class Finished:
     """[sum of lengths, layers, experts of a token]. 0 layers if experts are not recorded."""
 
 
-NONE: Final = Finished(
-    rows=np.empty(0, np.int64),
-    lengths=np.empty(0, np.int64),
-    prompts=np.empty(0, np.int64),
-    truncated=np.empty(0, np.bool_),
-    aborted=np.empty(0, np.bool_),
-    tokens=np.empty(0, np.int32),
-    logprobs=np.empty(0, np.float32),
-    versions=np.empty(0, np.int32),
-)
-"""No rows."""
+def unread(request: Request, rows: Ints, routed: tuple[int, ...]) -> Finished:
+    """Return rows of a request by their numbers, as they are if they are aborted before they are decoded."""
+    prefixes = [request.prefixes[prefix] for prefix in request.prefix[rows].tolist()]
+    lengths = lengths_of(prefixes)
+    tokens = np.fromiter(chain.from_iterable(prefixes), np.int32, lengths.sum())
+    return Finished(
+        rows=request.rows[rows],
+        lengths=lengths,
+        prompts=request.starts[rows],
+        truncated=np.zeros(len(rows), np.bool_),
+        aborted=np.ones(len(rows), np.bool_),
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+        experts=np.full((len(tokens), *routed), -1, np.int16),
+    )
 
 
 class Rollouts:
@@ -149,7 +166,7 @@ class Rollouts:
     def _read(self) -> tuple[Request, Finished]:
         rows, sampling = self.rows, self._sampling
         prefixes, prefix, starts = _prefixes(rows) if self._continued else self._prompts()
-        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))[prefix]
+        lengths = lengths_of(prefixes)[prefix]
         own = rows.row("max_tokens") if "max_tokens" in rows else sampling.max_tokens
         limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
         if len(limits) and limits.min() < 1:
@@ -167,7 +184,7 @@ class Rollouts:
         ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
         request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
         if not self._continued or not len(rows):
-            return request, replace(NONE, experts=np.empty((0, *self._routed), np.int16))
+            return request, unread(request, np.arange(0), self._routed)
         stopped = self._stopped(request)
         done = stopped | self._full | (lengths - starts >= limits)
         return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
@@ -178,7 +195,7 @@ class Rollouts:
         different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         ids = encode_prompts(self._words.tokenizer, list(different), self._words.chat)
         prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
-        return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
+        return ids, prompt, lengths_of(ids)[prompt]
 
     def _stopped(self, request: Request) -> NDArray[np.bool_]:
         """True for each row whose completion has an end already, bool[rows]."""
@@ -210,6 +227,7 @@ def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
 def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:
     """Return these rows as they are."""
     some = rows.select(which)
+    experts = {"experts": cast("Ragged", some[COLUMN]).values.astype(np.int16)} if COLUMN in some else {}
     return Finished(
         rows=which,
         lengths=some.tokens.lengths,
@@ -219,7 +237,7 @@ def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_])
         tokens=some.tokens.values.astype(np.int32),
         logprobs=some.sampler_logprobs.values.astype(np.float32),
         versions=some.versions.values.astype(np.int32),
-        experts=cast("Ragged", some[COLUMN]).values.astype(np.int16) if COLUMN in some else NONE.experts,
+        **experts,
     )
 
 

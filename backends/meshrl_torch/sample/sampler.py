@@ -7,16 +7,15 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-import torch
 
 from meshrl.data import ArrivalLog, Batch, Weights
 from meshrl.errors import ModelError
-from meshrl.mesh import current_rank
 from meshrl.roles import GenerateCall, SamplerConfig, Sampling, SteppingSampler
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import adapt, adapters
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import one_by_one, predicted
+from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.sample.cache import Cache
 from meshrl_torch.sample.decoder import Decoder
 from meshrl_torch.sample.draw import Draw, UInt64, key
@@ -28,21 +27,19 @@ YIELD_STEPS: Final = 8
 """Decode steps between two batches of finished rows. Making a batch costs as much as a step of a tiny model."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class JoinedCall:
     """One of the calls that decode together."""
 
     call: GenerateCall
     number: int
-    ended: bool = False
-    error: Exception | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    rows: asyncio.Queue[Finished | Exception | None] = field(default_factory=asyncio.Queue)
+    """Finished or aborted rows, and at the end None, or an error."""
 
     def end(self, error: Exception | None = None) -> None:
         """End the call: no more rows come."""
-        self.ended, self.error = True, error
         self.call.end()
-        self.news.set()
+        self.rows.put_nowait(error)
 
 
 class SharedDecoding:
@@ -80,23 +77,16 @@ class SharedDecoding:
 
     async def finished(self, part: JoinedCall) -> Finished | None:
         """Return the next finished or aborted rows of a call. None if it has no more."""
-        while True:
-            await part.news.wait()
-            part.news.clear()
-            if part.error is not None:
-                raise part.error
-            if (rows := self._decoder.take(part.number)) is not None:
-                if part.ended:
-                    part.news.set()
-                return rows
-            if part.ended:
-                return None
+        rows = await part.rows.get()
+        if isinstance(rows, Exception):
+            raise rows
+        return rows
 
     def leave(self, part: JoinedCall) -> None:
         """Drop the unfinished rows of a call."""
         if self._parts.pop(part.number, None):
             self._decoder.stop(part.number)
-        self._decoder.take(part.number)
+            self._decoder.take(part.number)
 
     async def _step(self) -> None:
         try:
@@ -105,28 +95,25 @@ class SharedDecoding:
                 for number, part in list(self._parts.items()):
                     if part.call.aborted:
                         self._decoder.stop(number)
-                        self._parts.pop(number).end()
+                        self._hand_over(part, is_last=True)
                     else:
                         part.call.count()
                 if self._parts:
                     self._decoder.step(self._version())
                     self._steps += 1
-                    self._notify()
+                    for number in list(self._decoder.finished):
+                        self._hand_over(self._parts[number], is_last=not self._decoder.has(number))
         except Exception as error:  # noqa: BLE001 -- raised by each of the calls
             for part in self._parts.values():
                 part.end(error)
             self._parts.clear()
 
-    def _notify(self) -> None:
-        for number in self._decoder.finished:
-            part = self._parts.get(number)
-            if part is None:
-                continue  # it has ended, and its rows are still to be taken
-            if not self._decoder.has(number):
-                del self._parts[number]
-                part.end()
-            elif self._steps % YIELD_STEPS == 0:
-                part.news.set()
+    def _hand_over(self, part: JoinedCall, is_last: bool) -> None:
+        """Hand over finished rows, after the call's last step or now and then."""
+        if (is_last or self._steps % YIELD_STEPS == 0) and (rows := self._decoder.take(part.number)) is not None:
+            part.rows.put_nowait(rows)
+        if is_last:
+            self._parts.pop(part.number).end()
 
 
 class TorchSampler(SteppingSampler):
@@ -137,7 +124,7 @@ class TorchSampler(SteppingSampler):
     """
 
     def __init__(self, config: SamplerConfig) -> None:
-        torch.set_num_threads(current_rank().threads)
+        own_rank()
         self._config = config
         self._model = load(config)
         adapt(self._model, config.lora, config.seed)
