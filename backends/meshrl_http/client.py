@@ -3,8 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Coroutine, Mapping
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -65,15 +64,7 @@ class Client:
             transport=transport or httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEP_ALIVE, trust_env=False),
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close all connections."""
         if self._looking is not None:
             self._looking.cancel()

@@ -80,7 +80,7 @@ class Dialect(Protocol):
         ...
 
 
-class Vllm:
+class _Vllm:
     """vLLM's server, `vllm serve`. Loads weights and aborts through endpoints that VLLM_SERVER_DEV_MODE=1 adds."""
 
     title: ClassVar = "vLLM"
@@ -89,11 +89,9 @@ class Vllm:
     restricts_twice: ClassVar = True
 
     async def version(self, client: Client) -> str:
-        """Return the version of its package."""
         return str((await client.get("/version"))["version"])
 
     async def seeded(self, client: Client) -> bool:
-        """True if each request is sampled with its own seed."""
         return True
 
     async def tag(self, client: Client) -> str | None:
@@ -106,20 +104,17 @@ class Vllm:
             raise
 
     async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        """Continue tokens."""
         (choice,) = (await client.post("/v1/completions", _completion(model, ask)))["choices"]
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         return _piece(client, ask, tokens, logprobs, choice["finish_reason"])
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        """Return the log-probs of tokens except the first."""
         ask = Ask(f"{salt} probe", tokens, 1, temperature=0, salt=salt)
         (choice,) = (await client.post("/v1/completions", {**_completion(model, ask), "echo": True}))["choices"]
         values = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         return _values(client, values[1 : len(tokens)], tokens)
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
-        """End requests as they are."""
         try:
             # vLLM's name for the only sequence of a completion.
             await client.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, SHORT)
@@ -135,7 +130,7 @@ class Vllm:
         await client.post("/update_weight_version", {"new_version": tag}, SHORT)
 
 
-class Sglang:
+class _Sglang:
     """SGLang's server, by its endpoints."""
 
     title: ClassVar = "SGLang"
@@ -144,19 +139,15 @@ class Sglang:
     restricts_twice: ClassVar = False
 
     async def version(self, client: Client) -> str:
-        """Return the version of its package."""
         return str((await client.get("/server_info"))["version"])
 
     async def seeded(self, client: Client) -> bool:
-        """True if each request is sampled with its own seed."""
         return bool((await client.get("/server_info")).get("enable_deterministic_inference"))
 
     async def tag(self, client: Client) -> str | None:
-        """Return the tag of its weights."""
         return str((await client.get("/model_info"))["weight_version"])
 
     async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        """Continue tokens."""
         facts = (await self._generate(client, ask))["meta_info"]
         pairs = facts.get("output_token_logprobs")
         tokens, logprobs = ([pair[at] for pair in pairs] if pairs is not None else None for at in (1, 0))
@@ -164,19 +155,16 @@ class Sglang:
         return _piece(client, ask, tokens, logprobs, reason, facts.get("weight_version"))
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        """Return the log-probs of tokens except the first."""
         ask = Ask("", tokens, 1, temperature=0, salt=salt)
         facts = (await self._generate(client, ask, logprob_start_len=0))["meta_info"]
         return _values(client, [pair[0] for pair in facts.get("input_token_logprobs", ())][1:], tokens)
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
-        """End requests as they are."""
         for name in names:
             await client.post("/abort_request", {"rid": name}, SHORT)
         return True
 
     async def update(self, client: Client, folder: str, tag: str) -> None:
-        """Load the weights of a folder."""
         order = {"model_path": folder, "weight_version": tag, "flush_cache": True, "load_format": "auto"}
         told = await client.post("/update_weights_from_disk", order)
         if not told["success"]:
@@ -213,7 +201,7 @@ _PLAIN: Final[Mapping[str, float]] = {
     "frequency_penalty": 0.0,
 }
 """Overrides what a server would read from the model's generation_config.json."""
-DIALECTS: Final[Mapping[str, Dialect]] = {"vllm": Vllm(), "sglang": Sglang()}
+DIALECTS: Final[Mapping[str, Dialect]] = {"vllm": _Vllm(), "sglang": _Sglang()}
 """By the owner that a server reports for its models."""
 
 

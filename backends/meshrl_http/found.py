@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,7 @@ from meshrl.roles import RoleConfig, Sampling, options_of
 from meshrl_http.client import Client, NoAnswerError
 from meshrl_http.dialects import DIALECTS, Ask, Dialect
 from meshrl_http.options import HttpConfig
+from meshrl_inference.options import check_temperature
 
 _TRIED: Final = 4
 """Number of prompts whose log-probs are compared."""
@@ -59,18 +61,14 @@ class Found:
 
     def check(self, url: str, sampling: Sampling) -> None:
         """Raise DataError if it cannot sample this way, or if its log-probs would differ from the trainer's."""
-        coldest, hottest = self.dialect.temperatures
-        if sampling.temperature and not coldest <= sampling.temperature <= hottest:
-            raise DataError(
-                f"{self.dialect.title} cannot sample at temperature {sampling.temperature:g}: give 0, or "
-                f"{coldest:g} to {hottest:g}"
-            )
+        check_temperature(self.dialect.title, self.dialect.temperatures, sampling)
         if not self.tempered and sampling.temperature not in (0, 1):
             raise DataError(
                 f"{url} returns log-probs at temperature 1, but rows are sampled at {sampling.temperature:g}: start "
                 "vLLM with --logprobs-mode processed_logprobs, or give temperature = 1"
             )
-        asked = [f"{key} = {value:g}" for key, value, off in _restrictions(sampling) if value != off]
+        restrictions = [("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)]
+        asked = [f"{key} = {value:g}" for key, value, off in restrictions if value != off]
         if asked and not self.whole:
             raise DataError(
                 f"{url} returns log-probs of the tokens that {' and '.join(asked)} leave, but a trainer's are of the "
@@ -82,10 +80,6 @@ class Found:
                 f"{self.dialect.title} applies top_p to the whole distribution, not to the tokens that top_k leaves: "
                 f"give one of {' and '.join(asked)}"
             )
-
-
-def _restrictions(sampling: Sampling) -> list[tuple[str, float, float]]:
-    return [("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)]
 
 
 async def find(client: Client, asked: str | None) -> Found:
@@ -144,7 +138,7 @@ async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, boo
     # A model that is sure of every token shows it in one, and a model that is sure of none in the other.
     hot = await asyncio.gather(*(apart(number, 2.0, 0) for number in range(_TRIED)))
     cold = await asyncio.gather(*(apart(number, 0.05, 0) for number in range(_TRIED)))
-    changed = [max(pair) for pair in zip((far for far, _ in hot), (far for far, _ in cold), strict=True)]
+    changed = np.maximum([far for far, _ in hot], [far for far, _ in cold])
     first = await asyncio.gather(*(apart(number, 1.0, 1) for number in range(_TRIED)))
     shown = any(surprise > 2 * _APART for _, surprise in first)
     return bool(np.median(changed) > _APART), shown and bool(np.median([far for far, _ in first]) < _APART)
@@ -176,7 +170,7 @@ def no_weights(url: str) -> str:
 
 def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
     async def one(url: str) -> Found:
-        async with Client(url, key, 2 * _TRIED) as client:
+        async with aclosing(Client(url, key, 2 * _TRIED)) as client:
             try:
                 return await find(client, options.model)
             except NoAnswerError as error:

@@ -19,10 +19,9 @@ class HttpSampler(EngineSampler):
     axes: ClassVar = ("dp",)
 
     def _start(self, folder: Path, gpus: list[str]) -> Servers:
-        """Query the servers."""
-        rank, options = current_rank(), options_of(self._config, HttpConfig)
-        urls = options.share(rank.index, rank.size)
-        self._servers = Servers(options, urls, folder, self._words.tokenizer, self._config.dtype, self._config.slots)
+        rank = current_rank()
+        urls = options_of(self._config, HttpConfig).share(rank.index, rank.size)
+        self._servers = Servers(self._config, urls, folder, self._words.tokenizer)
         longest = min(self._words.max_tokens, self._servers.max_tokens)
         self._words = replace(self._words, max_tokens=longest)
         return self._servers

@@ -1,11 +1,11 @@
 """The ranks along `tp`, whose GPUs one engine uses. The first of them runs it, and the others lend their GPUs."""
 
 import os
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
@@ -58,7 +58,8 @@ def gather_gpus(rank: Rank) -> list[str]:
     store.set(f"engine/{rank.index}", msgspec.json.encode(RankGpus.here()).decode())
     if not runs_engine(rank):
         return []
-    members = _members(rank)
+    numbers = np.arange(rank.size).reshape(tuple(rank.shape.values()))
+    members = numbers[tuple(slice(None) if axis == "tp" else rank.axes[axis] for axis in rank.shape)].tolist()
     return join_gpus({index: msgspec.json.decode(store.get(f"engine/{index}"), type=RankGpus) for index in members})
 
 
@@ -78,10 +79,3 @@ def join_gpus(ranks: Mapping[int, RankGpus]) -> list[str]:
             "the sampler's mesh"
         )
     return gpus
-
-
-def _members(rank: Rank) -> Sequence[int]:
-    """Return the ranks of the rank's engine, in the order of `tp`."""
-    others = {axis: at for axis, at in rank.axes.items() if axis != "tp"}
-    places = (dict(zip(rank.shape, place, strict=True)) for place in product(*map(range, rank.shape.values())))
-    return [index for index, at in enumerate(places) if all(at[axis] == mine for axis, mine in others.items())]

@@ -7,15 +7,14 @@ import torch
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError
-from meshrl.roles import MemoryEstimate, MemoryTerm, SamplerConfig, Workload, chosen_options
+from meshrl.roles import MemoryEstimate, MemoryTerm, SamplerConfig, Workload, options_of
+from meshrl_inference.engine_side.protocol import CPU_CACHE_MIB
 from meshrl_inference.options import EngineOptions
 from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.loading import config_of, without_values
 from meshrl_torch.wire import fp8
 
 MIB: Final = 2**20
-_CPU_CACHE: Final = 512 * MIB
-"""Default size of the KV cache on a CPU."""
 _PASS: Final = 8192
 """Approximate number of tokens in one pass of an engine."""
 
@@ -25,15 +24,16 @@ def estimate(config: SamplerConfig, work: Workload) -> MemoryEstimate:
 
     ConfigError if the model and its passes leave no memory of the share for the KV cache.
     """
-    options = chosen_options(config)
-    if not isinstance(options, EngineOptions):
-        raise ConfigError(f"the table of the backend {config.backend!r} does not have an engine's options")
+    options = options_of(config, EngineOptions)
     shape = config_of(config)
+    text = shape.get_text_config()
     tp = work.axes.get("tp", 1)
     itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize
-    weights = _weights(shape, itemsize, options.quantized) // tp
-    per_token = cache_per_token(shape.get_text_config(), config.dtype, tp)
-    passes = _PASS * _widest(shape.get_text_config(), tp) * itemsize
+    weights = weight_bytes(shape, itemsize, options.quantized) // tp
+    per_token = cache_per_token(text, config.dtype, tp)
+    # The most numbers of a layer for each token: both halves of its feed-forward states, and two hidden states.
+    widest = 2 * int(getattr(text, "intermediate_size", 4 * text.hidden_size)) // tp + 2 * int(text.hidden_size)
+    passes = _PASS * widest * itemsize
     cache, cache_note = _cache(options, work, weights + passes)
     prefix = f"{config.backend}."
     during = "generate" if options.sleep and work.gpu else ""
@@ -57,12 +57,7 @@ def estimate(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     return MemoryEstimate(terms, knobs, [note])
 
 
-def parameters_of(shape: PretrainedConfig) -> int:
-    """Count the parameters of a causal language model, tied ones once. ModelError for an unknown architecture."""
-    return sum(each.numel() for each in without_values(shape).parameters())
-
-
-def _weights(shape: PretrainedConfig, itemsize: int, quantized: str) -> int:
+def weight_bytes(shape: PretrainedConfig, itemsize: int, quantized: str) -> int:
     """Count the bytes of all parameters, tied ones once. `quantized`: the format of matrices, if it is another."""
     network = without_values(shape)
     matrices = fp8.matrices(network) if quantized else frozenset[str]()
@@ -77,7 +72,7 @@ def _cache(options: EngineOptions, work: Workload, taken: int) -> tuple[int, str
     if options.kv_cache_mib is not None:
         return options.kv_cache_mib * MIB, f"kv_cache_mib = {options.kv_cache_mib}"
     if not work.gpu:
-        return _CPU_CACHE, "512 MiB, as without a GPU nothing else is said"
+        return CPU_CACHE_MIB * MIB, "512 MiB, as without a GPU nothing else is said"
     share = int(options.memory_share * work.gpu)
     if share <= taken:
         raise ConfigError(
@@ -86,8 +81,3 @@ def _cache(options: EngineOptions, work: Workload, taken: int) -> tuple[int, str
             "values: raise it, or divide the model over more ranks along tp"
         )
     return share - taken, f"memory_share = {options.memory_share:g} of {work.gpu / 2**30:.0f} GiB, less the other two"
-
-
-def _widest(shape: PretrainedConfig, tp: int) -> int:
-    """Most numbers of a layer for each token: both halves of its feed-forward states, and two hidden states."""
-    return 2 * int(getattr(shape, "intermediate_size", 4 * shape.hidden_size)) // tp + 2 * int(shape.hidden_size)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshrl.config import PathIn
-from meshrl.errors import BackendError
-from meshrl.roles import BackendOptions
+from meshrl.errors import BackendError, DataError
+from meshrl.roles import BackendOptions, RoleConfig, Sampling, options_of
 
 
 class EngineOptions(BackendOptions):
@@ -38,10 +38,25 @@ class EngineOptions(BackendOptions):
         return self.model_dump(exclude=set(EngineOptions.model_fields))
 
 
+def check_installed(config: RoleConfig) -> None:
+    """BackendError if a table's engine is to run in this environment and is not installed."""
+    if options_of(config, EngineOptions).python is None:
+        check_here(config.backend, f"sampler.{config.backend}.python")
+
+
 def check_here(package: str, key: str) -> None:
     """BackendError if this environment lacks an engine's package. `key` is the setting for another interpreter."""
     if find_spec(package) is None:
         raise BackendError(
             f"backend {package!r} needs the package {package!r}, which is not installed: pip install "
             f"'meshrl[{package}]', or set {key} to the Python of an environment that has it"
+        )
+
+
+def check_temperature(title: str, temperatures: tuple[float, float], sampling: Sampling) -> None:
+    """Raise DataError if an engine does not support the temperature."""
+    coldest, hottest = temperatures
+    if sampling.temperature and not coldest <= sampling.temperature <= hottest:
+        raise DataError(
+            f"{title} cannot sample at temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
         )

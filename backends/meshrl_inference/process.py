@@ -114,7 +114,6 @@ class EngineConnection(ABC):
             each()
 
     def _call_soon(self, call: Callable[[], None]) -> None:
-        """Call a function in the loop that listens."""
         with self._receiving:
             try:
                 if self._receiver is not None:
@@ -221,11 +220,7 @@ class EngineProcess(EngineConnection):
         self._end = self._end or ModelError(f"{self._title}'s process {self._process.pid} was stopped with its sampler")
         if self._process.poll() is None:
             self._process.terminate()
-            try:
-                self._process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._exit_code()
         self._connection.close()
         self._folder.cleanup()
 
@@ -245,14 +240,18 @@ class EngineProcess(EngineConnection):
             raise ModelError(f"{self._title}'s process cannot be started: {lacks[1]} there. {self._advice}")
         raise error
 
+    def _exit_code(self) -> int:
+        """Wait for the end of the process, and kill it after some time."""
+        try:
+            return self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
     def _ended(self, why: str) -> ModelError:
         """Return the error for all that wait, and for later orders."""
         if self._end is None:
-            try:
-                code = self._process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                code = self._process.wait()
+            code = self._exit_code()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
             self._end = EngineDied(
@@ -262,7 +261,6 @@ class EngineProcess(EngineConnection):
         return self._end
 
     def _receive(self) -> None:
-        """Receive messages until the process ends."""
         why = "has died"
         try:
             while not isinstance(answer := to_sampler.decode(self._connection.recv_bytes()), Failed):

@@ -18,22 +18,9 @@ from meshrl.data import ArrivalLog, Batch, Weights
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
-from meshrl_inference.engine_side.protocol import (
-    Abort,
-    Answer,
-    Done,
-    Generate,
-    Load,
-    Loaded,
-    Refused,
-    Row,
-    Rows,
-    SharedBucket,
-    SharedTensor,
-    Start,
-)
+from meshrl_inference.engine_side import protocol
 from meshrl_inference.group import engine_size, gather_gpus, runs_engine
-from meshrl_inference.options import EngineOptions
+from meshrl_inference.options import EngineOptions, check_temperature
 from meshrl_inference.process import EngineConnection, EngineProcess, Kind
 from meshrl_torch.model import saving as checkpoint
 from meshrl_torch.model.loading import folder_of, load, read_words
@@ -56,10 +43,10 @@ class Call:
         """The engine's number of its first row."""
         self.request = request
         self.unfinished = set(range(first, first + len(request.rows)))
-        self.results = asyncio.Queue[list[Done] | ModelError]()
+        self.results = asyncio.Queue[list[protocol.Done] | ModelError]()
 
 
-def finished(call: Call, words: Words, done: Sequence[Done]) -> Finished:
+def finished(call: Call, words: Words, done: Sequence[protocol.Done]) -> Finished:
     """Convert results to the rows of a batch."""
     request = call.request
     order = np.array([each.number - call.first for each in done])
@@ -91,7 +78,7 @@ def finished(call: Call, words: Words, done: Sequence[Done]) -> Finished:
     )
 
 
-def _cut(request: Request, words: Words, row: int, done: Done) -> Done:
+def _cut(request: Request, words: Words, row: int, done: protocol.Done) -> protocol.Done:
     """End a row that continued earlier tokens at a stop text that begins in these.
 
     The engine looks for stop texts only in what it samples.
@@ -182,9 +169,8 @@ class EngineSampler(Sampler):
         self._arrivals = ArrivalLog()
 
     def _start(self, folder: Path, gpus: list[str]) -> EngineConnection:
-        """Start the engine with the model of a folder."""
         config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
-        start = Start(
+        start = protocol.Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
             options.own,
@@ -239,7 +225,7 @@ class EngineSampler(Sampler):
             del self._calls[call.number]
             if call.unfinished:
                 with suppress(ModelError):  # the engine has ended, and they with it
-                    self._engine.send(Abort(sorted(call.unfinished), wanted=False))
+                    self._engine.send(protocol.Abort(sorted(call.unfinished), wanted=False))
 
     async def load(self, weights: Weights) -> Batch:
         """Put the weights into shared memory while the engine decodes. It takes them between two steps.
@@ -262,24 +248,24 @@ class EngineSampler(Sampler):
             self._arrivals.note(weights)
         return places
 
-    def _order(self, weights: Weights) -> Load:
+    def _order(self, weights: Weights) -> protocol.Load:
         """Return the order to load weights that are in shared memory, or that the engine is to read."""
         probe = weights.probe.tokens.tolist() if weights.probe else []
         if isinstance(weights, LiveWeights):
             together = self._readers or weights.together
-            return Load(weights.version, [], self._recomputes, probe, weights.manifest, together)
+            return protocol.Load(weights.version, [], self._recomputes, probe, weights.manifest, together)
         buckets = [
-            SharedBucket(
+            protocol.SharedBucket(
                 bucket.segment.path,
                 [
-                    SharedTensor(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
+                    protocol.SharedTensor(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
                     for name, entry in bucket.index.items()
                 ],
             )
             for bucket in weights.buckets
             if bucket.segment
         ]
-        return Load(weights.version, buckets, self._recomputes, probe)
+        return protocol.Load(weights.version, buckets, self._recomputes, probe)
 
     async def replay(self, record: Batch) -> None:
         """Raise DataError: the time at which a row is decoded depends on the machine."""
@@ -294,7 +280,7 @@ class EngineSampler(Sampler):
             return
         for call in self._calls.values():
             if call.number >= 0:
-                self._engine.send(Abort(sorted(call.unfinished), wanted=True))
+                self._engine.send(protocol.Abort(sorted(call.unfinished), wanted=True))
 
     def _check_draws(self, sampling: Sampling) -> None:
         """Raise DataError if the engine cannot sample this way."""
@@ -315,14 +301,14 @@ class EngineSampler(Sampler):
         numbers = [next(self._numbers) for _ in request.rows]
         call = Call(-1 - numbers[0] if sampling.beside else self._begun, numbers[0], request)
         seed = key(self._config.seed, sampling.seed, self._version, self._next_turn(sampling))
-        rows: list[Row] = []
+        rows: list[protocol.Row] = []
         for index, number in enumerate(numbers):
             prefix = request.prefixes[int(request.prefix[index])]
             left = int(request.starts[index] + request.limits[index]) - len(prefix)
             own = int(key(int(seed), int(request.numbers[index]))) & _SEEDS
-            rows.append(Row(number, np.array(prefix, np.int32).tobytes(), left, own))
+            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, own))
         self._engine.send(
-            Generate(
+            protocol.Generate(
                 rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
             )
         )
@@ -340,17 +326,17 @@ class EngineSampler(Sampler):
     def _listen(self) -> None:
         self._engine.listen(self._on_answer, self._on_end)
 
-    def _on_answer(self, answer: Answer) -> None:
-        if isinstance(answer, Rows):
+    def _on_answer(self, answer: protocol.Answer) -> None:
+        if isinstance(answer, protocol.Rows):
             for call in self._calls.values():
                 if done := [each for each in answer.done if each.number in call.unfinished]:
                     call.results.put_nowait(done)
-        elif isinstance(answer, Loaded):
+        elif isinstance(answer, protocol.Loaded):
             self._on_loaded(answer, self._pending.popleft())
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, protocol.Refused):
             self._on_refused(answer, self._pending.popleft())
 
-    def _on_refused(self, answer: Refused, pending: _PendingLoad) -> None:
+    def _on_refused(self, answer: protocol.Refused, pending: _PendingLoad) -> None:
         """Fail a load whose weights were not loaded, or only in part."""
         version = pending.weights.version
         if not answer.usable:
@@ -359,7 +345,7 @@ class EngineSampler(Sampler):
                 f"{self.kind.title} decodes nothing until others come"
             )
             for call in self._calls.values():
-                self._engine.send(Abort(sorted(call.unfinished), wanted=False))
+                self._engine.send(protocol.Abort(sorted(call.unfinished), wanted=False))
                 call.results.put_nowait(ModelError(self._refused))
         if answer.lost and isinstance(pending.weights, LiveWeights):
             pending.fail(pending.weights.lost(answer.lost, answer.text))
@@ -367,7 +353,7 @@ class EngineSampler(Sampler):
         now = f"continues with version {self._version}" if answer.usable else "decodes nothing until others come"
         pending.fail(ModelError(f"weights of version {version} were not loaded, and the engine {now}: {answer.text}"))
 
-    def _on_loaded(self, answer: Loaded, pending: _PendingLoad) -> None:
+    def _on_loaded(self, answer: protocol.Loaded, pending: _PendingLoad) -> None:
         """End a load with the places where its weights came into use."""
         probe = pending.weights.probe
         measured = {"pause": answer.seconds}
@@ -405,12 +391,3 @@ class EngineSampler(Sampler):
         folder = Path(temporary.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
-
-
-def check_temperature(title: str, temperatures: tuple[float, float], sampling: Sampling) -> None:
-    """Raise DataError if an engine does not support the temperature."""
-    coldest, hottest = temperatures
-    if sampling.temperature and not coldest <= sampling.temperature <= hottest:
-        raise DataError(
-            f"{title} cannot sample at temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
-        )

@@ -17,10 +17,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine_side.protocol import CACHE, IN_SHARED_MEMORY, Done, Generate, Load, Outcome, Row, Start
+from meshrl_inference.engine_side.protocol import (
+    CACHE,
+    CPU_CACHE_MIB,
+    IN_SHARED_MEMORY,
+    Done,
+    Engine,
+    Generate,
+    Load,
+    Outcome,
+    Row,
+    Start,
+    set_environment,
+)
 
-_CPU_CACHE_MIB: Final = 512
-"""Default size of the KV cache on a CPU."""
 _MOMENT: Final = 0.02
 """Most seconds that a step waits."""
 _IDLE: Final = 60.0
@@ -33,18 +43,16 @@ _GRAPHS: Final = "cuda_graph"
 """Sleeps and wakes with the KV cache."""
 
 
-def start(asked: Start) -> "SglangEngine":
+def start(asked: Start) -> Engine:
     """Start the engine."""
     # Before the import of torch and SGLang, which read these.
-    os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
+    set_environment(asked)
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where tokens never are
-    if asked.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
     import torch  # noqa: PLC0415 -- `start` has set its environment
 
     if not torch.cuda.is_available():
         _compute_without_gpu(asked.tp)
-    return SglangEngine(asked, gpu=torch.cuda.is_available())
+    return _SglangEngine(asked, gpu=torch.cuda.is_available())
 
 
 def _compute_without_gpu(tp: int) -> None:
@@ -61,9 +69,7 @@ def _compute_without_gpu(tp: int) -> None:
         runpy.run_path(f"{standins}/sitecustomize.py")  # as the children of this process do at their start
 
 
-class SglangEngine:
-    """An `Engine`."""
-
+class _SglangEngine:
     def __init__(self, asked: Start, *, gpu: bool) -> None:
         import sglang  # noqa: PLC0415 -- `start` has set its environment
 
@@ -76,7 +82,7 @@ class SglangEngine:
         self._engine = scheduler.Processes(**_arguments(asked, gpu))
         self._manager = self._engine.tokenizer_manager
         self._manager.tokenizer = scheduler.Texts(asked.model)
-        self._loop = self._engine.loop
+        self._loop: asyncio.AbstractEventLoop = self._engine.loop
         self._loop.run_until_complete(self._hear())
         self._rows: dict[int, asyncio.Task[None]] = {}
         self._unsent = set[int]()
@@ -90,16 +96,13 @@ class SglangEngine:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes of its schedulers, one for each place along tp."""
         return self._engine.schedulers
 
     @property
     def decodes(self) -> bool:
-        """True if there are rows to decode."""
         return bool(self._rows)
 
     def add(self, order: Generate, salt: str) -> None:
-        """Start to decode rows."""
         keys = {
             "temperature": order.temperature,
             "top_p": order.top_p,
@@ -124,22 +127,18 @@ class SglangEngine:
                 self._rows.pop(row).cancel()  # which aborts it
 
     def step(self, orders: Connection) -> None:
-        """Wait for rows that have ended."""
         self._loop.run_until_complete(self._wait(orders.fileno()))
         self.steps += 1
         if self._errors:
             raise self._errors[0]
 
     def load(self, order: Load) -> Outcome:
-        """Use new weights."""
         with TemporaryDirectory() as answers:
-            outcome: Outcome = self._loop.run_until_complete(self._load(order, answers))
-        return outcome
+            return self._loop.run_until_complete(self._load(order, answers))
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
-        values: list[float] = self._loop.run_until_complete(self._read(probe, salt))
-        return values
+        return self._loop.run_until_complete(self._read(probe, salt))
 
     def sleep(self) -> None:
         """Free the GPU's memory. The weights move to the host's."""
@@ -151,7 +150,6 @@ class SglangEngine:
         self._loop.run_until_complete(self._manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput()))
 
     def wake(self, names: list[str]) -> None:
-        """Take GPU memory again."""
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
 
         tags = [*names, *([_GRAPHS] if CACHE in names else [])]
@@ -256,7 +254,6 @@ class SglangEngine:
 
 
 def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
-    """Return SGLang's arguments."""
     longest = asked.max_tokens + _BESIDE
     heads, bytes_per_token = _attention(asked)
     if heads % asked.tp:
@@ -283,7 +280,7 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
         "random_seed": 0,
         "log_level": "error",
     }
-    cache = asked.kv_cache_mib or (None if gpu else _CPU_CACHE_MIB)
+    cache = asked.kv_cache_mib or (None if gpu else CPU_CACHE_MIB)
     if cache is not None:
         arguments["max_total_tokens"] = max(longest, (cache << 20) // bytes_per_token)
     if not gpu:
@@ -315,7 +312,6 @@ def _check(answer: tuple[bool, str]) -> None:
 
 
 def _done(number: int, told: dict[str, Any]) -> Done:
-    """Convert SGLang's result of a finished row."""
     facts = told["meta_info"]
     pairs = facts.get("output_token_logprobs") or ()
     tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]

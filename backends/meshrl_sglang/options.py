@@ -1,7 +1,6 @@
 """The table `[sampler.sglang]`."""
 
-from meshrl.roles import RoleConfig, options_of
-from meshrl_inference.options import EngineOptions, check_here
+from meshrl_inference.options import EngineOptions
 
 
 class SglangConfig(EngineOptions):
@@ -9,9 +8,3 @@ class SglangConfig(EngineOptions):
 
     verify_weights: bool = False
     """After each load, read the start of each tensor back from SGLang, and stop the engine if it differs. Slow."""
-
-
-def check_installed(config: RoleConfig) -> None:
-    """BackendError if SGLang is to run in this environment and is not installed."""
-    if options_of(config, SglangConfig).python is None:
-        check_here("sglang", "sampler.sglang.python")

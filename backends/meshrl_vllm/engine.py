@@ -10,35 +10,40 @@ from typing import Any, Final
 
 import numpy as np
 
-from meshrl_inference.engine_side.protocol import IN_SHARED_MEMORY, PROBES, Done, Generate, Load, Outcome, Start
+from meshrl_inference.engine_side.protocol import (
+    CPU_CACHE_MIB,
+    IN_SHARED_MEMORY,
+    PROBES,
+    Done,
+    Engine,
+    Generate,
+    Load,
+    Outcome,
+    Start,
+    set_environment,
+)
 
-_CPU_CACHE_MIB: Final = 512
-"""Default size of the KV cache on a CPU."""
 _CPU_READS: Final = 4096
 """Most tokens read in one step on a CPU."""
 _PROBE: Final = "probe "
 """The prefix of the names of requests that read a probe."""
 
 
-def start(asked: Start) -> "VllmEngine":
+def start(asked: Start) -> Engine:
     """Start the engine."""
     # Before the import of vLLM, which reads these.
-    os.environ.update(OMP_NUM_THREADS=str(asked.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    set_environment(asked)
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank gets a number of cores, no particular ones
-    if asked.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
     from vllm.platforms import current_platform  # noqa: PLC0415 -- it reads the variables
 
     if current_platform.is_cpu():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    return VllmEngine(asked)
+    return _VllmEngine(asked)
 
 
-class VllmEngine:
-    """An `Engine`."""
-
+class _VllmEngine:
     def __init__(self, asked: Start) -> None:
         import vllm  # noqa: PLC0415 -- `start` has set its environment
 
@@ -58,16 +63,13 @@ class VllmEngine:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Its processes, one for each place along tp. Empty if there is one place."""
         return [handle.proc for handle in getattr(self._core.model_executor, "workers", ())]
 
     @property
     def decodes(self) -> bool:
-        """True if there are rows to decode."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, order: Generate, salt: str) -> None:
-        """Start to decode rows."""
         for row in order.rows:
             sampling = self._sampling(
                 temperature=order.temperature,
@@ -93,7 +95,6 @@ class VllmEngine:
         self._engine.abort_request([str(state.external_req_id) for state in here])
 
     def step(self, orders: Connection | None) -> None:
-        """Make one step of all rows."""
         for output in self._engine.step():
             if not output.finished:
                 continue
@@ -104,7 +105,6 @@ class VllmEngine:
         self.steps += 1
 
     def load(self, order: Load) -> Outcome:
-        """Use new weights."""
         self._core.pause_scheduler(mode="keep", clear_cache=False)
         self._engine.collective_rpc("start_weight_update")
         update = {"buckets": order.buckets, "manifest": order.manifest, "together": order.together}
@@ -139,7 +139,6 @@ class VllmEngine:
         self._engine.sleep(level=1)
 
     def wake(self, names: list[str]) -> None:
-        """Take GPU memory again."""
         self._engine.wake_up(names)
 
     @property
@@ -167,7 +166,7 @@ def _arguments(asked: Start) -> Any:
 
     in_fp8 = asked.own["quantization"] == "fp8"
     cpu = current_platform.is_cpu()
-    cache = asked.kv_cache_mib or (_CPU_CACHE_MIB if cpu else None)
+    cache = asked.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
     return EngineArgs(
         model=asked.model,
         dtype=asked.dtype,
@@ -200,14 +199,12 @@ def _read(output: Any) -> list[float]:
 
 
 def _done(output: Any) -> Done:
-    """Convert vLLM's result of a finished row."""
     (one,) = output.outputs
     spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
     return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
 
 
 def _unfinished(state: Any) -> Done:
-    """Convert vLLM's state of an unfinished row."""
     spans = [(int(version), start) for version, start in state.weight_version_starts]
     tokens = state.detokenizer.output_token_ids
     return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")

@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from meshrl.roles import RoleConfig, options_of
-from meshrl_inference.options import EngineOptions, check_here
+from meshrl_inference.options import EngineOptions
 
 
 class VllmConfig(EngineOptions):
@@ -17,9 +16,3 @@ class VllmConfig(EngineOptions):
     def quantized(self) -> str:
         """The format of the matrices."""
         return self.quantization or ""
-
-
-def check_installed(config: RoleConfig) -> None:
-    """BackendError if vLLM is to run in this environment and is not installed."""
-    if options_of(config, VllmConfig).python is None:
-        check_here("vllm", "sampler.vllm.python")

@@ -1,23 +1,13 @@
 """An agent: a user's program that talks to the model, played for one row of a task, and its outcome.
 
-    # my_agent.py
-    async def solve(client, row):        # an openai.AsyncOpenAI, and the task's row
-        messages = [{"role": "user", "content": row["prompt"]}]
-        completion = await client.chat.completions.create(model="policy", messages=messages)
-        return float(completion.choices[0].message.content == row["answer"])
-
-    agent = Agent(AgentConfig(source="my_agent.py:solve"))
-    episode = await agent.play(gateway, row, sampling)
-
 A program that raises or hangs fails its own episode only. An error of the sampler is not the program's fault: `play`
 raises it.
 """
 
 import asyncio
 import copy
-import inspect
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,14 +22,14 @@ import numpy as np
 import openai
 from numpy.typing import NDArray
 
-from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Container, Output, result_of, run
 from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
+from meshrl.agents.protocol import MODEL
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampling
-from meshrl.tasks import Row, finite, in_thread
+from meshrl.tasks import Row, awaited, finite, in_thread
 from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
@@ -113,7 +103,7 @@ class Agent:
         reward, error, turns = 0.0, None, None
         try:
             result = await self._result(gateway, session, row, output)
-            reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
+            reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # a user's program may raise anything: the exception is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -159,7 +149,7 @@ class Agent:
             return result
         arguments = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
         if is_async(self._reward):
-            return await work.of(_awaited(self._reward, *arguments))
+            return await work.of(awaited(self._reward(*arguments)))
         return await in_thread(partial(self._reward, *arguments), "agent")
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
@@ -169,14 +159,16 @@ class Agent:
             async with openai.AsyncOpenAI(
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
             ) as client:
-                return await work.of(_awaited(self._function, client, own))
+                return await work.of(awaited(self._function(client, own)))
         if self._function is not None:
             return await in_thread(partial(_plain, self._function, session, own), "agent")
+        # A program reaches the gateway without a proxy. Earlier exceptions stay.
+        hosts = filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), httpx2.URL(session.url).host))
         environment = {
             "OPENAI_BASE_URL": session.url,
             "OPENAI_API_KEY": session.token,
             "OPENAI_MODEL": MODEL,
-            **_no_proxy(httpx2.URL(session.url).host),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(hosts)),
         }
         config = self._config
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
@@ -222,11 +214,6 @@ class _Work:
         await asyncio.wait([task])
 
 
-async def _awaited(function: Callable[..., object], *arguments: object) -> object:
-    result = function(*arguments)
-    return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
-
-
 async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, BaseException | None]:
     """Return the result and the exception. Nothing is raised: SystemExit would end the loop."""
     try:
@@ -241,8 +228,7 @@ def _newest(outputs: Path | None) -> int:
     return max((int(file.stem) for file in files), default=0)
 
 
-def reward_of(result: object) -> float:
-    """The reward in an agent's result: a number, or the `reward` of a mapping. Raises TypeError for other results."""
+def _reward_of(result: object) -> float:
     if isinstance(result, Mapping) and "reward" in result:
         return finite(cast("Mapping[str, object]", result)["reward"])
     if isinstance(result, bool | int | float | np.number):
@@ -250,11 +236,7 @@ def reward_of(result: object) -> float:
     raise TypeError(f'an agent returns its reward, a number or {{"reward": number}}, and not {result!r:.80}')
 
 
-def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
-    """The list `turns` of an agent's result, with one reward per answer. None if the result has no `turns`.
-
-    Raises ValueError if the number of rewards is not `answers`.
-    """
+def _turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
     turns = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
     if turns is None:
         return None
@@ -272,12 +254,6 @@ def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDAr
     rewards = np.zeros(answers, np.float32)
     rewards[: len(values)] = values[:answers]  # answers after the result get 0
     return rewards
-
-
-def _no_proxy(host: str) -> Mapping[str, str]:
-    """Environment variables that make programs reach the host without a proxy. Earlier exceptions stay."""
-    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{hosts},{host}" if hosts else host)
 
 
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:

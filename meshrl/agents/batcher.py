@@ -175,7 +175,6 @@ class RequestBatcher:
 
 
 def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: asyncio.Future[Answer]) -> None:
-    """Cancel a call if no caller wants the rows that it has still to answer."""
     if unanswered and all(pending.done.done() for pending in unanswered):
         call.cancel()
 

@@ -44,21 +44,22 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def shown(self) -> Mapping[str, object]:
         """The message as chat templates read it. Arguments of calls become values if they are valid JSON."""
-        shown: dict[str, object] = {"role": _ROLES.get(self.role, self.role), "content": self.content}
-        if self.name is not None:
-            shown["name"] = self.name
-        if self.tool_call_id is not None:
-            shown["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            shown["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
-                }
-                for call in self.tool_calls
-            ]
-        return shown
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
+            }
+            for call in self.tool_calls
+        ]
+        shown = {
+            "role": _ROLES.get(self.role, self.role),
+            "content": self.content,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        return {name: value for name, value in shown.items() if value is not None}
 
 
 class Chat(Protocol):
@@ -101,17 +102,8 @@ def read_chat(config: ModelConfig) -> Chat:
     return cast("Callable[[ModelConfig], Chat]", read)(config)
 
 
-def key_of_tools(tools: Sequence[Tool]) -> bytes:
-    """The key of a conversation that has these tools and no messages yet."""
-    return _digest(b"", list(tools))
-
-
-def key_after(key: bytes, message: Message) -> bytes:
-    """The key of a conversation with one more message."""
-    return _digest(key, message.shown())
-
-
-def _digest(key: bytes, value: object) -> bytes:
+def key_after(key: bytes, value: object) -> bytes:
+    """The key of a conversation that continues with a message as it is shown. The list of tools comes first."""
     # Sorted and in ASCII, which can encode half a surrogate pair too.
     return hashlib.blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 

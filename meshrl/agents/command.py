@@ -23,9 +23,7 @@ _ANSWERS: Final = 30.0
 def check_runtime(runtime: Runtime) -> None:
     """Raise ConfigError if the runtime is not installed or does not respond."""
     try:
-        subprocess.run(  # noqa: S603
-            [runtime, "info"], capture_output=True, text=True, timeout=_ANSWERS, check=True
-        )
+        subprocess.run([runtime, "info"], capture_output=True, text=True, timeout=_ANSWERS, check=True)  # noqa: S603
         return
     except FileNotFoundError:
         wrong = f"there is no program {runtime!r}"
@@ -57,13 +55,10 @@ class Container:
 
     async def end(self) -> None:
         """Stop the container. Killing only the client would leave it running."""
-        quiet = asyncio.subprocess.DEVNULL
+        command, quiet = (self.runtime, "rm", "--force", "--volumes", self.name), asyncio.subprocess.DEVNULL
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWERS):
-                ending = await asyncio.create_subprocess_exec(
-                    *(self.runtime, "rm", "--force", "--volumes", self.name), stdout=quiet, stderr=quiet
-                )
-                await ending.wait()
+                await (await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)).wait()
                 return
         log.warning(f"{self.runtime} did not end the container {self.name} in {_ANSWERS:g} s: look for it yourself")
 
@@ -126,12 +121,7 @@ async def run(
         stdin.write(standard_input)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *whole,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env={**os.environ, **environment},
-            start_new_session=True,
+            *whole, stdin=stdin, stdout=stdout, stderr=stderr, env={**os.environ, **environment}, start_new_session=True
         )
         try:
             await _ended(process, (stdout, stderr), output.most_bytes)
@@ -149,20 +139,13 @@ async def run(
 
 def _end_group(process: asyncio.subprocess.Process) -> None:
     """Kill what is left of the group. If its number belongs to a new process, the group was empty."""
-    if process.returncode is not None and _runs(process.pid):
-        return
+    if process.returncode is not None:
+        with suppress(ProcessLookupError):
+            with suppress(PermissionError):
+                os.kill(process.pid, 0)
+            return
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 async def _ended(process: asyncio.subprocess.Process, outputs: Sequence[IO[bytes]], most_bytes: int) -> None:

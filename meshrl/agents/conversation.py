@@ -13,6 +13,7 @@ history was edited or shortened.
 """
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshrl.agents.chat import Chat, Message, Tool, key_after, key_of_tools
+from meshrl.agents.chat import Chat, Message, Tool, key_after
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
@@ -69,8 +70,14 @@ class Turn:
     drawn: Drawn
     number: int
     """Index among the session's answers, from 0."""
+    key: bytes
+    """Key of the messages including the answer, or of a text with its completion."""
+    length: int = 0
+    """Length of that text in characters, 0 if the key is of messages."""
     unseen: str = ""
     """After a prompt without messages, the text that ended the answer and was withheld from the client."""
+    is_cut: bool = False
+    """True if a request for exactly that text continues the turn."""
 
     def path(self) -> list["Turn"]:
         """The turns that lead to this one in order, including this one."""
@@ -112,27 +119,14 @@ class Transcript:
     """The final answer as it was drawn."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a turn is found."""
-
-    first: Turn
-    """The first turn of its conversation."""
-    key: bytes
-    length: int
-    """Length of the keyed text in characters, 0 if the key is of messages."""
-    is_cut: bool
-    """True if a request for exactly that text continues the turn."""
-
-
 class Conversation:
     """The turns of one session, in the order of their answers. Several can be in progress at once."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._answers = 0
-        self._places: dict[Turn, _Place] = {}
-        """Place of each turn, in the order of the answers."""
+        self._firsts: dict[Turn, Turn] = {}
+        """The first turn of each turn's conversation, in the order of the answers."""
         self._turns: dict[Turn, list[Turn]] = {}
         """Turns of each conversation, by its first turn."""
         self._transcripts: dict[Turn, Transcript] = {}
@@ -140,7 +134,7 @@ class Conversation:
         self._learned: WeakSet[Turn] = WeakSet()
         """Turns of rows that were taken."""
         self._by_key: dict[bytes, Turn] = {}
-        """Turns by the key of the messages including the answer, or of a text with its completion."""
+        """Turns by their keys."""
         self._lengths: Counter[int] = Counter()
         """Number of turns after prompts without messages, by the length of their text in characters."""
 
@@ -152,9 +146,9 @@ class Conversation:
         """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them."""
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
-        keys = [key_of_tools(tools)]
+        keys = [key_after(b"", list(tools))]
         for message in messages:
-            keys.append(key_after(keys[-1], message))
+            keys.append(key_after(keys[-1], message.shown()))
         for end in range(len(messages), 0, -1):
             turn = self._by_key.get(keys[end])
             behind = None if turn is None else self._behind(messages, end, tools)
@@ -172,7 +166,7 @@ class Conversation:
         begins: tuple[int, Turn] | None = None
         for length, key in _keys_of(text, [length for length in sorted(self._lengths) if length <= len(text)]):
             turn = self._by_key.get(key)
-            if turn is not None and (length < len(text) or self._places[turn].is_cut):
+            if turn is not None and (length < len(text) or turn.is_cut):
                 begins = length, turn
         if begins is None:
             tokens = self._encoded(text)
@@ -198,7 +192,7 @@ class Conversation:
             drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
         length, unseen, is_cut = 0, "", False
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
-            key = key_after(prompt.asked, said)
+            key = key_after(prompt.asked, said.shown())
         elif isinstance(said, str) and isinstance(prompt.asked, str):
             length, is_cut = len(prompt.asked) + len(said), drawn.truncated and bool(said)
             text = self._chat.decode(drawn.tokens.tolist())
@@ -206,10 +200,9 @@ class Conversation:
             ((_, key),) = _keys_of(prompt.asked + said, [length])
         else:
             raise DataError("messages are answered by a Message, and a text by a text")
-        turn = Turn(prompt.before, prompt.added, drawn, len(self), unseen)
-        before = None if prompt.before is None else self._places.get(prompt.before)
-        first = turn if before is None else before.first
-        self._places[turn], self._by_key[key] = _Place(first, key, length, is_cut), turn
+        turn = Turn(prompt.before, prompt.added, drawn, len(self), key, length, unseen, is_cut)
+        first = self.first_of(prompt) or turn
+        self._firsts[turn], self._by_key[key] = first, turn
         self._turns.setdefault(first, []).append(turn)
         if length:
             self._lengths[length] += 1
@@ -225,8 +218,7 @@ class Conversation:
 
     def first_of(self, prompt: Prompt) -> Turn | None:
         """The first turn of the conversation that the prompt continues. None if it begins a new one."""
-        place = None if prompt.before is None else self._places.get(prompt.before)
-        return None if place is None else place.first
+        return self._firsts.get(prompt.before) if prompt.before else None
 
     def take(self, first: Turn) -> tuple[Batch, Sequence[Transcript]]:
         """Remove the conversation that began with this turn. Returns its rows and a transcript of each.
@@ -238,11 +230,11 @@ class Conversation:
         transcripts = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
         self._learned.update(own)  # an answer to one of them may be on its way
         for turn in own:
-            place = self._places.pop(turn)
-            if self._by_key.get(place.key) is turn:  # another conversation may contain the same messages
-                del self._by_key[place.key]
-            if place.length:
-                self._lengths[place.length] -= 1
+            del self._firsts[turn]
+            if self._by_key.get(turn.key) is turn:  # another conversation may contain the same messages
+                del self._by_key[turn.key]
+            if turn.length:
+                self._lengths[turn.length] -= 1
         self._lengths = +self._lengths
         return rows, transcripts
 
@@ -260,7 +252,7 @@ class Conversation:
         turn, it is learnt in the first of their rows. In the others it counts as prompt, with log-prob 0 and version
         -1.
         """
-        return self._rows(list(self._places))
+        return self._rows(list(self._firsts))
 
     def _rows(self, turns: Sequence[Turn]) -> Batch:
         learned = set(self._learned)
@@ -286,8 +278,8 @@ class Conversation:
 
         A mark replaces the answer, because the template may format the answer itself.
         """
-        mark = _MARK
-        while any(mark in text for message in messages for text in _texts(message)):
+        mark, sent = _MARK, json.dumps([message.shown() for message in messages])
+        while mark in sent:
             mark += "-"
         shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
         try:
@@ -323,13 +315,13 @@ def _token_columns(path: Sequence[Turn], learned: set[Turn]) -> Mapping[str, Arr
         new, drawn = turn not in learned, turn.drawn
         before, size = len(turn.added), len(drawn.tokens)
         parts["tokens"] += [turn.added, drawn.tokens]
-        parts["loss_mask"] += [np.zeros(before, np.bool_), np.full(size, new)]
-        parts["sampler_logprobs"] += [
-            np.zeros(before, np.float32),
-            drawn.logprobs if new else np.zeros(size, np.float32),
-        ]
-        parts["versions"] += [np.full(before, -1, np.int32), drawn.versions if new else np.full(size, -1, np.int32)]
-        parts["turn"] += [np.full(before, -1, np.int32), np.full(size, turn.number if new else -1, np.int32)]
+        for name, values, other in (
+            ("loss_mask", np.ones(size, np.bool_), False),
+            ("sampler_logprobs", drawn.logprobs, 0),
+            ("versions", drawn.versions, -1),
+            ("turn", np.full(size, turn.number, np.int32), -1),
+        ):
+            parts[name] += [np.full(before, other, values.dtype), values if new else np.full(size, other, values.dtype)]
     learned.update(path)
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
@@ -341,10 +333,3 @@ def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         digest.update(text[read:length].encode(errors="surrogatepass"))
         read = length
         yield length, digest.digest()
-
-
-def _texts(message: Message) -> Iterator[str]:
-    yield message.content
-    yield message.name or ""
-    for call in message.tool_calls:
-        yield from (call.id, call.function.name, call.function.arguments)

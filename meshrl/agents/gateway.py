@@ -14,11 +14,11 @@ import hmac
 import itertools
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Self, TypeAlias, cast
+from typing import Final, Self, cast
 
 import uvicorn
 from pydantic import Field
@@ -29,11 +29,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from meshrl.agents.answers import MODEL, Choice, Completion, ResponseObject, error_response, json_response
+from meshrl.agents import protocol
 from meshrl.agents.batcher import Answer, RequestBatcher
-from meshrl.agents.chat import Chat, Message, message_of
+from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import Conversation, Prompt
-from meshrl.agents.requests import ChatRequest, CompletionRequest, ResponsesRequest, decoded
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, MeshrlError, described
@@ -42,7 +41,12 @@ from meshrl.user_code import unless_cancelled
 
 _LEFT: Final = 499
 """Status of an answer whose client has disconnected."""
-_Body: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
+_KINDS: Final[Mapping[str, type[protocol.OpenAIRequest]]] = {
+    "chat/completions": protocol.ChatRequest,
+    "responses": protocol.ResponsesRequest,
+    "completions": protocol.CompletionRequest,
+}
+"""The kind of request that each path takes."""
 
 
 class GatewayConfig(Config):
@@ -96,7 +100,30 @@ class Gateway:
         self._base = "http://meshrl"
         self.is_serving: bool = False
         """True while it listens, so that other processes can reach it."""
-        self.app: ASGIApp = _app(self)
+        paths = {**_KINDS, "models": None}
+        self._served = Starlette(
+            routes=[
+                Route(f"/s/{{session}}/v1/{path}", self._endpoint(kind), methods=["POST" if kind else "GET"])
+                for path, kind in paths.items()
+            ],
+            exception_handlers={404: _unknown, 405: _unknown},
+        )
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # servers take a method for ASGI 2
+            await self._bounded(scope, receive, send)
+
+        self.app: ASGIApp = app
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it if there is no room."""
+        self._in_flight += 1
+        try:
+            most = self.config.requests
+            full = f"{most} requests are in flight, which is the most: try again (requests)"
+            answer = self._served if self._in_flight <= most else protocol.error_response(429, full)
+            await answer(scope, receive, send)
+        finally:
+            self._in_flight -= 1
 
     def open(self, sampling: Sampling) -> Session:
         """Open a session.
@@ -165,40 +192,36 @@ class Gateway:
             await serving
             listening.close()
 
-    @contextmanager
-    def one_more(self) -> Generator[bool]:
-        """Count a request during the block. Yields False if there is no room for it."""
-        self._in_flight += 1
-        try:
-            yield self._in_flight <= self.config.requests
-        finally:
-            self._in_flight -= 1
+    def _endpoint(self, kind: type[protocol.OpenAIRequest] | None) -> Callable[[Request], Awaitable[Response]]:
+        """Answer requests of this kind in an open session. Without a kind, list the models. Errors become responses."""
 
-    def session_of(self, request: Request) -> Session | None:
-        """The session whose token the request has. None without one."""
+        async def endpoint(request: Request) -> Response:
+            session = self._session_of(request)
+            if session is None:
+                return protocol.error_response(
+                    401, "no open session of this URL has this key: use the url and the token of one"
+                )
+            if kind is None:
+                one = {"id": protocol.MODEL, "object": "model", "created": 0, "owned_by": "meshrl"}
+                return protocol.json_response(200, {"object": "list", "data": [one]})
+            try:
+                return await self._answered(session, request, protocol.decoded(await self._body(request), kind))
+            except ClientDisconnect:
+                return Response(status_code=_LEFT)
+            except TimeoutError:
+                return protocol.error_response(408, "the body did not come in time (timeout)")
+            except _Refused as error:
+                return error.response
+            except (DataError, _SamplerFailed) as error:
+                return protocol.error_response(400 if isinstance(error, DataError) else 500, str(error))
+
+        return endpoint
+
+    def _session_of(self, request: Request) -> Session | None:
         session = self._sessions.get(str(request.path_params.get("session")))
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(token.strip().encode(), (session.token if session else "").encode())
         return session if session and right and kind.lower() == "bearer" else None
-
-    async def chat(self, session: Session, request: Request) -> Response:
-        """`/v1/chat/completions`."""
-        return await self._converse(session, request, decoded(await self._body(request), ChatRequest))
-
-    async def respond(self, session: Session, request: Request) -> Response:
-        """`/v1/responses`."""
-        return await self._converse(session, request, decoded(await self._body(request), ResponsesRequest))
-
-    async def complete(self, session: Session, request: Request) -> Response:
-        """`/v1/completions`."""
-        asked = decoded(await self._body(request), CompletionRequest)
-        prompt = session.conversation.ask_text(asked.read())
-        return await self._answered(session, request, asked, prompt, lambda text: text)
-
-    async def models(self, session: Session, request: Request) -> Response:
-        """`/v1/models`."""
-        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "meshrl"}
-        return json_response(200, {"object": "list", "data": [one]})
 
     async def _body(self, request: Request) -> bytes:
         most, body = self.config.body_mib << 20, bytearray()
@@ -209,37 +232,25 @@ class Gateway:
                     raise _Refused(413, f"the body has more than {self.config.body_mib} MiB (body_mib)")
         return bytes(body)
 
-    async def _converse(self, session: Session, request: Request, asked: ChatRequest | ResponsesRequest) -> Response:
-        messages, tools = asked.read()
-        prompt = session.conversation.ask(messages, tools)
-        return await self._answered(
-            session, request, asked, prompt, lambda text: message_of(text, tools, session.new_call)
-        )
-
-    async def _answered(
-        self,
-        session: Session,
-        request: Request,
-        asked: _Body,
-        prompt: Prompt,
-        read: Callable[[str], Message | str],
-    ) -> Response:
-        """Draw answers, record them and send them, unless the client has gone. `read`: makes what it gets of a text."""
+    async def _answered(self, session: Session, request: Request, body: protocol.OpenAIRequest) -> Response:
+        """Draw answers, record them and send them, unless the client has gone."""
+        asked, conversation = body.read(), session.conversation
+        if isinstance(asked.prompt, str):
+            prompt = conversation.ask_text(asked.prompt)
+        else:
+            prompt = conversation.ask(asked.prompt, asked.tools)
         answers = await self._drawn(session, request, asked, prompt)
-        choices = [Choice(read(answer.text), answer) for answer in answers]
+        choices = [protocol.Choice(asked.said(each.text, session.new_call), each.drawn) for each in answers]
         if session.id not in self._sessions or await request.is_disconnected():
             return Response(status_code=_LEFT)
         for choice in choices:
-            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
-        name, size, seconds = f"{session.id}-{len(session.conversation)}", len(prompt.tokens), self.config.timeout
-        if isinstance(asked, ResponsesRequest):
-            response = ResponseObject(name, choices[0], size)
-            return response.stream(seconds) if asked.stream else response.whole()
-        logprobs = self._chat if asked.wants_logprobs else None
-        completion = Completion(isinstance(asked, ChatRequest), name, choices, size, logprobs)
-        return completion.stream(asked.wants_usage, seconds) if asked.stream else completion.whole()
+            conversation.answer(prompt, choice.drawn, choice.said)
+        reply = body.reply(asked, f"{session.id}-{len(conversation)}", choices, len(prompt.tokens), self._chat)
+        if body.stream:
+            return protocol.EventStream(reply.events(), self.config.timeout)
+        return protocol.json_response(200, reply.whole())
 
-    async def _drawn(self, session: Session, request: Request, asked: _Body, prompt: Prompt) -> list[Answer]:
+    async def _drawn(self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt) -> list[Answer]:
         """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if not 0 < size < longest:
@@ -280,7 +291,7 @@ class _Refused(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.response: Final = error_response(status, message, code)
+        self.response: Final = protocol.error_response(status, message, code)
 
 
 def _no_room(message: str) -> _Refused:
@@ -296,7 +307,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
         yield
 
 
@@ -325,51 +335,9 @@ def _protocol(seconds: float) -> type[H11Protocol]:
     return Protocol
 
 
-def _endpoint(
-    gateway: Gateway, call: Callable[[Session, Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
-    """Answer a request of an open session by a call. What it raises becomes an error response."""
-
-    async def endpoint(request: Request) -> Response:
-        session = gateway.session_of(request)
-        if session is None:
-            return error_response(401, "no open session of this URL has this key: use the url and the token of one")
-        try:
-            return await call(session, request)
-        except ClientDisconnect:
-            return Response(status_code=_LEFT)
-        except TimeoutError:
-            return error_response(408, "the body did not come in time (timeout)")
-        except _Refused as error:
-            return error.response
-        except (DataError, _SamplerFailed) as error:
-            return error_response(400 if isinstance(error, DataError) else 500, str(error))
-
-    return endpoint
-
-
-def _app(gateway: Gateway) -> ASGIApp:
-    """The application: its routes, and the limit of concurrent requests."""
-
-    async def unknown(request: Request, _: Exception) -> Response:
-        return error_response(
-            404,
-            f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, /s/ID/v1/responses "
-            "and /s/ID/v1/completions, and GET /s/ID/v1/models are",
-        )
-
-    routes = [
-        Route("/s/{session}/v1/chat/completions", _endpoint(gateway, gateway.chat), methods=["POST"]),
-        Route("/s/{session}/v1/responses", _endpoint(gateway, gateway.respond), methods=["POST"]),
-        Route("/s/{session}/v1/completions", _endpoint(gateway, gateway.complete), methods=["POST"]),
-        Route("/s/{session}/v1/models", _endpoint(gateway, gateway.models), methods=["GET"]),
-    ]
-    served = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
-
-    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
-        with gateway.one_more() as has_room:
-            most = gateway.config.requests
-            full = error_response(429, f"{most} requests are in flight, which is the most: try again (requests)")
-            await (served if has_room else full)(scope, receive, send)
-
-    return bounded
+async def _unknown(request: Request, _: Exception) -> Response:
+    return protocol.error_response(
+        404,
+        f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, /s/ID/v1/responses "
+        "and /s/ID/v1/completions, and GET /s/ID/v1/models are",
+    )

@@ -185,7 +185,6 @@ async def record(
 
 
 def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> list[Over]:
-    """Take the conversations in `over` from the sessions, or all of them."""
     return [
         (session.id, *session.conversation.take(first))
         for session in opened

@@ -12,7 +12,7 @@ async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=co
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -33,34 +33,23 @@ class _Played(NamedTuple):
     """Oldest version of the episode's tokens. Without tokens, the version that would have drawn them."""
 
 
-class _Wire(msgspec.Struct, array_like=True):
-    """An episode in the run's record."""
-
-    oldest_version: int
-    reward: float
-    error: str | None
-    turns: int
-    tries: int
-    output: str
-    turn_rewards: list[float]
-    header: bytes
-    buffers: list[bytes]
+_Wire: TypeAlias = tuple[int, float, str | None, int, int, str, list[float], bytes, list[bytes]]
+"""An episode in the run's record: the oldest version, the outcome in the order of `Episode`, and the rows."""
 
 
 def _packed(played: _Played) -> bytes:
     episode = played.episode
     header, buffers = episode.rows.to_wire()
     outcome = (episode.reward, episode.error, episode.turns, episode.tries, episode.output)
-    values = (*outcome, episode.turn_rewards.tolist())
-    return msgspec.msgpack.encode(_Wire(played.oldest_version, *values, header, list(map(bytes, buffers))))
+    rewards = episode.turn_rewards.tolist()
+    return msgspec.msgpack.encode((played.oldest_version, *outcome, rewards, header, [*map(bytes, buffers)]))
 
 
 def _unpacked(recorded: bytes) -> _Played:
     wire = msgspec.msgpack.decode(recorded, type=_Wire)
-    rows = Batch.from_wire(wire.header, wire.buffers)
-    turn_rewards = np.array(wire.turn_rewards, np.float32)
-    episode = Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output, turn_rewards)
-    return _Played(episode, wire.oldest_version)
+    oldest, reward, error, turns, tries, output, rewards, header, buffers = wire
+    rows, turn_rewards = Batch.from_wire(header, buffers), np.array(rewards, np.float32)
+    return _Played(Episode(rows, reward, error, turns, tries, output, turn_rewards), oldest)
 
 
 class Agents(ResumingSampler):

@@ -26,6 +26,7 @@ from meshrl.tasks.episodes import Episodes
 from meshrl.tasks.function import (
     RewardConfig,
     RewardFunction,
+    awaited,
     from_trl,
     gathered,
     in_thread,
@@ -34,7 +35,7 @@ from meshrl.tasks.function import (
     try_reward,
 )
 from meshrl.tasks.sandbox import code_tests
-from meshrl.tasks.sources import MessageTemplate, Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import answer_pairs, labelled, labelled_steps, least_margins, mismatched, rejected_answers
 from meshrl.tasks.task import Task, counted, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
 
@@ -54,7 +55,6 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episodes",
-    "MessageTemplate",
     "PromptEvent",
     "Ranges",
     "RewardConfig",
@@ -65,6 +65,7 @@ __all__ = [
     "TaskConfig",
     "answer_pairs",
     "as_ranges",
+    "awaited",
     "code_tests",
     "counted",
     "data_cursor",

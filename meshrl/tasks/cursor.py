@@ -262,7 +262,6 @@ class DataCursor:
         return [number for each in self._streams if not isinstance(each, int) for number in each.unfinished]
 
     def _number(self, stream: Stream) -> int | None:
-        """Return the number of a stream. None if it is closed."""
         return next((number for number, each in enumerate(self._streams) if each is stream), None)
 
     def _record(self, what: Literal["hold", "train", "draw"], groups: Sequence[int]) -> None:

@@ -1,15 +1,5 @@
 """Environments, which answer a model turn by turn: the user's Python class, whose errors end only their episode.
 
-    class Guess:
-        def reset(self, row):                  # the task's row; returns the first prompt
-            self.number = row["number"]
-            return "guess 1 to 9>"
-
-        async def step(self, completion):      # plain or async
-            if int(completion) == self.number:
-                return "", 1.0, True           # observation, reward, done
-            return "higher>", 0.0, False
-
 `environment.source` names the class.
 """
 
@@ -29,7 +19,7 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
-from meshrl.tasks.function import RewardFunction, gathered, load_function
+from meshrl.tasks.function import RewardFunction, awaited, gathered, load_function
 from meshrl.tasks.sources import Row
 from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
@@ -120,7 +110,7 @@ class FunctionEnvironment(Environment):
             row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
             try:
                 instance = self._instances[numbers[index]] = self._make()
-                return _text(await _awaited(instance.reset(row)), "reset"), None
+                return _text(await awaited(instance.reset(row)), "reset"), None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
                 return str(prompts[index]), await self._fail(numbers[index], error)
@@ -137,7 +127,7 @@ class FunctionEnvironment(Environment):
             if number not in self._instances:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
-                answer = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
+                answer = _checked(await awaited(self._instances[number].step(str(texts[index]))))
             except RAISED as error:
                 unless_cancelled(error)
                 return ("", 0.0, True), await self._fail(number, error)
@@ -164,7 +154,7 @@ class FunctionEnvironment(Environment):
         try:
             close: Callable[[], object] | None = getattr(instance, "close", None)
             if close is not None:
-                await _awaited(close())
+                await awaited(close())
         except RAISED as error:
             unless_cancelled(error)
             return self._errors.told(error)
@@ -187,7 +177,7 @@ class _OneTurn:
         return str(row["prompt"])
 
     async def step(self, completion: str) -> Step:
-        return "", finite(await _awaited(self._function(str(self._row["prompt"]), completion, self._row))), True
+        return "", finite(await awaited(self._function(str(self._row["prompt"]), completion, self._row))), True
 
 
 class Retry:
@@ -248,10 +238,6 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
 
 def _numbers(batch: Batch) -> list[int]:
     return cast("list[int]", batch.row("episode").tolist())
-
-
-async def _awaited(value: object) -> object:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _text(value: object, what: str) -> str:

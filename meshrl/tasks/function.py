@@ -248,15 +248,17 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
     return await asyncio.wrap_future(result)
 
 
+async def awaited(value: object) -> object:
+    """Return a value, or what it gives when it is awaited."""
+    return await value if inspect.isawaitable(value) else value
+
+
 async def boundary(
     function: RewardFunction, prompt: str, completion: str, row: Row
 ) -> tuple[float, BaseException | None]:
     """Return the reward, or 0.0 and the function's exception, or the error of an invalid result."""
     try:
-        value = function(prompt, completion, row)
-        if inspect.isawaitable(value):
-            value = await value
-        return finite(value), None
+        return finite(await awaited(function(prompt, completion, row))), None
     except RAISED as error:  # a user's function may raise anything, which is recorded
         unless_cancelled(error)
         return 0.0, error

@@ -33,7 +33,7 @@ from pydantic import Field
 from meshrl import log
 from meshrl.config import Config
 from meshrl.errors import ConfigError
-from meshrl.tasks import sandbox_kernel
+from meshrl.tasks import sandbox_worker
 
 Outcome: TypeAlias = Literal["passed", "failed", "timeout", "memory", "error"]
 """`passed`: all tests held. `failed`: the code or a test raised, or ended the process. `timeout`, `memory`: a limit was
@@ -100,7 +100,7 @@ _POOL: Final = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "meshrl-sandbox")
 _SPACES: Final = ("--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
 _OWN_USER: Final = ("--user", "--map-current-user", "--keep-caps")
 _TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 -- named to hide them
-_CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
+_CHILD: Final = str(sandbox_worker.__file__)
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
 """The first of the unused user ids. As root, each sandbox gets another one, so its processes count separately."""
@@ -116,7 +116,7 @@ def enforced() -> Enforced:
     """Return the limits that hold on this machine. It tries them once for each process, and logs missing ones."""
     root = sys.platform == "linux" and os.getuid() == 0
     limits = Enforced(
-        _spaces(root), sandbox_kernel.landlock_version() > 0, sandbox_kernel.architecture() is not None, root
+        _spaces(root), sandbox_worker.landlock_version() > 0, sandbox_worker.architecture() is not None, root
     )
     held = {
         "namespaces (its files are bounded one by one, and processes count with this user's)": limits.prefix,
@@ -187,7 +187,7 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
     other_user = held.other_user and "--user" not in held.prefix
     uid = _FIRST_UID + secrets.randbelow(1 << 29) if other_user else 0
     if not (held.files or other_user):
-        sandbox_kernel.hide()
+        sandbox_worker.hide()
     read_end, write_end = os.pipe()  # held by the judge, so that code cannot replace it
     folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
     try:
@@ -201,11 +201,11 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
             "code": code,
             "tests": tests,
             "result": write_end,
-            "secret": secret,
-            "uid": uid,
-            "reads": bool(uid) and not _is_python_for_all(),
+            "secret": secret,  # precedes the outcome, so that the code cannot report its own
+            "uid": uid,  # the user to become, or 0
+            "reads": bool(uid) and not _is_python_for_all(),  # that user may still read every file
             "spaces": bool(held.prefix),
-            "own_count": bool(uid or held.prefix),
+            "own_count": bool(uid or held.prefix),  # this user's processes are those of the sandbox alone
             "hidden": ["/dev/shm", *(() if held.files else _without_python(_TEMPORARY))],  # noqa: S108
             "timeout": limits.timeout,
             "memory": limits.memory_mib << 20,

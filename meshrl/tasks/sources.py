@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from random import Random
-from typing import Annotated, Final, Literal, Protocol, cast, get_type_hints
+from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
 import msgspec
 from pydantic import Field, JsonValue
@@ -241,19 +241,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         ) from error
 
 
-class _Kind(Protocol):
-    """A type of pyarrow, which has no annotations."""
-
-    num_fields: int
-
-    def field(self, index: int) -> "_Field": ...
-
-
-class _Field(Protocol):
-    type: _Kind
-
-
-def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[_Kind]) -> None:
+def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[Any]) -> None:
     """Raise DataError if a column has a type that rows cannot hold, or if two have the same name."""
     for name, kind in zip(names, kinds, strict=True):
         if names.count(name) > 1:
@@ -265,7 +253,7 @@ def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[_Kind]) -> 
             )
 
 
-def _alien(kind: _Kind) -> str:
+def _alien(kind: Any) -> str:
     """Return the part of a column's type that rows cannot hold. Empty if there is none."""
     from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
 

@@ -141,7 +141,6 @@ def _read_steps(number: int, row: Row, key: str, labels_key: str) -> tuple[tuple
 
 
 def _texts(batch: Batch) -> list[tuple[str, str]]:
-    """Return the answer and the prompt of each row."""
     return list(zip(map(str, batch.objects("answer")), map(str, batch.objects("prompt")), strict=True))
 
 

@@ -1,18 +1,13 @@
 """Environments of the library `verifiers`, run by the library's own rollout.
 
-    [task]
-    source = "verifiers:ENV_ID"
-    [agent]
-    source = "verifiers:ENV_ID"
-
 The library provides stop conditions, tools, state and rubric. It talks to the gateway through its own client.
 """
 
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Final, Protocol, cast
+from typing import Any, Final, cast
 
 from meshrl.errors import ConfigError, DataError, described
 
@@ -20,24 +15,6 @@ NAME: Final = "verifiers"
 _KNOWN: Final = "0.3"
 _INSTALL: Final = "pip install 'meshrl[verifiers]'"
 _Options = Mapping[str, object]
-
-
-class _Rubric(Protocol):
-    async def score_rollout(self, state: Mapping[str, object]) -> None: ...
-    async def cleanup(self, state: Mapping[str, object]) -> None: ...
-
-
-class _Environment(Protocol):
-    """The members of `verifiers.Environment` that are used here."""
-
-    rubric: _Rubric
-    score_rollouts: bool
-    requires_group_rollouts: bool
-
-    def get_dataset(self, n: int = -1) -> Iterable[Mapping[str, object]]: ...
-    async def rollout(
-        self, given: Mapping[str, object], client: object, model: str, sampling_args: _Options, /
-    ) -> Mapping[str, object]: ...
 
 
 def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str, object]]:
@@ -70,13 +47,13 @@ def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str
             f"{source}: its rubric judges the rollouts of a prompt together, but meshrl judges each episode alone: "
             "use its reward functions for single rollouts"
         )
-    adapt = cast("Callable[[object], object]", import_module(f"{NAME}.clients").OpenAIChatCompletionsClient)
+    adapt = import_module(f"{NAME}.clients").OpenAIChatCompletionsClient
 
     async def solve(client: object, row: Mapping[str, object]) -> float:
         given = row.get(NAME)
         if not isinstance(given, dict):
             raise DataError(f'the row has no {NAME!r}: set task.source = "{source}", as of the environment')
-        state = await environment.rollout(cast("dict[str, object]", given), adapt(client), "policy", {})
+        state = await environment.rollout(given, adapt(client), "policy", {})
         try:
             error = state.get("error")
             if isinstance(error, Exception):
@@ -91,7 +68,7 @@ def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str
     return solve
 
 
-def _load(env_id: str, options: _Options) -> _Environment:
+def _load(env_id: str, options: _Options) -> Any:
     source = f"{NAME}:{env_id}"
     try:
         library = import_module(NAME)
@@ -107,27 +84,31 @@ def _load(env_id: str, options: _Options) -> _Environment:
         **{**vars(signal), "signal": lambda *_: None}
     )
     try:
-        return cast("Callable[..., _Environment]", library.load_environment)(env_id, **options)
+        return library.load_environment(env_id, **options)
     except Exception as error:
         raise ConfigError(f"{source}: cannot be loaded with options {dict(options)}: {described(error)}") from error
 
 
-def _conversation(messages: object) -> list[tuple[str, str]]:
+def _conversation(messages: Any) -> list[tuple[str, str]]:
     """Return the role and the text of each message."""
     if isinstance(messages, str):
         return [("text", messages)]
-    return [_role_and_text(each) for each in cast("Iterable[object]", messages)]
+    return [_role_and_text(_fields(each)) for each in messages]
 
 
-def _role_and_text(message: object) -> tuple[str, str]:
-    fields = cast("Mapping[str, object]", message if isinstance(message, Mapping) else vars(message))
-    role, content = str(fields["role"]), fields.get("content")
-    parts = cast("Iterable[object]", content) if isinstance(content, list) else ()
-    return role, content if isinstance(content, str) else "".join(map(_part, parts))
+def _fields(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else vars(value)
+
+
+def _role_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
+    role, content = str(message["role"]), message.get("content")
+    if isinstance(content, str):
+        return role, content
+    return role, "".join(map(_part, content)) if isinstance(content, list) else ""
 
 
 def _part(part: object) -> str:
-    fields = cast("Mapping[str, object]", part if isinstance(part, Mapping) else vars(part))
+    fields = _fields(part)
     if fields.get("type") != "text":
         raise TypeError(f"a message has a part of type {fields.get('type')!r}, and only text is read")
     return str(fields["text"])

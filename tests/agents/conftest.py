@@ -54,14 +54,11 @@ SPECIAL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|
 
 
 class ShownChat(HuggingFaceChat):
-    """It shows special tokens, too."""
-
     def __init__(self, words: Words) -> None:
         super().__init__(words)
         self.words = words
 
     def shown(self, tokens: Any) -> str:
-        """The text of tokens."""
         return str(self.words.tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
 
@@ -99,5 +96,4 @@ def qwen() -> ShownChat:
 
 @pytest.fixture(scope="session", params=SHAPES)
 def each_chat(request: pytest.FixtureRequest) -> ShownChat:
-    """Of each shape."""
     return chat_of(request.param)

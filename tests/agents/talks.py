@@ -19,35 +19,28 @@ SAMPLING = Sampling(max_tokens=1000)
 
 @dataclass
 class Talk:
-    """A session of a gateway, and its client."""
-
     gateway: Gateway
     session: Session
     client: openai.AsyncOpenAI
     sampler: Any = None
 
     async def ask(self, messages: Any = (USER,), **more: Any) -> Any:
-        """Ask for the answer to messages."""
         return await self.client.chat.completions.create(model="any", messages=messages, **more)
 
     async def complete(self, prompt: str, **more: Any) -> Any:
-        """Ask for the text after another."""
         return await self.client.completions.create(model="any", prompt=prompt, **more)
 
     def rows(self) -> Batch:
-        """What was recorded; the session is closed."""
         return self.gateway.close(self.session)
 
 
 def client_of(gateway: Gateway, url: str, key: str) -> openai.AsyncOpenAI:
-    """The real client of a session, without a network."""
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
     return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 
 
 @asynccontextmanager
 async def opened(gateway: Gateway, sampling: Sampling = SAMPLING, sampler: Any = None) -> AsyncGenerator[Talk]:
-    """A new session."""
     session = gateway.open(sampling)
     async with client_of(gateway, session.url, session.token) as client:
         yield Talk(gateway, session, client, sampler)
@@ -57,8 +50,6 @@ Program: TypeAlias = Callable[[Talk], Coroutine[Any, Any, None]]
 
 
 def talking(says: Any) -> Callable[[Program], Callable[[], None]]:
-    """A test that is a program, to which the model says a script; or a sampler of this class."""
-
     def made(program: Program) -> Callable[[], None]:
         async def main() -> None:
             sampler = says() if isinstance(says, type) else ScriptedSampler(says)
@@ -77,6 +68,5 @@ def talking(says: Any) -> Callable[[Program], Callable[[], None]]:
 
 
 async def served(agent: Agent, *script: str) -> Episode:
-    """An episode behind a server, in which the model says the script."""
     async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
         return await agent.play(gateway, ROW, Sampling(max_tokens=100))

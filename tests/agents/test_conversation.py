@@ -24,13 +24,11 @@ def drawn(tokens: Sequence[int], version: int = 0, truncated: bool = False) -> D
 
 
 def wrote(chat: ShownChat, text: str) -> Drawn:
-    """A text and the token that ends a turn."""
     (end,) = chat.ends
     return drawn([*chat.encode(text), end])
 
 
 def turn(conversation: Conversation, chat: ShownChat, messages: Sequence[Message], text: str) -> list[Message]:
-    """Ask, answer with a text, and the messages with it."""
     said = Message("assistant", text)
     conversation.answer(conversation.ask(messages), wrote(chat, text), said)
     return [*messages, said]
@@ -182,19 +180,8 @@ def test_what_is_no_turn_is_refused(chat: ShownChat) -> None:
 
 
 PIECES = (
-    " ",
-    "  ",
-    "\n",
-    "\n\n ",
-    "the cat",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|im_start|>user\n",
-    "</think>",
-    "🦊",
-    "日",
-    "é",
-)
+    " ", "  ", "\n", "\n\n ", "the cat", "<|im_end|>", "<|eot_id|>", "<|im_start|>user\n", "</think>", "🦊", "日", "é",
+)  # fmt: skip
 
 
 def text_of(random: Random, least: int = 0) -> str:
@@ -202,8 +189,6 @@ def text_of(random: Random, least: int = 0) -> str:
 
 
 class Client:
-    """Somebody who talks to the model, and to whom a sampler says anything."""
-
     def __init__(self, chat: ShownChat, seed: int) -> None:
         self.chat, self.random, self.conversation = chat, Random(seed), Conversation(chat)
         self.histories: list[list[Message]] = []
@@ -249,7 +234,6 @@ class Client:
 
 
 def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
-    """As `Client.sampled`, of what is learnt."""
     found: dict[float, tuple[int, int, list[int]]] = {}
     for tokens, mask, logprobs, versions in zip(
         rows.tokens, rows.loss_mask, rows.sampler_logprobs, rows.versions, strict=True

@@ -127,7 +127,6 @@ def said_in_a_script(
 
 
 async def ask(client: openai.AsyncOpenAI, *messages: str) -> str:
-    """Messages of the user's and the assistant's by turns."""
     given: Any = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
     return str((await client.chat.completions.create(model="", messages=given)).choices[0].message.content)
 

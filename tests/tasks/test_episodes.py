@@ -68,7 +68,6 @@ def games(tmp_path: Path) -> str:
 
 
 def noted(games: str) -> tuple[int, int]:
-    """How many games were made, and how many closed."""
     text = Path(games).with_name("noted").read_text("utf-8")
     return text.count("made,"), text.count("closed,")
 
@@ -122,8 +121,6 @@ async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Pa
 
 
 class Pairs(ScriptedSampler):
-    """Draws two tokens that stand for one character together, which no tokenizer would give again."""
-
     def __init__(self) -> None:
         super().__init__([])
         self.turns: list[rl.Batch] = []

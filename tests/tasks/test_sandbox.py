@@ -21,7 +21,6 @@ SHORT = LONG.model_copy(update={"timeout": 0.5})
 
 
 def zombie() -> object:
-    """A child of ours that ended and was not waited for."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -30,6 +29,7 @@ def zombie() -> object:
 
 async def test_code_that_passes_fails_and_raises() -> None:
     assert (await run_tests(ADD, TESTS)).outcome == "passed"
+    assert (await run_tests("import importlib", ["importlib.util.find_spec('json')"])).outcome == "passed"
     wrong = await run_tests(ADD.replace("+", "-"), TESTS)
     assert wrong.outcome == "failed"
     assert "AssertionError" in wrong.output

@@ -55,7 +55,6 @@ def test_a_parquet_file(tmp_path: Path) -> None:
 
 
 def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
-    """Those that the quickstarts' figures were made with."""
     options = {"min_word_len": 4, "max_word_len": 7, "size": 300, "seed": 5}
     own = TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}>", held_out=9)
     other = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=9)

@@ -3,6 +3,7 @@
 Tokens and log-probs travel as bytes: int32, float32. Importable without torch.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,8 @@ CACHE: Final = "kv_cache"
 """Engines' names for the two parts of a GPU's memory."""
 PROBES: Final = 8
 """Most sequences of a probe."""
+CPU_CACHE_MIB: Final = 512
+"""Default size of the KV cache on a CPU."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -211,6 +214,13 @@ class Outcome(NamedTuple):
 
 IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
 """The outcome for weights that were checked before."""
+
+
+def set_environment(asked: Start) -> None:
+    """Set the variables that each engine and torch read at import."""
+    os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
+    if asked.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
 
 
 class Engine(Protocol):

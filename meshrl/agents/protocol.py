@@ -1,0 +1,462 @@
+"""OpenAI's protocol: requests of three kinds, read into one form, and the answers to them, whole or streamed.
+
+Unknown fields are ignored. `temperature`, `top_p` and `seed` are ignored too: the run sets them, because the policy
+learns from its log-probs. `/v1/responses` is another form of the same conversation: an assistant's message and the tool
+calls that follow it form one message, as they were drawn.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
+from meshrl.agents.conversation import Drawn
+from meshrl.errors import DataError
+
+MODEL: Final = "policy"
+"""The model's name."""
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+_Json: TypeAlias = dict[str, Any]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of any kind."""
+
+    prompt: str | Sequence[Message]
+    """A text to continue, or the messages."""
+    limit: int | None
+    """Limit of an answer, in tokens."""
+    tools: Sequence[Tool] = ()
+    count: int = 1
+    """Number of answers."""
+    stops: Sequence[str] = ()
+    """Texts that end an answer."""
+    usage: bool = False
+    """True if a stream ends with the usage."""
+    logprobs: bool = False
+    """True if the answer has the log-prob of each token."""
+
+    def said(self, text: str, new_id: Callable[[], str]) -> Message | str:
+        """Return what the client gets of the model's text. `new_id`: makes the id of a tool call."""
+        return text if isinstance(self.prompt, str) else message_of(text, self.tools, new_id)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer to a request."""
+
+    said: Message | str
+    """What the client gets: a message, or the completion of a text."""
+    drawn: Drawn
+
+    @property
+    def reason(self) -> str:
+        """The finish reason."""
+        if self.drawn.truncated:
+            return "length"
+        return "tool_calls" if isinstance(self.said, Message) and self.said.tool_calls else "stop"
+
+
+@dataclass(frozen=True)
+class Reply(ABC):
+    """The answer to a request."""
+
+    asked: Asked
+    id: str
+    choices: Sequence[Choice]
+    prompt_tokens: int
+    chat: Chat
+    """Decodes the tokens whose log-probs are returned."""
+
+    @abstractmethod
+    def whole(self) -> _Json:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def events(self) -> Iterator[_Json | bytes]:
+        """The answer in pieces, each a value or its JSON."""
+
+    def _usage(self, prompt: str, drawn: str) -> _Json:
+        """The numbers of tokens, under these names and `total_tokens`."""
+        count = sum(len(choice.drawn.tokens) for choice in self.choices)
+        return {prompt: self.prompt_tokens, drawn: count, "total_tokens": self.prompt_tokens + count}
+
+
+class CompletionReply(Reply):
+    """The answer to `/v1/chat/completions` or `/v1/completions`."""
+
+    def whole(self) -> _Json:
+        """The answer in one piece."""
+        name = "text" if self._is_text else "message"
+        choices = [
+            self._choice(index, choice, {name: _content(choice.said)}) for index, choice in enumerate(self.choices)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, **self._counts}
+
+    def events(self) -> Iterator[_Json | bytes]:
+        """The answer in pieces."""
+        head = self._head("chat.completion.chunk") | ({"usage": None} if self.asked.usage else {})
+        for index, choice in enumerate(self.choices):
+            for piece in self._pieces(index, choice):
+                yield {**head, "choices": [piece]}
+        if self.asked.usage:
+            yield {**head, "choices": [], **self._counts}
+        yield b"[DONE]"
+
+    @property
+    def _is_text(self) -> bool:
+        return isinstance(self.asked.prompt, str)
+
+    @property
+    def _counts(self) -> _Json:
+        return {"usage": self._usage("prompt_tokens", "completion_tokens")}
+
+    def _head(self, kind: str) -> _Json:
+        return {"id": self.id, "object": "text_completion" if self._is_text else kind, "created": 0, "model": MODEL}
+
+    def _choice(self, index: int, choice: Choice, content: _Json, ends: bool = True) -> _Json:
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(choice.drawn) if ends and self.asked.logprobs else None,
+            "finish_reason": choice.reason if ends else None,
+        }
+
+    def _logprobs(self, drawn: Drawn) -> _Json:
+        tokens, logprobs = [self.chat.decode([token]) for token in drawn.tokens.tolist()], drawn.logprobs.tolist()
+        if self._is_text:
+            return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
+        content = [
+            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+        return {"content": content}
+
+    def _pieces(self, index: int, choice: Choice) -> Iterator[_Json]:
+        content = _content(choice.said)
+        if isinstance(content, str):
+            yield self._choice(index, choice, {"text": content})
+            return
+        calls = content.pop("tool_calls", [])
+        yield self._choice(index, choice, {"delta": content}, ends=False)
+        if calls:
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            yield self._choice(index, choice, {"delta": {"tool_calls": numbered}}, ends=False)
+        yield self._choice(index, choice, {"delta": {}})
+
+
+def _content(said: Message | str) -> Any:
+    if isinstance(said, str):
+        return said
+    message: _Json = {"role": said.role, "content": said.content or (None if said.tool_calls else "")}
+    if said.tool_calls:
+        message["tool_calls"] = msgspec.to_builtins(said.tool_calls)
+    return message
+
+
+class ResponsesReply(Reply):
+    """The answer to `/v1/responses`."""
+
+    def whole(self) -> _Json:
+        """The answer in one piece."""
+        usage = self._usage("input_tokens", "output_tokens")
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        status = "incomplete" if self.choices[0].drawn.truncated else "completed"
+        return {**self._head(status, self._output()), "usage": dict(sorted((usage | details).items()))}
+
+    def events(self) -> Iterator[_Json | bytes]:
+        """The answer in pieces."""
+        return ({**event, "sequence_number": number} for number, event in enumerate(self._events()))
+
+    def _head(self, status: str, output: Sequence[_Json]) -> _Json:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": 0,
+            "model": MODEL,
+            "status": status,
+            "output": output,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+        }
+
+    def _output(self) -> list[_Json]:
+        said = self.choices[0].said
+        text, calls = (said, ()) if isinstance(said, str) else (said.content, said.tool_calls)
+        part: _Json = {"type": "output_text", "text": text, "annotations": []}
+        message: _Json = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": [part]}
+        items: list[_Json] = [message] if text or not calls else []
+        for call in calls:
+            head: _Json = {"type": "function_call", "id": f"fc_{self.id}_{call.id}", "call_id": call.id}
+            items.append({**head, "name": call.function.name, "arguments": call.function.arguments})
+        return [{**item, "status": "completed"} for item in items]
+
+    def _events(self) -> Iterator[_Json]:
+        yield {"type": "response.created", "response": self._head("in_progress", [])}
+        for index, item in enumerate(self._output()):
+            place: _Json = {"output_index": index, "item_id": item["id"]}
+            emptied: _Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
+            begun = {**item, **emptied, "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+            for kind, fields in _grown(item):
+                yield {"type": f"response.{kind}", **place, **fields}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        ended = self.whole()
+        yield {"type": f"response.{ended['status']}", "response": ended}
+
+
+def _grown(item: _Json) -> Iterator[tuple[str, _Json]]:
+    """The events between an item's beginning and its end."""
+    if item["type"] == "function_call":
+        arguments = item["arguments"]
+        yield "function_call_arguments.delta", {"delta": arguments}
+        yield "function_call_arguments.done", {"name": item["name"], "arguments": arguments}
+        return
+    (part,), place = item["content"], {"content_index": 0}
+    yield "content_part.added", {**place, "part": {**part, "text": ""}}
+    yield "output_text.delta", {**place, "delta": part["text"], "logprobs": []}
+    yield "output_text.done", {**place, "text": part["text"], "logprobs": []}
+    yield "content_part.done", {**place, "part": part}
+
+
+class EventStream(Response):
+    """Server-sent events. A client that reads nothing for the time limit is disconnected."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Iterable[_Json | bytes], seconds: float) -> None:
+        super().__init__(None, headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._events = [event if isinstance(event, bytes) else msgspec.json.encode(event) for event in events]
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events. Each waits until the client has read the previous ones."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for event in self._events:
+            body = b"data: " + event + b"\n\n"
+            async with asyncio.timeout(self._seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def json_response(status: int, body: _Json, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with a JSON body."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def error_response(status: int, message: str, code: str | None = None) -> Response:
+    """An error response in OpenAI's form."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    text = message.encode(errors="backslashreplace").decode()
+    error = {"message": text, "type": kind, "param": None, "code": code}
+    return json_response(status, {"error": error}, {"retry-after": "1"} if status == 429 else None)
+
+
+class Part(msgspec.Struct):
+    """A part of a message: a text, or content that the samplers cannot read."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+    """The text of a refusal by another model."""
+
+
+_Content: TypeAlias = str | list[Part] | None
+
+
+def _text_of(content: _Content) -> str:
+    """Return the text. Raises DataError for other content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    other = next((part.type for part in content if part.type not in _TEXTS), None)
+    if other is not None:
+        raise DataError(f"a message has a part of type {other!r}, and only text is read")
+    return "".join(part.text or part.refusal for part in content)
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def read(self) -> Message:
+        calls = tuple(self.tool_calls or ())
+        return Message(self.role, _text_of(self.content), self.name, calls, self.tool_call_id)
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class OpenAIRequest(msgspec.Struct, kw_only=True):
+    """The fields of every kind of request."""
+
+    model: str
+    """Ignored: the policy always answers."""
+    stream: bool | None = None
+    reply: ClassVar[type[Reply]] = CompletionReply
+
+    def read(self) -> Asked:
+        """Return the request. Raises DataError for unsupported features."""
+        raise NotImplementedError
+
+
+class _Completed(OpenAIRequest, kw_only=True):
+    n: _Choices | None = None
+    stop: str | list[str] | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: _Count | None = None
+
+    def _asked(
+        self, prompt: str | Sequence[Message], limit: int | None, tools: Sequence[Tool], *, logprobs: bool
+    ) -> Asked:
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        usage = self.stream_options is not None and self.stream_options.include_usage
+        return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs)
+
+
+class ChatRequest(_Completed, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    tools: list[_Json] | None = None
+    tool_choice: str | _Json | None = None
+    response_format: _Json | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def read(self) -> Asked:
+        """Return the request. Raises DataError for unsupported features."""
+        if self.top_logprobs:
+            raise DataError("top_logprobs: only the sampled token's log-prob is available: set this to 0")
+        if self.response_format and self.response_format.get("type", "text") != "text":
+            raise DataError("response_format: what the model writes is not constrained: take text")
+        messages, tools = [each.read() for each in self.messages], _offered(self.tools, self.tool_choice)
+        return self._asked(messages, self.max_completion_tokens or self.max_tokens, tools, logprobs=bool(self.logprobs))
+
+
+class CompletionRequest(_Completed, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: str | list[str]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def read(self) -> Asked:
+        """Return the request. Raises DataError for unsupported features."""
+        if self.echo:
+            raise DataError("echo: an answer does not repeat the prompt: leave it out")
+        if self.logprobs:
+            raise DataError("logprobs: only the sampled token's log-prob is available: set this to 0")
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(texts) != 1:
+            raise DataError(f"prompt: there are {len(texts)}: give one text, and send one request per prompt")
+        return self._asked(texts[0], self.max_tokens, (), logprobs=self.logprobs is not None)
+
+
+class _Item(msgspec.Struct):
+    type: str = "message"
+    role: str | None = None
+    content: _Content = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: _Content = ""
+
+    def read(self) -> Message:
+        if self.type == "function_call":
+            call = ToolCall(id=self.call_id, function=Function(self.name, self.arguments))
+            return Message("assistant", tool_calls=(call,))
+        if self.type == "function_call_output":
+            return Message("tool", _text_of(self.output), tool_call_id=self.call_id)
+        if self.type != "message" or self.role not in ("system", "developer", "user", "assistant"):
+            raise DataError(
+                f"the input has an item of type {self.type!r} and role {self.role!r}: messages of system, developer, "
+                "user and assistant are read, function_call and function_call_output"
+            )
+        return Message(self.role, _text_of(self.content))
+
+
+class _Tool(msgspec.Struct, omit_defaults=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: _Json | None = None
+
+    def read(self) -> Tool:
+        """Return the tool as chat templates read it. Raises DataError for tools that OpenAI hosts."""
+        if self.type != "function":
+            raise DataError(f"tools: {self.type!r} is not served: give tools of type function, which the program runs")
+        function = {name: value for name, value in msgspec.to_builtins(self).items() if name != "type"}
+        return {"type": "function", "function": function}
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
+class ResponsesRequest(OpenAIRequest, kw_only=True):
+    """`/v1/responses`."""
+
+    input: str | list[_Item]
+    instructions: str | None = None
+    max_output_tokens: _Count | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _Json | None = None
+    text: _Text | None = None
+    previous_response_id: str | None = None
+    reply: ClassVar[type[Reply]] = ResponsesReply
+
+    def read(self) -> Asked:
+        """Return the request. Raises DataError for unsupported features."""
+        if self.previous_response_id is not None:
+            raise DataError("previous_response_id: answers are not kept: give the whole conversation as input")
+        if self.text and self.text.format and self.text.format.type != "text":
+            raise DataError("text.format: what the model writes is not constrained: take text")
+        items = [Message("user", self.input)] if isinstance(self.input, str) else [each.read() for each in self.input]
+        messages = [] if self.instructions is None else [Message("system", self.instructions)]
+        for item in items:
+            if messages and item.tool_calls and messages[-1].role == "assistant":
+                calls = (*messages[-1].tool_calls, *item.tool_calls)
+                messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+            else:
+                messages.append(item)
+        tools = _offered([tool.read() for tool in self.tools or ()], self.tool_choice)
+        return Asked(messages, self.max_output_tokens, tools)
+
+
+def _offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
+    """The tools that the model may call. Raises DataError if the request forces a call."""
+    if choice not in (None, "auto", "none"):
+        raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
+    return () if choice == "none" else tools or ()
+
+
+def decoded(body: bytes, kind: type[OpenAIRequest]) -> OpenAIRequest:
+    """Parse a request. Raises DataError that names the invalid field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"the body is no such request: {error}") from error
