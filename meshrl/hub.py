@@ -7,6 +7,7 @@ import errno
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self, TypeAlias, cast
 
@@ -112,30 +113,25 @@ def explained(text: str, kind: Kind, before: str = "", offline: str = "") -> Gen
         from huggingface_hub import constants, errors  # noqa: PLC0415 -- an extra, and slow to import
     except ImportError as error:
         raise refused(f"{kind} {text!r}: the hub needs huggingface_hub: pip install 'meshrl[torch]'") from error
-    where = f"{kind} {text!r}: {before}{constants.ENDPOINT}"
+    name, where = text.partition("@")[0], f"{kind} {text!r}: {before}{constants.ENDPOINT}"
+    page = f"{constants.ENDPOINT}/{name}"
+    reasons: Mapping[type, str] = {
+        errors.GatedRepoError: f"gives it to those who accepted its terms: accept them at {page}, then {_LOGIN}",
+        errors.RevisionNotFoundError: "has no such revision of it: give an existing branch, tag or commit",
+        errors.RepositoryNotFoundError: f"has none of this name that you may see: correct the name, or {_LOGIN}",
+    }
     try:
         yield
-    except errors.GatedRepoError as error:
-        page = f"{constants.ENDPOINT}/{text.partition('@')[0]}"
-        raise refused(
-            f"{where} gives it to those who accepted its terms: accept them at {page}, then {_LOGIN}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise refused(f"{where} has no such revision of it: give an existing branch, tag or commit") from error
-    except errors.RepositoryNotFoundError as error:
-        raise refused(f"{where} has none of this name that you may see: correct the name, or {_LOGIN}") from error
     except errors.HfHubHTTPError as error:
-        raise refused(f"{where} refuses: {_first_line(error)}") from error
+        known = (reasons[each] for each in type(error).__mro__ if each in reasons)
+        raise refused(f"{where} {next(known, f'refuses: {_first_line(error)}')}") from error
     except errors.HFValidationError as error:
         raise refused(f"{kind} {text!r}: {_first_line(error)}") from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
         if getattr(error, "errno", None) in _OF_DISKS:
             raise refused(f"{where}: its files cannot be kept in {constants.HF_HUB_CACHE}: {error}") from error
-        cached = (
-            ", and the files are not in the cache: fetch them once with a network, "
-            f"`hf download {text.partition('@')[0]}`, or name a folder"
-        )
-        raise refused(f"{where} does not answer, or HF_HUB_OFFLINE is set{offline or cached}") from error
+        cached = f", and the files are not in the cache: fetch them once with a network, `hf download {name}`, or name"
+        raise refused(f"{where} does not answer, or HF_HUB_OFFLINE is set{offline or f'{cached} a folder'}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -164,8 +160,5 @@ def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = No
             pinned(text, "dataset")  # raises, with the reason
             raise
         except (ValueError, TypeError) as error:
-            raise DataError(f"dataset {text!r}: {str(error).partition(chr(10))[0]}") from error
-        for number, row in enumerate(found):
-            if number == rows:
-                return
-            yield dict(row)
+            raise DataError(f"dataset {text!r}: {_first_line(error)}") from error
+        yield from map(dict, islice(found, rows))

@@ -14,12 +14,10 @@ class _Screen:
     """sys.stderr, which rich replaces while its progress line is live. A pager that was closed does not end a run."""
 
     def write(self, text: str) -> None:
-        """Write, if somebody reads it."""
         with suppress(BrokenPipeError):
             sys.stderr.write(text)
 
     def flush(self) -> None:
-        """Flush, likewise."""
         with suppress(BrokenPipeError):
             sys.stderr.flush()
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import structlog
 
-from meshrl.cli import configurations, estimates, launching, model_servers, results
+from meshrl.cli import configurations, launching, model_servers, results
 from meshrl.cli.application import app, show_error
 from meshrl.errors import MeshrlError
 from meshrl.log import SCREEN, processors
 
-__all__ = ["app", "configurations", "estimates", "launching", "main", "model_servers", "results"]
+__all__ = ["app", "configurations", "launching", "main", "model_servers", "results"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,18 +9,7 @@ import typer
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
 from meshrl.run import Job, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
-from meshrl.run.launch import (
-    SSH,
-    Pods,
-    SlurmOptions,
-    SshCluster,
-    files_beside,
-    needs_of,
-    ray_job,
-    slurm_script,
-    submit,
-    yaml_text,
-)
+from meshrl.run.launch import SSH, Pods, SshCluster, files_beside, needs_of, ray_job, slurm_script, submit, yaml_text
 
 launch: typer.Typer = typer.Typer(
     help="Run on several machines, with SLURM, with KubeRay, or over ssh.", no_args_is_help=True
@@ -51,8 +40,7 @@ def slurm(
 ) -> None:
     """Write an sbatch script that starts Ray on the job's nodes and runs a configuration there."""
     given, job = _job(config, overrides)
-    options = SlurmOptions(gpus_per_node, cpus_per_node, nodes, sbatch or [])
-    text = slurm_script(job.run.name, given, needs_of(job), options)
+    text = slurm_script(job.run.name, given, needs_of(job), gpus_per_node, cpus_per_node, nodes, sbatch or [])
     file = out or Path(f"{job.run.name}.sbatch")
     write(file, text.encode())
     typer.echo(submit(file) if hand_in else f"submit it with: sbatch {file}")

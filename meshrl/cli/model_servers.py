@@ -113,8 +113,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     python: Annotated[
-        str | None,
-        typer.Option(help="Path of the Python that has the server. Default: this Python, not the run's."),
+        str | None, typer.Option(help="Path of the Python that has the server. Default: this Python, not the run's.")
     ] = None,
 ) -> None:
     """Serve a run's newest model or checkpoint through an OpenAI-compatible API, until Ctrl-C."""

@@ -153,7 +153,6 @@ def compare_runs(
 
 
 def _show_comparison(comparison: Comparison) -> None:
-    """Show how the settings and results of groups of runs differ."""
     groups = (Column(escape(name), overflow="fold") for name in comparison.groups)
     table = Table(Column(no_wrap=True), *groups, box=None, header_style="bold")
     for key, values in comparison.settings.items():

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -46,6 +46,15 @@ def dotted(path: Sequence[str | int]) -> str:
     return text.removeprefix(".")
 
 
+def leaves(value: object, above: Keys = ()) -> Iterator[tuple[Keys, object]]:
+    """Yield each value in nested tables, with the keys that lead to it. An empty table is a value."""
+    if isinstance(value, Mapping) and value:
+        for key, below in cast("Mapping[str, object]", value).items():
+            yield from leaves(below, (*above, str(key)))
+    else:
+        yield above, value
+
+
 def shown(value: object) -> str:
     """Return a value as error messages show it."""
     if isinstance(value, bool):
@@ -73,28 +82,20 @@ def is_overridden(path: Keys, overridden: Collection[str]) -> bool:
     return any(key == each or key.startswith((f"{each}.", f"{each}[")) for each in overridden)
 
 
-def with_absolute_paths(
-    schema: type[Config], table: Mapping[str, object], folder: Path, overridden: Collection[str]
-) -> tuple[Table, list[tuple[Keys, str]]]:
-    """Return the table with absolute paths, and mistakes, each with the keys that lead there.
+class Paths:
+    """Makes the paths of tables absolute.
 
     A path starts at `folder`, or under an `overridden` key at the current folder. A path that exists only at the other
     of the two is a mistake.
     """
-    paths = _Paths(folder.resolve(), overridden)
-    return paths.in_table(schema, table, ()), paths.mistakes
-
-
-class _Paths:
-    """Replaces the relative paths of a table."""
 
     def __init__(self, folder: Path, overridden: Collection[str]) -> None:
-        self._folder = folder
-        self._here = Path.cwd()
-        self._overridden = overridden
+        self._folder, self._here, self._overridden = folder.resolve(), Path.cwd(), overridden
         self.mistakes: list[tuple[Keys, str]] = []
+        """Each with the keys that lead there."""
 
-    def in_table(self, schema: type[Config], table: Mapping[str, object], above: Keys) -> Table:
+    def in_table(self, schema: type[Config], table: Mapping[str, object], above: Keys = ()) -> Table:
+        """Return the table with absolute paths, and add to the mistakes."""
         fields = schema.model_fields
         others = schema.open_tables() if table.keys() - fields.keys() else {}
         absolute: Table = {}

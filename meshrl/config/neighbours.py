@@ -1,7 +1,7 @@
 """The names of configuration keys of TRL, verl, OpenRLHF and torchforge in meshrl."""
 
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from meshrl.config.base import Keys, dotted
+from meshrl.config.base import Keys, dotted, leaves
 
 _FILE: Final = Path(__file__).with_name("neighbours.toml")
 
@@ -49,21 +49,13 @@ def counterparts(path: Keys, value: object, known: Collection[str] | None = None
     `known`: the keys of the surrounding configuration.
     """
     hints: list[str] = []
-    for leaf in _leaves(path, value):
+    for leaf, _ in leaves(value, path):
         parts = dotted(leaf).split(".")
         names = (".".join(parts[start:]) for start in range(len(parts)))
         word = next((words[name] for name in names for words in neighbours().values() if name in words), None)
         if word:
             hints.append(word.hint(dotted(leaf), known))
     return hints
-
-
-def _leaves(path: Keys, value: object) -> Iterator[Keys]:
-    if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            yield from _leaves((*path, str(key)), below)
-    else:
-        yield path
 
 
 def _counterpart(entry: object) -> Counterpart:

@@ -9,7 +9,7 @@ from typing import Annotated, Final, NamedTuple, TypeVar, Union, cast, get_args,
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from meshrl.config.base import Config, Keys, dotted, is_config, is_overridden, shown, with_absolute_paths
+from meshrl.config.base import Config, Keys, Paths, dotted, is_config, is_overridden, shown
 from meshrl.config.neighbours import counterparts
 from meshrl.errors import ConfigError, did_you_mean, nearest
 
@@ -51,40 +51,34 @@ def _checked(
     schema: type[C], table: Mapping[str, object], source: str | Path, overrides: Sequence[str], folder: Path
 ) -> C | list[str]:
     overridden = [override.partition("=")[0].strip() for override in overrides]
-    table, misplaced = with_absolute_paths(schema, table, folder, overridden)
-    read = _read(schema, table)
-    mistakes = [*misplaced, *(read if isinstance(read, list) else ())]
-    if isinstance(read, list) or mistakes:
-        return [
-            f"{'command line' if _by_command_line(table, path, overridden) else source}: {text}"
-            for path, text in mistakes
+    paths = Paths(folder, overridden)
+    table = paths.in_table(schema, table)
+    whole, mistakes = schema.prepared(table), paths.mistakes
+    try:
+        # As JSON, because pydantic's strict mode then still turns arrays into tuples and texts into paths.
+        read = schema.model_validate_json(json.dumps(whole, default=str), strict=True)
+        if not mistakes:
+            return read
+    except ValidationError as error:
+        # A value filled in from another key is reported at that key, and so is one that would be.
+        implied = {(key,) for key in schema.implied(table) if key not in table}
+        mistakes += [
+            (path, text)
+            for path, text in mistakes_of(schema, whole, error.errors(include_url=False))
+            if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT) and path not in implied
         ]
-    return read
+    return [
+        f"{'command line' if _by_command_line(table, path, overridden) else source}: {text}" for path, text in mistakes
+    ]
 
 
 def _by_command_line(table: Mapping[str, object], path: Keys, overridden: Sequence[str]) -> bool:
     """True if the command line gave the value at these keys, or all values of the table there."""
+    if is_overridden(path, overridden):
+        return True
     value = lookup(table, path)
-    if is_overridden(path, overridden) or not isinstance(value, Mapping) or not value:
-        return is_overridden(path, overridden)
-    return all(_by_command_line(table, (*path, str(key)), overridden) for key in value)
-
-
-def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, str]]:
-    """Return the validated table, or its mistakes, each with the keys that lead there."""
-    whole = schema.prepared(table)
-    try:
-        # As JSON, because pydantic's strict mode then still turns arrays into tuples and texts into paths.
-        return schema.model_validate_json(json.dumps(whole, default=str), strict=True)
-    except ValidationError as error:
-        found = mistakes_of(schema, whole, error.errors(include_url=False))
-    # A value filled in from another key is reported at that key, and so is one that would be.
-    implied = {(key,) for key in schema.implied(table) if key not in table}
-    return [
-        (path, text)
-        for path, text in found
-        if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT) and path not in implied
-    ]
+    below = value if isinstance(value, Mapping) else {}
+    return bool(below) and all(_by_command_line(table, (*path, str(key)), overridden) for key in below)
 
 
 def as_list(mistakes: Sequence[str]) -> str:

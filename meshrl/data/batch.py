@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import ClassVar, Self, SupportsIndex, TypeAlias, cast
+from typing import ClassVar, Self, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,8 @@ from meshrl.mesh import Array, HasRefs, Put, Rows, even_plan
 
 __all__ = ["Batch", "Column", "Ragged"]
 
+
+K = TypeVar("K")
 
 _TURNS = 1 << 20
 """Most times that `repeat` can repeat a row, so that the row numbers stay distinct."""
@@ -121,23 +123,23 @@ class Batch(HasRefs):
 
     def row(self, name: str) -> Array:
         """Return a row column, `[rows, ...]`. Raises DataError if the column is of another kind."""
-        column = self[name]
-        if not isinstance(column, np.ndarray):
-            raise _wrong_kind(name, column, "a row column")
-        return column
+        return self._of_kind(name, np.ndarray, "a row column")
 
     def ragged(self, name: str) -> Ragged:
         """Return a token column. Raises DataError if the column is of another kind."""
-        column = self[name]
-        if not isinstance(column, Ragged):
-            raise _wrong_kind(name, column, "a token column")
-        return column
+        return self._of_kind(name, Ragged, "a token column")
 
     def objects(self, name: str) -> tuple[object, ...]:
         """Return a column of Python values, one for each row. Raises DataError if the column is of another kind."""
+        return self._of_kind(name, tuple, "Python values")
+
+    def _of_kind(self, name: str, kind: type[K], wanted: str) -> K:
         column = self[name]
-        if not isinstance(column, tuple):
-            raise _wrong_kind(name, column, "Python values")
+        if not isinstance(column, kind):
+            accessor = "objects" if isinstance(column, tuple) else "ragged" if isinstance(column, Ragged) else "row"
+            raise DataError(
+                f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
+            )
         return column
 
     @property
@@ -379,10 +381,3 @@ class Batch(HasRefs):
         size = f"{self._rows} rows" + (f", {self.lengths.sum()} tokens" if ragged else "")
         columns = ", ".join(f"{name} {table.describe(column)}" for name, column in self._columns.items())
         return f"Batch({size}: {columns or 'no columns'})"
-
-
-def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
-    accessor = "objects" if isinstance(column, tuple) else "ragged" if isinstance(column, Ragged) else "row"
-    return DataError(
-        f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
-    )

@@ -162,7 +162,11 @@ class RemoteColumn:
                     f"column `{name}` ({self.form}, {len(self)} rows) lies on the ranks that made it: "
                     f"write `batch = await batch.load({name!r})` before reading it here"
                 )
-            self._column = self._with_source(self._assembled(cast("Sequence[Column]", self.values)))
+            column = self._assembled(cast("Sequence[Column]", self.values))
+            if isinstance(column, Ragged) and column.source != self.source:
+                # A piece knows only the source of its rows before they were joined.
+                column = Ragged.make(column.values, column.offsets, self.source)
+            self._column = column
         return self._column
 
     @property
@@ -170,12 +174,6 @@ class RemoteColumn:
         """True if it was put together in this process, in shared memory."""
         values = self._column.values if isinstance(self._column, Ragged) else self._column
         return isinstance(values, np.ndarray) and is_in_place(values)
-
-    def _with_source(self, column: Column) -> Column:
-        """Give a piece the source of this column: it knows only that of its rows before they were joined."""
-        if not isinstance(column, Ragged) or column.source == self.source:
-            return column
-        return Ragged.make(column.values, column.offsets, self.source)
 
     def _assembled(self, pieces: Sequence[Column]) -> Column:
         places = self.places

@@ -97,7 +97,9 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
         places[key] = places.get(key) or RowIndex.concat([part.places for part in remotes], numbers)
         key_of_bounds = tuple(id(part.offsets) for part in remotes)
         if key_of_bounds not in bounds:
-            bounds[key_of_bounds] = _joined([part.lengths for part in remotes])
+            sizes = [part.lengths for part in remotes if part.lengths is not None]
+            known = len(sizes) == len(remotes)
+            bounds[key_of_bounds] = sealed(bounds_of(np.concatenate(sizes))) if known else None
         joined[name] = RemoteColumn.concat(name, remotes, places[key], bounds[key_of_bounds])
     return joined
 
@@ -172,11 +174,6 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
     if len(wrong):
         raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")
     return np.where(given < 0, given + count, given).astype(np.int64)
-
-
-def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
-    known = [part for part in lengths if part is not None]
-    return sealed(bounds_of(np.concatenate(known))) if len(known) == len(lengths) else None
 
 
 def _is_larger(column: Column, limit: int) -> bool:

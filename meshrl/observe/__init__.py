@@ -10,7 +10,20 @@ and `render_comparison` make pages, and `make_trace` makes the trace.
 
 from typing import TYPE_CHECKING
 
-from meshrl.observe.analysis import Intervals, alone, idleness, overlap, seconds_in, subtract, union
+from meshrl.observe.analysis import (
+    BOUND,
+    Intervals,
+    alone,
+    deliveries_of,
+    duration,
+    idleness,
+    overlap,
+    run_lines,
+    seconds_in,
+    subtract,
+    time_lines,
+    union,
+)
 from meshrl.observe.comparison import Comparison, compare, render_comparison
 from meshrl.observe.diagnosis import STEPS, Finding, diagnose
 from meshrl.observe.groups import settings_of
@@ -35,7 +48,6 @@ from meshrl.observe.run_files import (
     run_to_watch,
     table_of,
 )
-from meshrl.observe.text import BOUND, deliveries_of, duration, run_lines, time_lines
 from meshrl.observe.timeline import make_trace
 
 if TYPE_CHECKING:

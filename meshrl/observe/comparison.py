@@ -1,19 +1,18 @@
 """The comparison of groups of runs: settings, results, and whether chance explains how results differ."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from meshrl.events import Step
-from meshrl.observe.analysis import PARTS, overlap
+from meshrl.observe.analysis import PARTS, duration, overlap
 from meshrl.observe.groups import LEAST, Group, differing_settings, lineage_text, make_groups
 from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.page import NO_CURVES, STYLES, shortened, static_page
 from meshrl.observe.run_files import Line, Record
-from meshrl.observe.run_statistics import Curve, Values, ValuesOfRuns, bootstrap, curve_of, digits, finite
-from meshrl.observe.text import duration
+from meshrl.observe.run_statistics import Curve, Item, Values, ValuesOfRuns, bootstrap, curve_of, digits, finite
 from meshrl.observe.timeline import rounded
 
 _POINTS: Final = 200
@@ -193,7 +192,6 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
 
 
 def _uneven(group: Group) -> list[str]:
-    """Describe problems between the runs of a group."""
     notes: list[str] = []
     for seed in sorted({own for _, own in group.seeded}):
         same = [run.name for run, own in group.seeded if own == seed]
@@ -223,22 +221,11 @@ def _shown(run: Record, group: int, seed: str) -> ShownRun:
     )
 
 
-@dataclass(frozen=True)
-class _HeldOut:
-    """Final rewards of a group's held-out prompts."""
+def _held_out(group: Group, notes: list[str]) -> Mapping[str, ValuesOfRuns[str]]:
+    """Final rewards of held-out prompts by kind, of the runs with the prompts of the first run that has any.
 
-    places: Mapping[str, int]
-    """Column of each prompt that has a reward in every run."""
-    rewards: ValuesOfRuns
-    """Of each run and prompt."""
-
-    def of(self, prompts: Sequence[str]) -> ValuesOfRuns:
-        """Rewards of these prompts."""
-        return ValuesOfRuns(self.rewards.values[:, [self.places[each] for each in prompts]], self.rewards.seeds)
-
-
-def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
-    """Held-out rewards by kind, of the runs whose prompts equal those of the first run that has any."""
+    Prompts without a reward in one of these runs are left out.
+    """
     prompts_of = [[str(line.get("prompt")) for line in run.held_out] for run in group.runs]
     prompts = next(filter(None, prompts_of), None)
     if prompts is None:
@@ -250,7 +237,7 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
         else:
             why = "held out different prompts than the first run of its group" if own else "has no held_out.jsonl"
             notes.append(f"{run.folder} {why}: its held-out rewards are left out.")
-    by_kind: dict[str, _HeldOut] = {}
+    by_kind: dict[str, ValuesOfRuns[str]] = {}
     for kind, name in _HELD_OUT.items():
         # None becomes nan.
         rewards = np.array([[finite(line.get(kind)) for line in run.held_out] for run, _ in kept], np.float64)
@@ -258,18 +245,18 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
         if len(complete) < len(prompts):
             missing = f"{len(prompts) - len(complete)} of the {len(prompts)} held-out prompts"
             notes.append(f"{missing} of {group.name} have no {name}, and are left out of it.")
-        places = {prompts[at]: place for place, at in enumerate(complete.tolist())}
-        by_kind[kind] = _HeldOut(places, ValuesOfRuns(rewards[:, complete], [seed for _, seed in kept]))
+        by_kind[kind] = ValuesOfRuns(
+            [prompts[at] for at in complete.tolist()], rewards[:, complete], [seed for _, seed in kept]
+        )
     return by_kind
 
 
 def _held_out_differences(
     groups: tuple[Group, Group],
-    held_out: tuple[Mapping[str, _HeldOut], Mapping[str, _HeldOut]],
+    held_out: tuple[Mapping[str, ValuesOfRuns[str]], Mapping[str, ValuesOfRuns[str]]],
     seed: int,
     notes: list[str],
 ) -> list[Difference]:
-    """Compare the prompts that both groups held out."""
     names = f"{groups[0].name} and {groups[1].name}"
     if without := [group.name for group, own in zip(groups, held_out, strict=True) if not own]:
         have = "has" if len(without) == 1 else "have"
@@ -278,11 +265,12 @@ def _held_out_differences(
     differences: list[Difference] = []
     for kind, name in _HELD_OUT.items():
         first, second = (each[kind] for each in held_out)
-        both = [prompt for prompt in first.places if prompt in second.places]
+        known = set(second.items)
+        both = [prompt for prompt in dict.fromkeys(first.items) if prompt in known]
         if len(both) >= LEAST:
             values = first.of(both), second.of(both)
             differences.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
-        elif both or not (first.places and second.places):
+        elif both or not (first.items and second.items):
             notes.append(f"{name}: {names} have {len(both)} prompts in common, and the test needs at least {LEAST}.")
         else:
             notes.append(f"{name}: {names} held out different prompts, which are not compared.")
@@ -290,13 +278,13 @@ def _held_out_differences(
 
 
 def _last_differences(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
-    """Compare the last steps."""
-    (steps, rewards), (others, theirs) = (group.last_rewards() for group in groups)
+    rewards, theirs = (group.last_rewards for group in groups)
+    steps, others = rewards.items, theirs.items
     if min(len(steps), len(others)) < LEAST:
         short = f"{len(steps)} of {groups[0].name} and {len(others)} of {groups[1].name}"
         notes.append(f"Rewards of steps are not tested: there are {short}, and the test needs at least {LEAST}.")
         return []
-    same = np.array_equal(steps, others)
+    same = steps == others
     if not same:
         ends = f"{groups[0].name} at {steps[-1]}, {groups[1].name} at {others[-1]}"
         notes.append(f"Groups end at different steps ({ends}): each is compared by its own last steps.")
@@ -308,7 +296,7 @@ def _last_differences(groups: tuple[Group, Group], seed: int, notes: list[str]) 
 def _difference(
     name: str,
     groups: tuple[Group, Group],
-    runs: tuple[ValuesOfRuns, ValuesOfRuns],
+    runs: tuple[ValuesOfRuns[Item], ValuesOfRuns[Item]],
     seed: int,
     over: str,
     *,
@@ -320,12 +308,13 @@ def _difference(
     return Difference(name, groups[0].name, groups[1].name, means, *interval, over, seeds)
 
 
-def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]]) -> list[Measure]:
+def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, ValuesOfRuns[str]]]) -> list[Measure]:
     """Summarize the numbers that at least one group has."""
-    every = {"reward, last steps": [group.last_rewards()[1] for group in groups]}
+    every: dict[str, Sequence[ValuesOfRuns[int] | ValuesOfRuns[str]]] = {}
+    every["reward, last steps"] = [group.last_rewards for group in groups]
     for kind, name in _HELD_OUT.items():
-        every[name] = [each[kind].rewards if each else ValuesOfRuns() for each in held_out]
-    every["seconds a step"] = [group.common("step_s")[1] for group in groups]
+        every[name] = [each[kind] if each else ValuesOfRuns[str]() for each in held_out]
+    every["seconds a step"] = [group.common("step_s") for group in groups]
     # The reward that each run had when the run that took the shortest time ended.
     times = (curve_of(run.metrics, "seconds") for group in groups for run in group.runs)
     if ends := [float(curve.values[-1]) for curve in times if curve]:
@@ -334,7 +323,7 @@ def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]
     return [each for each in measures if any(value is not None for value in each.values)]
 
 
-def _rewards_after(group: Group, limit: float) -> ValuesOfRuns:
+def _rewards_after(group: Group, limit: float) -> ValuesOfRuns[str]:
     """The mean reward of the last tenth of the steps that ended within `limit` seconds, of the runs with such steps."""
     means: list[list[float]] = []
     seeds: list[str] = []
@@ -344,10 +333,10 @@ def _rewards_after(group: Group, limit: float) -> ValuesOfRuns:
         if rewards:
             means.append([float(np.mean(rewards[-max(LEAST, len(rewards) // 10) :]))])
             seeds.append(seed)
-    return ValuesOfRuns(np.array(means), seeds)
+    return ValuesOfRuns(["reward"], np.array(means), seeds)
 
 
-def _measure(name: str, groups: Sequence[ValuesOfRuns]) -> Measure:
+def _measure(name: str, groups: Sequence[ValuesOfRuns[int] | ValuesOfRuns[str]]) -> Measure:
     runs = [_digits(each.values.mean(1)) if each.values.size else [] for each in groups]
     return Measure(name, [digits(each.by_seed.mean()) if each.values.size else None for each in groups], runs)
 
@@ -357,7 +346,6 @@ def _digits(values: Values) -> list[float]:
 
 
 def _charts(groups: Sequence[Group]) -> list[Chart]:
-    """A chart for each number that varies."""
     lines = [line for group in groups for run in group.runs for line in (*run.metrics, *run.evaluations)]
     charts: list[Chart] = []
     for name in dict.fromkeys(name for line in lines for name in line if name not in NO_CURVES):
@@ -369,11 +357,12 @@ def _charts(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _line(group: Group, number: int, name: str) -> GroupLine | None:
-    steps, runs = group.common(name)
-    if not len(steps):
+    runs = group.common(name)
+    if not runs.items:
         return None
+    steps = np.array(runs.items)
     if len(steps) > _SMOOTH:
-        runs = ValuesOfRuns(np.stack([Curve(steps, own).smooth(20) for own in runs.values]), runs.seeds)
+        runs = replace(runs, values=np.stack([Curve(steps, own).smooth(20) for own in runs.values]))
     values = runs.values
     kept = np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).astype(np.int64))
     mean, low, high = (_digits(each[kept]) for each in (runs.by_seed.mean(0), values.min(0), values.max(0)))
@@ -412,7 +401,6 @@ def _completion(line: Line, reward: str) -> Completion:
 
 
 def _range(sample: Sample) -> float:
-    """The range of the rewards."""
     rewards = [each.reward for each in sample.completions if each and each.reward is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
 

@@ -56,7 +56,6 @@ class _Numbers:
             self.unsolved = "rewards outside 0 to 1 do not tell whether the task is solved"
 
     def step(self, name: str) -> Curve | None:
-        """The curve of a number of the steps."""
         return curve_of(self.record.metrics, name)
 
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Final, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from meshrl.errors import ConfigError
 from meshrl.observe.run_files import Line, Record
-from meshrl.observe.run_statistics import Curve, Values, ValuesOfRuns, curve_of
+from meshrl.observe.run_statistics import ValuesOfRuns, curve_of
 
 LEAST: Final = 5
 """Lowest number of steps whose rewards are resampled. Otherwise a tenth of all steps."""
@@ -45,26 +44,23 @@ class Group:
         """Its runs with their seeds."""
         return [(run, settings_of(run.table).get(_SEED, "")) for run in self.runs]
 
-    def common(self, name: str) -> tuple[NDArray[np.int64], ValuesOfRuns]:
-        """Values of the runs that have this number, at the steps that all of them have: int64[steps], [runs, steps]."""
+    def common(self, name: str) -> ValuesOfRuns[int]:
+        """Values of the runs that have this number, at the steps that all of them have."""
         every = [(curve_of(run.metrics, name) or curve_of(run.evaluations, name), seed) for run, seed in self.seeded]
         curves = [(curve, seed) for curve, seed in every if curve]
         if not curves:
-            return np.zeros(0, np.int64), ValuesOfRuns()
-        steps = reduce(np.intersect1d, (np.unique(curve.steps) for curve, _ in curves))
-        return steps, ValuesOfRuns(np.stack([_at(curve, steps) for curve, _ in curves]), [seed for _, seed in curves])
+            return ValuesOfRuns()
+        # If a fork or an interruption wrote a step twice, the last value counts.
+        last = [dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for curve, _ in curves]
+        steps: list[int] = sorted(set[int].intersection(*map(set, last)))
+        values = np.array([[own[step] for step in steps] for own in last], np.float64)
+        return ValuesOfRuns(steps, values, [seed for _, seed in curves])
 
-    def last_rewards(self) -> tuple[NDArray[np.int64], ValuesOfRuns]:
-        """Rewards of the last steps: int64[steps], [runs, steps]."""
-        steps, rewards = self.common("reward")
-        last = max(LEAST, len(steps) // 10)
-        return steps[-last:], ValuesOfRuns(rewards.values[:, -last:], rewards.seeds)
-
-
-def _at(curve: Curve, steps: NDArray[np.int64]) -> Values:
-    # If a fork or an interruption wrote a step twice, the last value counts.
-    last = dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
-    return np.array([last[step] for step in steps.tolist()])
+    @property
+    def last_rewards(self) -> ValuesOfRuns[int]:
+        """Rewards of the last steps."""
+        rewards = self.common("reward")
+        return rewards.of(rewards.items[-max(LEAST, len(rewards.items) // 10) :])
 
 
 def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
@@ -126,7 +122,6 @@ def lineage_text(lineage: Line) -> str:
 
 
 def _forked(lineage: Line) -> dict[str, str]:
-    """The origin of a fork as a setting."""
     return {_FORKED: f"{str(lineage.get('run')).rpartition('/')[2]}, step {lineage.get('step')}"} if lineage else {}
 
 

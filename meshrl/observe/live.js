@@ -200,7 +200,7 @@ function replace(old, node) {
   focused?.[1].focus({ preventScroll: true });
 }
 
-/** A value with a patch of meshrl/observe/patches.py. */
+/** A value with a patch of meshrl/observe/server.py. */
 function applied(value, patch) {
   if (!Array.isArray(patch)) {
     for (const [key, inner] of Object.entries(patch)) value[key] = applied(value[key], inner);

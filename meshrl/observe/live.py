@@ -132,7 +132,6 @@ class LiveRun:
         return {**page, "staleness": events.behind(), "dropped": dict(events.dropped)}
 
     def _notes(self, status: str) -> list[str]:
-        """Notes for the page."""
         notes = [*self._metrics.notes, *self._evaluations.notes, *self._samples.notes, *self._events.notes]
         if status == "not begun":
             notes.append(f"There is no run in {self.folder} yet: the page shows it when it begins.")
@@ -280,7 +279,6 @@ class _Followed(Generic[K, T]):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the page."""
         return [f"{self._bad:,} lines of {self._name} cannot be read, and are left out."] if self._bad else []
 
 

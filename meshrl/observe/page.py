@@ -20,11 +20,10 @@ import numpy.typing as npt
 import tomli_w
 
 from meshrl.events import Delivery, Gauge, Restart, Step, Swap
-from meshrl.observe.analysis import PARTS, Overlap, StepTime, idleness, overlap, side
+from meshrl.observe.analysis import PARTS, Overlap, StepTime, deliveries_of, idleness, overlap, side
 from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.run_files import Line, Record
 from meshrl.observe.run_statistics import digits, finite
-from meshrl.observe.text import deliveries_of
 from meshrl.observe.timeline import RANKS, Lane, StringTable, make_lanes, rounded
 
 POINTS: Final = 1000
@@ -139,7 +138,9 @@ def joined(files: Iterable[str]) -> str:
 def make_content(record: Record) -> Content:
     """Make the content of a run's page. Large runs are thinned, and `notes` says how."""
     events = record.events
-    notes = [*record.notes, *(_restarted(event) for event in events if isinstance(event, Restart))]
+    again = "A machine failed, and the run was begun again"
+    restarts = ((event.number, event.error.partition("\n")[0]) for event in events if isinstance(event, Restart))
+    notes = [*record.notes, *(f"{again} (restart {number}): {error}." for number, error in restarts)]
     names, texts = StringTable(), StringTable()
     idle = idleness(events)
     lanes, thinned = make_lanes(events, idle, names, texts)
@@ -156,7 +157,7 @@ def make_content(record: Record) -> Content:
         status=str(record.summary.get("status", "not ended")),
         notes=notes,
         summary=record.summary or _summary_so_far(record),
-        units=_units([*record.summary, "reward"]),
+        units={name: metric_info(name).unit for name in map(_measured, [*record.summary, "reward"])},
         names=names.all,
         sides=["wait" if " waits for " in name else side(name.rpartition(".")[2]) for name in names.all],
         texts=texts.all,
@@ -188,11 +189,6 @@ def make_content(record: Record) -> Content:
     )
 
 
-def _restarted(restart: Restart) -> str:
-    first = restart.error.partition("\n")[0]
-    return f"A machine failed, and the run was begun again (restart {restart.number}): {first}."
-
-
 def _used(table: Mapping[str, object]) -> dict[str, object]:
     """Leave out empty tables, and in a role the tables of other backends."""
     others = _backends() - {table.get("backend")} if "backend" in table else set[str]()
@@ -210,46 +206,37 @@ def _backends() -> frozenset[str]:
     return frozenset(entry_points(group="meshrl.backends").names)
 
 
-def _units(names: Sequence[str]) -> dict[str, str]:
-    plain = [name.removesuffix("_before").removesuffix("_after") for name in names]
-    return {name: metric_info(name).unit for name in plain}
+def _measured(name: str) -> str:
+    return name.removesuffix("_before").removesuffix("_after")
 
 
 def _is_in_front(curve: DrawnCurve) -> bool:
-    """True for a curve that users look at first and that varies."""
     values = [value for value in curve.y if value is not None]
     return curve.name in FRONT and (len(values) < 2 or len(set(values)) > 1)
 
 
 def _summary_so_far(record: Record) -> Line:
-    """A summary of a run that has not written one."""
     rewards = [line["reward"] for line in record.metrics if isinstance(line.get("reward"), float | int)]
-    ends = [line["seconds"] for line in record.metrics[-1:] if "seconds" in line]
-    return {
-        "steps": len(record.metrics),
-        "wall_s": ends[0] if ends else None,
-        "first_reward": rewards[0] if rewards else None,
-        "last_reward": rewards[-1] if rewards else None,
-    }
+    first, last = (rewards[0], rewards[-1]) if rewards else (None, None)
+    seconds = record.metrics[-1].get("seconds") if record.metrics else None
+    return {"steps": len(record.metrics), "wall_s": seconds, "first_reward": first, "last_reward": last}
 
 
 def _bounds(shares: Overlap, notes: list[str]) -> Mapping[str, Sequence[float]]:
     count = len(shares.steps)
-    groups = np.array_split(np.arange(count), min(_STEPS, count))
-    if len(groups) < count:
-        notes.append(f"What bounded a step: {len(groups)} bars of {count:,} steps, each a mean of neighbours.")
+    numbers = np.array_split(np.array(shares.numbers), min(_STEPS, count))
+    if len(numbers) < count:
+        notes.append(f"What bounded a step: {len(numbers)} bars of {count:,} steps, each a mean of neighbours.")
     columns: dict[str, Sequence[float]] = {
-        "first": [shares.numbers[int(group[0])] for group in groups],
-        "last": [shares.numbers[int(group[-1])] for group in groups],
+        name: [int(each[at]) for each in numbers] for name, at in (("first", 0), ("last", -1))
     }
     for name in (*PARTS, "efficiency"):
         values = np.array([getattr(step, name) for step in shares.steps], np.float64)
-        columns[name] = [rounded(float(values[group].mean())) for group in groups]
+        columns[name] = [rounded(float(each.mean())) for each in np.array_split(values, len(numbers))]
     return columns
 
 
 def _curves(metrics: Sequence[Line], notes: list[str]) -> list[DrawnCurve]:
-    """A curve for each number of the steps."""
     names = dict.fromkeys(name for line in metrics for name in line if name not in NO_CURVES)
     if len(metrics) > POINTS:
         notes.append(f"Curves have {POINTS:,} points for {len(metrics):,} steps, each a mean of neighbours.")

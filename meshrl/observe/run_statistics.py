@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ _BLOCK: Final = 1 << 22
 """Resampled weights held in memory at once."""
 
 Values = NDArray[np.float64]
+Item = TypeVar("Item", int, str)
 
 
 def finite(value: object) -> float | None:
@@ -99,13 +100,20 @@ def _step(line: Mapping[str, object]) -> int | None:
 
 
 @dataclass(frozen=True)
-class ValuesOfRuns:
+class ValuesOfRuns(Generic[Item]):
     """A number of a group's runs, for each item."""
 
+    items: Sequence[Item] = ()
+    """Prompts or steps."""
     values: Values = field(default_factory=lambda: np.zeros((0, 0)))
-    """float64[runs, items]; items are prompts or steps."""
+    """float64[runs, items]."""
     seeds: Sequence[str] = ()
     """Seed of each run."""
+
+    def of(self, items: Sequence[Item]) -> "ValuesOfRuns[Item]":
+        """Only these items, in this order."""
+        places = {item: place for place, item in enumerate(self.items)}
+        return ValuesOfRuns(items, self.values[:, [places[item] for item in items]], self.seeds)
 
     @property
     def by_seed(self) -> Values:

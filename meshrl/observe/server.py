@@ -4,8 +4,9 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeAlias, cast, get_args
 
@@ -22,7 +23,6 @@ from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.observe.live import LiveRun
 from meshrl.observe.page import SCRIPTS, STYLES, html_page, joined
-from meshrl.observe.patches import SAME, difference
 from meshrl.observe.run_files import Command, ask
 
 _HOST: Final = "127.0.0.1"
@@ -51,6 +51,15 @@ _HEADERS: Final = {
 
 _Shown: TypeAlias = dict[str, object]
 """Content of the page."""
+Patch: TypeAlias = Mapping[str, object] | Sequence[object]
+"""The difference of two plain values, which a browser applies (`applied` in live.js).
+
+A patch of a table is a table with the patches of its keys. A patch of a list of tables whose length stays the same is a
+table with the patches of its places. All other patches are lists: [value] replaces the value. [drop, keep, more]
+removes the first `drop` elements of a list, keeps the `keep` that follow, and adds `more`.
+"""
+SAME: Final = None
+"""No patch: nothing changed."""
 
 
 class Watcher:
@@ -178,6 +187,56 @@ def _changes(before: _Shown, after: _Shown) -> tuple[_Shown, bytes]:
     return {key: after[key] for key in patches}, _message(patches)
 
 
+def difference(old: object, new: object) -> Patch | None:
+    """Return the patch that turns `old` into `new`. SAME if they are equal."""
+    return _difference(old, new, 0)[0]
+
+
+def _difference(old: object, new: object, shifted: int) -> tuple[Patch | None, int]:
+    """Return the patch, and the shift of a list in elements. `shifted`: that of the previous list, tried first."""
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        return _of_tables(cast("_Shown", old), cast("_Shown", new)), shifted
+    if isinstance(old, list) and isinstance(new, list):
+        return _of_lists(cast("list[object]", old), cast("list[object]", new), shifted)
+    return (SAME if old == new else [new]), shifted
+
+
+def _of_tables(old: _Shown, new: _Shown) -> Patch | None:
+    patches: dict[str, object] = {}
+    shifted = 0
+    for key, value in new.items():
+        patch, shifted = _difference(old[key], value, shifted)
+        if patch is not SAME:
+            patches[key] = patch
+    return patches or SAME
+
+
+def _of_lists(old: list[object], new: list[object], shifted: int) -> tuple[Patch | None, int]:
+    if old == new:
+        return SAME, 0
+    if not old or not new:
+        return [new], 0
+    drop, keep = _kept(old, new, shifted)
+    if not drop and len(old) == len(new) and all(isinstance(each, dict) for each in (*old, *new)):
+        places = {str(at): _difference(*pair, 0)[0] for at, pair in enumerate(zip(old, new, strict=True))}
+        return {at: patch for at, patch in places.items() if patch is not SAME}, 0
+    return ([drop, keep, new[keep:]] if keep else [new]), drop
+
+
+def _kept(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
+    """Return how many elements to drop and how many to keep, such that most are kept."""
+    drops = {0, min(shifted, len(old)), old.index(new[0]) if new[0] in old else 0}
+    return max(((drop, _common(old, new, drop)) for drop in drops), key=lambda pair: pair[1])
+
+
+def _common(old: list[object], new: list[object], drop: int) -> int:
+    """Count the equal elements from there on."""
+    most = min(len(old) - drop, len(new))
+    if old[drop : drop + most] == new[:most]:
+        return most
+    return next(at for at in range(most) if old[drop + at] != new[at])
+
+
 def _message(patches: Mapping[str, object]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(patches)
 
@@ -196,7 +255,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
         yield
 
 
@@ -210,7 +268,6 @@ def _listening(port: int | None) -> socket.socket:
 
 
 def _app(watcher: Watcher) -> Starlette:
-    """The application with its routes."""
     style = '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="/style.css">'
     files = {
         "/": ("text/html", html_page("meshrl watch", style, "{}", '<script src="/script.js"></script>')),
@@ -223,51 +280,40 @@ def _app(watcher: Watcher) -> Starlette:
         return Response(text, media_type=kind)
 
     async def events(request: Request) -> Response:
-        if refused := _follow_refused(watcher, request):
-            return refused
+        if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # it would only take a place
+            return PlainTextResponse("only the page of this server may follow the run\n", 403)
+        if watcher.is_full:
+            return PlainTextResponse(f"{_BROWSERS} pages look at this run: close one\n", 503)
         return StreamingResponse(watcher.events(), media_type="text/event-stream")
-
-    async def control(request: Request) -> Response:
-        if refused := _command_refused(watcher, request):
-            return refused
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _BODY:
-                return PlainTextResponse(f"a command has at most {_BODY} bytes\n", 413)
-        if (command := body.decode("utf-8", "replace")) not in get_args(Command):
-            return PlainTextResponse(f"no command: write one of {', '.join(get_args(Command))}\n", 400)
-        try:
-            watcher.ask(cast("Command", command))
-        except (ConfigError, OSError) as error:
-            return PlainTextResponse(f"{error}\n", 409)
-        return PlainTextResponse("asked: it is done before the next step\n")
 
     return Starlette(
         routes=[
             *(Route(path, file) for path in files),
             Route("/events", events),
-            Route("/control", control, methods=["POST"]),
+            Route("/control", partial(_control, watcher), methods=["POST"]),
         ]
     )
 
 
-def _follow_refused(watcher: Watcher, request: Request) -> Response | None:
-    if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # cannot read it, but would take a place
-        return PlainTextResponse("only the page of this server may follow the run\n", 403)
-    if watcher.is_full:
-        return PlainTextResponse(f"{_BROWSERS} pages look at this run: close one\n", 503)
-    return None
-
-
-def _command_refused(watcher: Watcher, request: Request) -> Response | None:
+async def _control(watcher: Watcher, request: Request) -> Response:
     if watcher.token is None:
         return PlainTextResponse("this page is read-only: start `meshrl watch` with --control\n", 403)
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     right = hmac.compare_digest(token.strip().encode(), watcher.token.encode())
     if kind.lower() != "bearer" or not right:
         return PlainTextResponse("a command needs the token that `meshrl watch --control` printed\n", 401)
-    return None
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _BODY:
+            return PlainTextResponse(f"a command has at most {_BODY} bytes\n", 413)
+    if (command := body.decode("utf-8", "replace")) not in get_args(Command):
+        return PlainTextResponse(f"no command: write one of {', '.join(get_args(Command))}\n", 400)
+    try:
+        watcher.ask(cast("Command", command))
+    except (ConfigError, OSError) as error:
+        return PlainTextResponse(f"{error}\n", 409)
+    return PlainTextResponse("asked: it is done before the next step\n")
 
 
 def _guarded(watcher: Watcher, app: ASGIApp) -> ASGIApp:

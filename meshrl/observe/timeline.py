@@ -29,8 +29,6 @@ E = TypeVar("E", Call, Span, Wait, Step)
 
 @dataclass(frozen=True)
 class _Bar:
-    """A drawn span."""
-
     began: float
     ended: float
     name: str
@@ -117,7 +115,6 @@ def make_lanes(
 
 
 def _bars(events: Sequence[Event]) -> dict[_Key, list[_Bar]]:
-    """The bars of each lane, by begin."""
     calls = {event.id: event for event in events if isinstance(event, Call)}
     lanes: dict[_Key, list[_Bar]] = defaultdict(list)
     for event in events:
@@ -141,8 +138,7 @@ def _merged(bars: Sequence[_Bar], grain: float, detailed: Intervals) -> list[_Ba
             long.append(bar)
             continue
         key = int(bar.began / grain), bar.name
-        one = short.get(key)
-        short[key] = bar if one is None else _joined(one, bar)
+        short[key] = _joined(short[key], bar) if key in short else bar
     return sorted([*long, *short.values()], key=lambda bar: bar.began)
 
 
@@ -167,7 +163,7 @@ def _detailed(bars: Mapping[_Key, Sequence[_Bar]], steps: Sequence[Step]) -> Int
 
 def _lane(key: _Key, bars: Sequence[_Bar], idle: Idle, names: StringTable, texts: StringTable) -> Lane:
     ranked, group, rank = key
-    rows = _rows([bar.began for bar in bars], [bar.ended for bar in bars])
+    rows = _rows(bars)
     return Lane(
         group,
         f"rank {rank}" if ranked else ("script", "stream")[rank],
@@ -202,17 +198,16 @@ def rounded(value: float) -> float:
     return round(value, 5)
 
 
-def _rows(began: Sequence[float], ended: Sequence[float]) -> list[int]:
+def _rows(spans: Iterable[_Bar | Call | Span | Wait | Step]) -> list[int]:
     """The lowest row for each span, in order of `began`, such that spans in a row do not overlap."""
     rows: list[int] = []
     free: list[int] = []
     taken: list[tuple[float, int]] = []
-    for start, stop in zip(began, ended, strict=True):
-        while taken and taken[0][0] <= start:
+    for span in spans:
+        while taken and taken[0][0] <= span.began:
             heappush(free, heappop(taken)[1])
-        row = heappop(free) if free else len(taken)
-        heappush(taken, (stop, row))
-        rows.append(row)
+        rows.append(heappop(free) if free else len(taken))
+        heappush(taken, (span.ended, rows[-1]))
     return rows
 
 
@@ -254,7 +249,7 @@ def _title(call: Call | Span) -> str:
 def _threads(pid: int, lane: int, name: str, items: Sequence[tuple[E, str, str, Mapping[str, object]]]) -> list[_Entry]:
     """Complete events. Overlapping ones get different threads, because a thread's events must nest."""
     items = sorted(items, key=lambda item: item[0].began)
-    rows = _rows([item[0].began for item in items], [item[0].ended for item in items])
+    rows = _rows(item[0] for item in items)
     entries: list[_Entry] = []
     for row in range(max(rows, default=-1) + 1):
         tid = lane * _ROWS + row

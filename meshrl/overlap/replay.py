@@ -95,7 +95,6 @@ class Ended(_Line, frozen=True):
 
 
 Entry: TypeAlias = Decision | Opened | Load | Broken | Loop | Ended
-_decoder = msgspec.json.Decoder(Entry)
 
 
 def read_schedule(folder: Path) -> list[Entry]:
@@ -103,7 +102,7 @@ def read_schedule(folder: Path) -> list[Entry]:
     path = folder / "schedule.jsonl"
     if not path.is_file():
         raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")
-    return [_decoder.decode(line) for line in path.read_bytes().splitlines() if line]
+    return msgspec.json.Decoder(Entry).decode_lines(path.read_bytes())
 
 
 class KeptRows:

@@ -106,9 +106,9 @@ class StalenessLedger:
         self._announced += self._begun
         return self._begun
 
-    def withdraw(self) -> None:
-        """Withdraw an announced publication that counts."""
-        self._announced -= 1
+    def withdraw(self, counts: bool) -> None:
+        """Withdraw a publication. `counts`: what `announce` returned."""
+        self._announced -= counts
 
     def check(self, weights: int) -> None:
         """Raise DataError if weights of this number cannot follow the published ones."""

@@ -179,7 +179,7 @@ class Rollouts:
         finally:
             if ticket in self._announced:
                 self._announced.remove(ticket)
-                self._withdraw(ticket)
+                self.ledger.withdraw(ticket.counts)
 
     async def load(self, weights: Weights) -> None:
         """Give the sampler new weights, as `publish` does, once for each batch. DataError if their version falls."""
@@ -195,17 +195,13 @@ class Rollouts:
                     self._condition.notify_all()  # the next draw's call must find these weights
                 await self.producer.swap(weights)
         except BaseException:
-            self._withdraw(ticket)
+            self.ledger.withdraw(ticket.counts)
             raise
         if ticket.counts:
             self.ledger.publish(weights.version)
         if self._cursor:
             self._cursor.publish(self, weights.version, counts=ticket.counts)
         self._condition.notify_all()
-
-    def _withdraw(self, ticket: _Ticket) -> None:
-        if ticket.counts:
-            self.ledger.withdraw()
 
     @property
     def dropped(self) -> Mapping[str, int]:

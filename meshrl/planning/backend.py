@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Self, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
 from meshrl.planning.pace import CallDurations, Endpoint, Pace, Tape
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
-from meshrl.testing import StateOfUpdates
 
 MODELS = "ignored"
 
@@ -32,54 +31,55 @@ _NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ra
 """Metrics of updates, all zero."""
 
 
-class ProcessorJob:
+class ProcessorJob(NamedTuple):
     """Work of a rank."""
 
-    def __init__(self, seconds: float, ends: float) -> None:
-        self.seconds = seconds
-        self.ends = ends
-        """End of the job, on the clock of the processor's service."""
-        self.left: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Set at the end to the share of work left undone: 0 unless it was stopped."""
+    ends: float
+    """End of the job, on the clock of the processor's service."""
+    number: int
+    seconds: float
+    left: asyncio.Future[float]
+    """Set at the end to the share of work left undone: 0 unless it was stopped."""
 
 
 class Processor:
     """A rank's time, which concurrent jobs share equally: each of k runs at 1/k of the speed."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[float, int, ProcessorJob]] = []
+        self._jobs: list[ProcessorJob] = []
         self._numbers = itertools.count()
         self._served = 0.0
         """Seconds of service that a job present from the start would have got."""
         self._seen = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, seconds: float) -> ProcessorJob:
-        """Begin a job that takes `seconds` alone."""
-        self._advance()
-        job = ProcessorJob(seconds, self._served + seconds)
-        heapq.heappush(self._jobs, (job.ends, next(self._numbers), job))
-        self._arm()
-        return job
-
     def stop(self, job: ProcessorJob) -> None:
         """Stop a job and leave the rest undone. Does nothing if it has ended."""
         if job.left.done():
             return
         self._advance()
-        self._jobs = [each for each in self._jobs if each[-1] is not job]
+        self._jobs.remove(job)
         heapq.heapify(self._jobs)
         job.left.set_result(max(0.0, job.ends - self._served) / job.seconds)
         self._arm()
 
-    async def work(self, seconds: float) -> None:
-        """Run a job to its end."""
+    async def work(self, seconds: float, running: set[ProcessorJob]) -> float:
+        """Run a job that takes `seconds` alone, and return the share of work left: 0 unless it was stopped.
+
+        The job is in `running` until it ends.
+        """
         if seconds <= 0:
-            return
-        job = self.start(seconds)
+            return 0.0
+        self._advance()
+        left: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        job = ProcessorJob(self._served + seconds, next(self._numbers), seconds, left)
+        heapq.heappush(self._jobs, job)
+        self._arm()
+        running.add(job)
         try:
-            await job.left
+            return await job.left
         finally:
+            running.discard(job)
             self.stop(job)
 
     def _advance(self) -> None:
@@ -93,14 +93,14 @@ class Processor:
             self._timer.cancel()
             self._timer = None
         if self._jobs:
-            due = self._seen + max(0.0, self._jobs[0][0] - self._served) * len(self._jobs)
+            due = self._seen + max(0.0, self._jobs[0].ends - self._served) * len(self._jobs)
             self._timer = asyncio.get_running_loop().call_at(due, self._end)
 
     def _end(self) -> None:
         self._advance()
-        self._served = max(self._served, self._jobs[0][0])  # the job is due, despite rounding
-        while self._jobs and self._jobs[0][0] <= self._served:
-            job = heapq.heappop(self._jobs)[-1]
+        self._served = max(self._served, self._jobs[0].ends)  # the job is due, despite rounding
+        while self._jobs and self._jobs[0].ends <= self._served:
+            job = heapq.heappop(self._jobs)
             if not job.left.done():
                 job.left.set_result(0.0)
         self._arm()
@@ -193,11 +193,20 @@ class SimRole:
         return self._draws[endpoint].next(rows)
 
     async def _work(self, endpoint: str, rows: int | None = None) -> None:
-        await self._processor.work(self._seconds(endpoint, rows))
+        await self._processor.work(self._seconds(endpoint, rows), set())
 
 
-class SimLearner(SimRole, StateOfUpdates):
-    """The base of simulated roles that are trained."""
+class SimLearner(SimRole):
+    """The base of simulated roles that are trained. Simulated runs write no checkpoints."""
+
+    version: int = 0
+    """Number of updates."""
+
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        """Write nothing."""
+
+    async def restore(self, folder: str) -> None:
+        """Read nothing."""
 
     async def save(self, folder: str) -> None:
         """Write nothing."""
@@ -207,14 +216,13 @@ class SimLearner(SimRole, StateOfUpdates):
         check_predicts(loss, predicts)
         check_sources(batch, loss)
         await self._work("update", len(batch))
-        self._count_update()
+        self.version += 1
 
 
 class SimPolicy(SimLearner, Policy):
     """A policy whose weights are only a version."""
 
-    role: ClassVar[str] = "Policy"
-    state_of: ClassVar[str] = "simulated Policy"
+    role = "Policy"
 
     async def encode(self, batch: Batch) -> Batch:
         """Return rows of two tokens: one of the prompt, one of the completion."""
@@ -255,8 +263,7 @@ class SimReference(SimRole, Reference):
 class SimCritic(SimLearner, Critic):
     """A critic whose values, advantages and returns are zero."""
 
-    role: ClassVar[str] = "Critic"
-    state_of: ClassVar[str] = "simulated Critic"
+    role = "Critic"
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Return zeros."""
@@ -301,6 +308,7 @@ class SimSampler(SimRole, SteppingSampler):
         self._version = 0
         self._latency = CallDurations(self._timing.pace.latency, 0, self._timing.tape)
         self._jobs: set[ProcessorJob] = set()
+        """Running calls of `generate`."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield all rows at once, after their duration."""
@@ -308,8 +316,9 @@ class SimSampler(SimRole, SteppingSampler):
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
         async with self.generate_calls.begin(sampling.beside) as call:
             version = self._version
-            continues = await call.step()
-            left = await self._run(share * self._seconds("generate", len(rows))) if continues else 1.0
+            left = 1.0
+            if await call.step():
+                left = await self._processor.work(share * self._seconds("generate", len(rows)), self._jobs)
             if not left:
                 await asyncio.sleep(self._latency.next(None))
         yield self._rollouts(rows, version, sampling, left * share)
@@ -326,18 +335,6 @@ class SimSampler(SimRole, SteppingSampler):
         await self._work("abort")
         await super().abort()
         for job in list(self._jobs):
-            self._processor.stop(job)
-
-    async def _run(self, seconds: float) -> float:
-        """Run for `seconds`, and return the share of work left: 0 unless aborted."""
-        if seconds <= 0:
-            return 0.0
-        job = self._processor.start(seconds)
-        self._jobs.add(job)
-        try:
-            return await job.left
-        finally:
-            self._jobs.discard(job)
             self._processor.stop(job)
 
     def _rollouts(self, rows: Batch, version: int, sampling: Sampling, left: float) -> Batch:

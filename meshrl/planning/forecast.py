@@ -123,8 +123,7 @@ def simulate_job(
     ConfigError if neither is given, and DataError if the record lacks calls of the script.
     """
     (source,) = sources(job.config, [record] if record else [], rollout, train)
-    fitted = fit([source], job.resolved)
-    forecast = forecast_of(job, fitted.pace, seed=seed, folder=folder)
+    forecast = forecast_of(job, fit([source], job.resolved), seed=seed, folder=folder)
     if record is None:
         return forecast
     return msgspec.structs.replace(
@@ -133,7 +132,6 @@ def simulate_job(
         measured=source.measured,
         ratio=forecast.step_seconds_median / source.measured,
         same_settings=_timed(job.resolved) == _timed(source.table),
-        guessed=[*fitted.guessed, *forecast.guessed],
     )
 
 
@@ -155,7 +153,8 @@ def forecast_of(job: Job, pace: Pace, *, seed: int = 0, folder: Path | None = No
         with _rare_collections(), log.silenced() if quiet else nullcontext():
             events = read_events(simulate(main) / "events.jsonl", [])
     forecast = _forecast(str(job.source), events, ahead_of(job.config))
-    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began, guessed=engine.guessed())
+    guessed = [*pace.guessed, *engine.guessed()]
+    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began, guessed=guessed)
 
 
 @contextmanager

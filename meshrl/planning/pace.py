@@ -61,6 +61,8 @@ class Pace:
 
     A call with k times the nearest recorded rows takes k to this power times as long as on the line.
     """
+    guessed: Sequence[str] = ()
+    """Assumptions that no record covers."""
 
     @classmethod
     def recorded(

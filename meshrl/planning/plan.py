@@ -6,16 +6,16 @@ import tempfile
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from meshrl.errors import ConfigError
 from meshrl.planning.forecast import Forecast, ahead_of, forecast_of, sources
 from meshrl.planning.pace import Pace, lowest_cost
-from meshrl.planning.records import WARM_UP, FittedPace, RecordedRun, fit, fit_ends
+from meshrl.planning.records import WARM_UP, RecordedRun, fit, fit_ends
 from meshrl.planning.space import Candidate, Devices, Load, MemoryLimit, Space
 from meshrl.run import Job, find_config, load_job
 from meshrl.tasks import Task, TaskConfig
@@ -148,16 +148,12 @@ def make_plan(config: str, given: Sequence[str], options: PlanOptions) -> Plan:
     )
 
 
-@dataclass(order=True)
-class RankedCandidate(Generic[C]):
-    """A simulated candidate."""
+class RankedCandidate(NamedTuple, Generic[C]):
+    """A simulated candidate, and its seconds per step."""
 
     seconds: float
-    """Seconds per step."""
     order: int
-    candidate: C = field(compare=False)
-    variant: int = field(compare=False)
-    """Index of the variant that fits."""
+    candidate: C
 
 
 @dataclass
@@ -176,13 +172,13 @@ class SearchResult(Generic[C]):
 def search(
     candidates: Iterable[C],
     bound: Callable[[C], float],
-    fits: Callable[[C], int | None],
-    simulated: Callable[[C, int], float],
+    fits: Callable[[C], C | None],
+    simulated: Callable[[C], float],
     keep: int,
 ) -> SearchResult[C]:
     """Find the `keep` candidates with the shortest steps. The result is the same as if all were simulated.
 
-    `bound`: a lower bound for the candidate's steps, in seconds. `fits`: the variant that fits, None if none does;
+    `bound`: a lower bound for the candidate's steps, in seconds. `fits`: the candidate as it fits, None if it does not;
     called for few candidates. `simulated`: the seconds of its steps.
     """
     ordered = sorted(((bound(each), order, each) for order, each in enumerate(candidates)), key=lambda each: each[:2])
@@ -192,12 +188,11 @@ def search(
         if len(best) == keep and least > best[-1].seconds + _SLACK:
             result.pruned = len(ordered) - at
             break
-        variant = fits(candidate)
-        if variant is None:
+        if (fitting := fits(candidate)) is None:
             result.refused += 1
             continue
         result.simulated += 1
-        insort(best, RankedCandidate(simulated(candidate, variant), order, candidate, variant))
+        insort(best, RankedCandidate(simulated(fitting), order, fitting))
         del best[keep:]
     return result
 
@@ -237,10 +232,10 @@ class Planner:
         """Predicted over measured step of each record."""
         for record in self.records if options.records else ():
             own = load_job(record.folder / "config.toml", [])
-            pace = self._fitted(own.resolved).pace
+            pace = self._fitted(own.resolved)
             forecast = self._simulated(own, max(_FINAL, record.pace.steps), ahead_of(own.config), pace)
             self.ratios.append(forecast.step_seconds_median / record.measured)
-        forecast = self._forecast(self.candidates[0], 0, _COUNTED, self._fit(self.candidates[0], 0).pace)
+        forecast = self._forecast(self.candidates[0], _COUNTED)
         self._drawn, self._trained = forecast.drawn, forecast.trained
 
     def bound(self, candidate: Candidate) -> float:
@@ -250,7 +245,7 @@ class Planner:
         batches except `ahead + 1` are drawn within these steps: concurrently if rollouts run ahead, else before
         training. The smallest budgets leave the smallest bubble in a pipeline.
         """
-        pace = self._fit(candidate, len(candidate.variants) - 1).pace
+        pace = self._fitted(candidate.varied(-1).table(self._job.resolved))
         share = self._trained / candidate.trainer.axes["dp"]
         if self._trained.is_integer():  # else the number of rows varies between steps, and this is the mean
             share = math.ceil(share)
@@ -262,26 +257,24 @@ class Planner:
         drawn = draw * max(0, _COUNTED - candidate.ahead - 1) / _COUNTED
         return train + drawn if candidate.shared else max(train + own, drawn)
 
-    def seconds(self, candidate: Candidate, variant: int) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """The mean step in seconds."""
-        return self._forecast(candidate, variant, _COUNTED, self._fit(candidate, variant).pace).step_seconds
+        return self._forecast(candidate, _COUNTED).step_seconds
 
     def proposal(self, simulated: RankedCandidate[Candidate]) -> Proposal:
         """Estimate one of the best candidates in detail."""
-        candidate, variant, options = simulated.candidate, simulated.variant, self.options
-        fitted = self._fit(candidate, variant)
-        forecast = self._forecast(candidate, variant, _FINAL, fitted.pace)
-        guessed = [*fitted.guessed, *forecast.guessed]
+        candidate, options = simulated.candidate, self.options
+        forecast = self._forecast(candidate, _FINAL)
         # With as many steps as in the search, so that only the guesses differ.
-        table = candidate.table(self._job.resolved, variant)
-        ends = fit_ends(self.records, table, options.devices.cores) if guessed else ()
-        seconds = [self._forecast(candidate, variant, _COUNTED, end).step_seconds for end in ends]
+        table = candidate.table(self._job.resolved)
+        ends = fit_ends(self.records, table, options.devices.cores) if forecast.guessed else ()
+        seconds = [self._forecast(candidate, _COUNTED, end).step_seconds for end in ends]
         longer = [1.0, *(each / simulated.seconds for each in seconds)]
         missed = max((max(ratio, 1 / ratio) for ratio in self.ratios), default=1.0)
         rows = sum(forecast.staleness)
         return Proposal(
             name=candidate.name,
-            overrides=candidate.overrides(variant),
+            overrides=candidate.overrides,
             steps_per_minute=60 / forecast.step_seconds,
             low=60 / (forecast.step_seconds * max(longer) * missed),
             high=60 / (forecast.step_seconds * min(longer) / missed),
@@ -289,19 +282,17 @@ class Planner:
             efficiency=forecast.efficiency,
             bound_by=next(iter(forecast.bound)),
             staleness=sum(age * count for age, count in enumerate(forecast.staleness)) / rows if rows else 0.0,
-            needed_gib=self.memory.needed(candidate, variant),
+            needed_gib=self.memory.needed(candidate),
             cost=options.price * options.devices.count * forecast.step_seconds / 3600 if options.price else None,
-            guessed=guessed or ([] if options.records else ["rollout and train"]),
+            guessed=forecast.guessed or ([] if options.records else ["rollout and train"]),
         )
 
-    def _fitted(self, table: dict[str, object]) -> FittedPace:
+    def _fitted(self, table: dict[str, object]) -> Pace:
         return fit(self.records, table, self.options.devices.cores)
 
-    def _fit(self, candidate: Candidate, variant: int) -> FittedPace:
-        return self._fitted(candidate.table(self._job.resolved, variant))
-
-    def _forecast(self, candidate: Candidate, variant: int, steps: int, pace: Pace) -> Forecast:
-        return self._simulated(self._load(candidate.overrides(variant)), steps, candidate.ahead, pace)
+    def _forecast(self, candidate: Candidate, steps: int, pace: Pace | None = None) -> Forecast:
+        pace = pace or self._fitted(candidate.table(self._job.resolved))
+        return self._simulated(self._load(candidate.overrides), steps, candidate.ahead, pace)
 
     def _simulated(self, job: Job, counted: int, ahead: int, pace: Pace) -> Forecast:
         """Simulate a job with few prompts, as many counted steps, those that fill the pipeline, and the last one."""

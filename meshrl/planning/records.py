@@ -139,18 +139,7 @@ _ROWS: Final = (-0.5, 0.1)
 been up to 1.4 times as long with half of the rows (docs/benchmarks.md, Planned and measured steps)."""
 
 
-@dataclass(frozen=True)
-class FittedPace:
-    """The costs of calls in a configuration."""
-
-    pace: Pace
-    guessed: Sequence[str] = ()
-    """Assumptions that no record covers."""
-
-
-def fit(
-    records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Guesses = GUESSES
-) -> FittedPace:
+def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Pace:
     """Estimate the costs of calls in a configuration: for each role, from the most similar record.
 
     That is the record with the nearest number of cores per rank and of ranks that share rows, or the first of equal
@@ -182,7 +171,7 @@ def fit(
                 if learned is None:
                     notes.append(f"{role}: cores ** {exponent:.2g}, from ranks of {had.cpus} to ranks of {wanted.cpus}")
             works[key] = [replace(work, seconds=[each * factor for each in work.seconds]) for work in pace.works[key]]
-    return FittedPace(replace(records[chosen["Policy"]].pace, works=works), list(dict.fromkeys(notes)))
+    return replace(records[chosen["Policy"]].pace, works=works, guessed=list(dict.fromkeys(notes)))
 
 
 def fit_ends(records: Sequence[RecordedRun], table: Table, cores: int | None = None) -> tuple[Pace, Pace]:
@@ -191,20 +180,20 @@ def fit_ends(records: Sequence[RecordedRun], table: Table, cores: int | None = N
     Chosen for each endpoint separately, because a role with fewer cores and one with more are slow by different
     guesses.
     """
-    paces = [fit(records, table, cores, guesses).pace for guesses in _ENDS]
+    paces = [fit(records, table, cores, guesses) for guesses in _ENDS]
+
+    def total(works: Sequence[CallCost]) -> float:
+        return sum(sum(work.seconds) for work in works)
+
     slow, fast = (
         replace(
             paces[0],
-            works={key: choose((pace.works[key] for pace in paces), key=_total) for key in paces[0].works},
+            works={key: choose((pace.works[key] for pace in paces), key=total) for key in paces[0].works},
             beyond=(choose(_ROWS, key=lambda of: -of), choose(_ROWS)) if paces[0].strict else paces[0].beyond,
         )
         for choose in (max, min)
     )
     return slow, fast
-
-
-def _total(works: Sequence[CallCost]) -> float:
-    return sum(sum(work.seconds) for work in works)
 
 
 def _unlike(had: Place, wanted: Place) -> str:

@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Final, Literal, TypeAlias, cast
+from typing import Final, Literal, Self, TypeAlias, cast
 
 from meshrl.config import Table
 from meshrl.errors import ConfigError
@@ -66,7 +66,7 @@ class Candidate:
     settings: Mapping[str, Value]
     """The settings by key."""
     variants: Sequence[Mapping[str, Value]]
-    """Further settings. The first variant that fits into memory applies."""
+    """Further settings. The first variant has none, and the first one that fits into memory applies."""
 
     @property
     def name(self) -> str:
@@ -76,14 +76,19 @@ class Candidate:
         layout = f"{self.trainer}" if same else f"train {self.trainer}, sample {self.sampler}"
         return f"{where}{layout}, ahead {self.ahead}"
 
-    def overrides(self, variant: int) -> list[str]:
+    @property
+    def overrides(self) -> list[str]:
         """The settings for a command line."""
-        return [f"{key}={_toml(value)}" for key, value in {**self.settings, **self.variants[variant]}.items()]
+        return [f"{key}={_toml(value)}" for key, value in self.settings.items()]
 
-    def table(self, table: Table, variant: int) -> Table:
+    def varied(self, variant: int) -> Self:
+        """The candidate with the settings of a variant."""
+        return replace(self, settings={**self.settings, **self.variants[variant]})
+
+    def table(self, table: Table) -> Table:
         """A configuration's tables with the settings applied."""
         changed = dict(table)
-        for key, value in {**self.settings, **self.variants[variant]}.items():
+        for key, value in self.settings.items():
             inner = changed
             *above, last = key.split(".")
             for part in above:
@@ -253,12 +258,12 @@ class MemoryLimit:
         self._refusals: dict[str, None] = {}
         """Reasons why axes were refused."""
 
-    def fits(self, candidate: Candidate) -> int | None:
-        """The first variant of a candidate that fits. None if none does."""
+    def fits(self, candidate: Candidate) -> Candidate | None:
+        """The candidate in its first variant that fits. None if none does."""
         if not self.applies:
-            return 0
-        for variant in range(len(candidate.variants)):
-            plan = self._plan(candidate, variant)
+            return candidate
+        for variant in map(candidate.varied, range(len(candidate.variants))):
+            plan = self._plan(variant)
             unknown = [held for mesh in plan.meshes for held in mesh.roles if held.refused or held.memory is None]
             if refusals := [f"{held.role}: {held.unknown}" for held in unknown if held.refused]:
                 self._refusals |= dict.fromkeys(refusals)
@@ -272,14 +277,14 @@ class MemoryLimit:
             if missing <= 0:
                 return variant
             if self._shortage is None or missing < self._shortage[0]:
-                self._shortage = missing, " ".join(candidate.overrides(variant))
+                self._shortage = missing, " ".join(variant.overrides)
         return None
 
-    def needed(self, candidate: Candidate, variant: int) -> float | None:
+    def needed(self, candidate: Candidate) -> float | None:
         """GiB of the fullest GPU, or of the machine. None if no role's memory is known."""
         if not self.applies:
             return None
-        plan = self._plan(candidate, variant)
+        plan = self._plan(candidate)
         known = any(held.memory is not None for mesh in plan.meshes for held in mesh.roles)
         return self._gib_of(plan) if known else None
 
@@ -294,11 +299,9 @@ class MemoryLimit:
             f"{overrides}: give more {devices} or --memory, or ask `meshrl memory` what would save memory"
         )
 
-    def _plan(self, candidate: Candidate, variant: int) -> MemoryPlan:
-        job = self._load(candidate.overrides(variant))
-        return plan_memory(
-            job.config, job.run, MemoryOptions(gib=self._gib if self._on_gpus else None), self._estimates
-        )
+    def _plan(self, candidate: Candidate) -> MemoryPlan:
+        job, options = self._load(candidate.overrides), MemoryOptions(gib=self._gib if self._on_gpus else None)
+        return plan_memory(job.config, job.run, options, self._estimates)
 
     def _gib_of(self, plan: MemoryPlan) -> float:
         needed = [mesh.needed * (1 if self._on_gpus else mesh.ranks) for mesh in plan.meshes]

@@ -7,19 +7,17 @@ what happened to the prompts. `metrics.jsonl` and `config.toml` are compared wit
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from meshrl.errors import DataError
-from meshrl.run.folder import GROUPS, METRICS, read_configuration
+from meshrl.run.folder import GROUPS, METRICS, decoded, read_configuration, read_lines
 from meshrl.tasks import APART, PromptEvent, Ranges, StepAccount, as_ranges, in_ranges
-
-T = TypeVar("T")
 
 _REASONS: Final = {"stale": "too old"}
 """Reasons for dropping a prompt, as users read them."""
@@ -43,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of an audit. Prompts are named by their numbers, `groups`."""
+    """The result of an audit."""
 
     folder: Path
     status: str
@@ -51,23 +49,8 @@ class Audit:
     steps: int
     resumed: int
     """Number of times that the run resumed from a checkpoint."""
-    drawn: int
-    """Number of prompts that the script or a stream took."""
-    trained: int
-    """Number of prompts that were delivered to a step, or that the script took in it."""
-    dropped: Mapping[str, int]
-    """Number of dropped prompts by reason: `filtered`, `stale`, or `closed` for those left when their stream ended."""
-    under_way: int
-    """Number of prompts that are still in progress when the files end."""
-    held_back: int
-    """Number of untrained prompts that the script took before its loop, or that its iterator left out."""
-    missing: Ranges
-    twice: Sequence[int]
-    """Prompts that were delivered more than once, or both delivered and dropped."""
-    staleness: int | None
-    """Largest staleness. None if no stream delivered anything."""
-    bound: int | None
-    """Largest `ahead` of a stream."""
+    prompts: "Prompts"
+    versions: "Versions"
     verdicts: Sequence[Verdict]
 
     @property
@@ -81,8 +64,6 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 class _MetricsLine(msgspec.Struct, frozen=True):
-    """The fields of a line of metrics.jsonl that an audit reads."""
-
     step: int
     staleness_max: float | None = None
 
@@ -95,15 +76,15 @@ def audit_run(folder: Path) -> Audit:
     groups.jsonl, which older versions did not write, with invalid lines, or if no step has trained on a prompt.
     """
     summary = folder / "summary.json"
-    status = _decoded(summary, summary.read_bytes(), _Summary).status if summary.is_file() else "not ended"
+    status = decoded(summary, summary.read_bytes(), _Summary).status if summary.is_file() else "not ended"
     if not (folder / GROUPS).is_file():
         raise DataError(
             f"{folder} has no {GROUPS}, so nothing says what its steps trained on: the run is of an earlier version, "
             "or the file was removed. Restore it, or run it again"
         )
-    accounts = list(_lines(folder / GROUPS, StepAccount, may_be_cut=status == "not ended"))
-    metrics = list(_lines(folder / METRICS, _MetricsLine, may_be_cut=status == "not ended"))
-    prompts, versions, steps = _Prompts(), _Versions(_ahead(folder)), _Steps()
+    accounts = list(read_lines(folder / GROUPS, StepAccount, may_be_cut=status == "not ended"))
+    metrics = list(read_lines(folder / METRICS, _MetricsLine, may_be_cut=status == "not ended"))
+    prompts, versions, steps = Prompts(), Versions(_ahead(folder)), _Steps()
     for account in accounts:
         where = steps.enter(account)
         for event in account.happened:
@@ -122,48 +103,15 @@ def audit_run(folder: Path) -> Audit:
             f"{folder / GROUPS} begins with step {steps.numbers[0]}: earlier steps are of a version that wrote none, "
             "or were removed. Restore them, or run it again"
         )
-    return Audit(
-        folder,
-        status,
-        steps=len(steps.numbers),
-        resumed=max(0, prompts.processes - 1),
-        drawn=len(prompts.taken),
-        trained=len(prompts.trained),
-        dropped=Counter(prompts.dropped.values()),
-        under_way=len(prompts.open),
-        held_back=prompts.held_back,
-        missing=prompts.all_missing,
-        twice=sorted(prompts.twice),
-        staleness=versions.largest,
-        bound=versions.bound,
-        verdicts=verdicts,
-    )
+    return Audit(folder, status, len(steps.numbers), max(0, prompts.processes - 1), prompts, versions, verdicts)
 
 
 def steps_made(folder: Path) -> int:
     """Number of steps that a run has made, by its groups.jsonl. Raises DataError for invalid lines."""
-    return sum(account.step is not None for account in _lines(folder / GROUPS, StepAccount, may_be_cut=True))
-
-
-def _lines(file: Path, kind: type[T], *, may_be_cut: bool) -> Iterator[T]:
-    """Read the lines of a file. `may_be_cut`: a killed run may have left an incomplete last line."""
-    whole, _, rest = file.read_bytes().rpartition(b"\n") if file.is_file() else (b"", b"", b"")
-    lines = whole.split(b"\n") if whole else []
-    if rest and not may_be_cut:
-        lines.append(rest)
-    for number, line in enumerate(lines, 1):
-        yield _decoded(f"{file}, line {number}", line, kind)
-
-
-def _decoded(where: object, content: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (ValueError, RecursionError) as error:  # from msgspec and from UTF-8
-        raise DataError(f"{where}: is not as a run wrote it: {error}. Restore the file, or run it again") from error
+    return sum(account.step is not None for account in read_lines(folder / GROUPS, StepAccount, may_be_cut=True))
 
 
 def _ahead(folder: Path) -> int | None:
-    """The `ahead` of the configuration. None without one."""
     try:
         ahead = read_configuration(folder).get("ahead")
     except (OSError, ValueError) as error:
@@ -173,18 +121,19 @@ def _ahead(folder: Path) -> int | None:
 
 
 @dataclass
-class _Prompts:
-    """What happened to each prompt."""
+class Prompts:
+    """What happened to each prompt. Prompts are named by their numbers, `groups`."""
 
     taken: set[int] = field(default_factory=set)
+    """Prompts that the script or a stream took."""
     held: set[int] = field(default_factory=set)
     """Prompts that the script took before its loop."""
     held_back: int = 0
-    """Number of those, and of those that its iterator left out."""
+    """Number of those that were not trained on, and of those that its iterator left out."""
     trained: dict[int, str] = field(default_factory=dict)
     """The step of each prompt that was delivered, or taken by the script in a step."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """The reason for each dropped prompt."""
+    """The reason for each dropped prompt: `filtered`, `stale`, or `closed` if it was left when its stream ended."""
     open: set[int] = field(default_factory=set)
     """Prompts that streams have taken and neither delivered nor dropped."""
     again: set[int] = field(default_factory=set)
@@ -194,6 +143,7 @@ class _Prompts:
     all_missing: Ranges = ()
     """These, and prompts that were dealt but never taken."""
     twice: set[int] = field(default_factory=set)
+    """Prompts that were delivered more than once, or both delivered and dropped."""
     breaches: list[str] = field(default_factory=list)
     processes: int = 0
     """Number of processes of the run so far."""
@@ -312,15 +262,13 @@ class _Prompts:
 
 @dataclass
 class _Stream:
-    """The versions of one stream of rollouts."""
-
     ahead: int
     published: list[int] = field(default_factory=list)
     """Versions published since it was opened that count for staleness."""
 
 
 @dataclass
-class _Versions:
+class Versions:
     """Published versions, and the staleness of delivered rows."""
 
     configured: int | None
@@ -329,24 +277,23 @@ class _Versions:
     """Last version of each stream, across all processes of the run."""
     count: int = 0
     largest: int | None = None
+    """Largest staleness. None if no stream delivered anything."""
     bound: int | None = None
+    """Largest `ahead` of a stream."""
     falls: list[str] = field(default_factory=list)
     too_old: list[str] = field(default_factory=list)
 
     def enter(self, event: PromptEvent, where: str) -> None:
         """Apply an event."""
-        match event.what:
-            case "begin":
-                self.streams = {}
-            case "open":
-                self.streams[event.stream] = _Stream(event.ahead)
-                self.bound = max(event.ahead, self.bound or 0)
-            case "publish":
-                self._publish(event, where)
-            case "deliver":
-                self._deliver(event, where)
-            case _:
-                pass
+        if event.what == "begin":
+            self.streams = {}
+        elif event.what == "open":
+            self.streams[event.stream] = _Stream(event.ahead)
+            self.bound = max(event.ahead, self.bound or 0)
+        elif event.what == "publish":
+            self._publish(event, where)
+        elif event.what == "deliver":
+            self._deliver(event, where)
 
     def end(self, metrics: Sequence[_MetricsLine]) -> list[Verdict]:
         """Compare recorded staleness and the configured bound with the streams', and judge both guarantees."""
@@ -362,13 +309,10 @@ class _Versions:
             for number, stream in self.streams.items()
             if self.configured is not None and stream.ahead > self.configured
         ]
-        last = ", ".join(f"the last {version}" for version in self.last.values())
-        published = (
-            f"{self.count:,} published to streams, {last}" if self.count else "nothing was published to a stream"
-        )
-        oldest = (
-            "no stream delivered anything" if self.largest is None else f"at most {self.largest}, ahead = {self.bound}"
-        )
+        last = "".join(f", the last {version}" for version in self.last.values())
+        published = f"{self.count:,} published to streams{last}" if self.count else "nothing was published to a stream"
+        oldest = f"at most {self.largest}, ahead = {self.bound}"
+        oldest = "no stream delivered anything" if self.largest is None else oldest
         return [
             Verdict("versions never fall", published, self.falls),
             Verdict("no delivered row is older than the bound", oldest, self.too_old),
@@ -411,8 +355,6 @@ class _Versions:
 
 @dataclass
 class _Steps:
-    """The step numbers."""
-
     numbers: list[int] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
 

@@ -48,7 +48,6 @@ def engine_of(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
 
 
 def _files_named(value: object) -> Iterator[Path]:
-    """Yield the Python files that a configuration names."""
     if isinstance(value, Mapping):
         for each in value.values():
             yield from _files_named(each)

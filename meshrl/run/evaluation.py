@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -113,56 +112,45 @@ class BesideSampling(Sampling):
     beside: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """Rewards of the completions of some prompts."""
-
-    greedy: NDArray[np.float32]
-    """Rewards of the greedy completions, [prompts]."""
-    sampled: NDArray[np.float32]
-    """Rewards of the sampled completions, [prompts, n]."""
-    truncated: float
-    """Share of the sampled completions that were cut at the token limit."""
-    reward_errors: int
-    """Greedy and sampled completions whose reward function raised."""
-    versions: tuple[int, int]
-    """Versions of the weights that sampled the oldest and the newest token."""
-
-    def numbers(self, threshold: float) -> Mapping[str, float]:
-        """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
-        prompts, n = self.sampled.shape
-        correct = (self.sampled >= threshold).sum(axis=1)
-        return {
-            "eval/greedy": float((self.greedy >= threshold).mean()),
-            **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
-            "eval/reward": float(self.sampled.mean(dtype=np.float64)),
-            "eval/truncated": self.truncated,
-            "eval/reward_errors": self.reward_errors,
-            "eval/prompts": prompts,
-            "eval/version_oldest": self.versions[0],
-            "eval/version_newest": self.versions[1],
-        }
-
-
-async def _judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None) -> _Judged:
-    """Score one greedy completion and `sampling.n` sampled ones for each prompt.
+async def _judge(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None
+) -> tuple[str, Batch, Batch]:
+    """Score one greedy completion and `sampling.n` sampled ones for each prompt. Also returns the reward's name.
 
     `score`: as for `rollouts`. Without it, the `rewards` of the rows count, which episodes have. Otherwise a completion
     is right if it equals the `answer`.
     """
-    greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
-    sampled = await _scored(await rollout(sampler, prompts, sampling), score)
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
+    name = "reward" if score or "rewards" in greedy else _EXACT
+    greedy = await _scored(greedy, score)
+    return name, greedy, await _scored(await rollout(sampler, prompts, sampling), score)
+
+
+async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> Mapping[str, float]:
+    """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
+    prompts = len(sampled) // n
+    rewards = sampled.rewards.reshape(prompts, n)
+    correct = (rewards >= threshold).sum(axis=1)
+    truncated, reward_errors = _faults(greedy, sampled)
     # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
     newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
+    return {
+        "eval/greedy": float((greedy.rewards >= threshold).mean()),
+        **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
+        "eval/reward": float(rewards.mean(dtype=np.float64)),
+        "eval/truncated": truncated,
+        "eval/reward_errors": reward_errors,
+        "eval/prompts": prompts,
+        "eval/version_oldest": min(oldest),
+        "eval/version_newest": max(newest, *oldest),
+    }
+
+
+def _faults(greedy: Batch, sampled: Batch) -> tuple[float, int]:
+    """The share of sampled completions that were cut at the token limit, and all whose reward function raised."""
     errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
-    return _Judged(
-        greedy=greedy.rewards,
-        sampled=sampled.rewards.reshape(len(prompts), sampling.n),
-        truncated=float(np.asarray(sampled.row("truncated"), np.float64).mean()),
-        reward_errors=sum(error is not None for error in errors),
-        versions=(min(oldest), max(newest, *oldest)),
-    )
+    return float(np.asarray(sampled.row("truncated"), np.float64).mean()), sum(error is not None for error in errors)
 
 
 def evaluate_during(
@@ -201,7 +189,8 @@ def evaluate_during(
     )
 
     async def measure() -> Mapping[str, float]:
-        return (await _judge(sampler, some, beside, score)).numbers(config.threshold)
+        _, greedy, sampled = await _judge(sampler, some, beside, score)
+        return await _numbers(greedy, sampled, config.n, config.threshold)
 
     prepare = partial(publish, policy, sampler) if policy else None
     run.beside(Measurement(config.every, measure, config.pause_training, prepare))
@@ -209,7 +198,9 @@ def evaluate_during(
 
 async def _scored(rollouts: Batch, score: Score | None) -> Batch:
     if score is not None:
-        rollouts = await score(rollouts)
+        rows, rollouts = len(rollouts), await score(rollouts)
+        if len(rollouts) != rows:
+            raise DataError(f"`score` returned {len(rollouts)} of {rows} rows: give each row a reward")
     elif "rewards" not in rollouts:
         rollouts = await _matched(rollouts)
     errors = ("reward_error",) if "reward_error" in rollouts else ()
@@ -237,10 +228,7 @@ async def _means(
     """
     if not len(prompts):
         return "reward" if score else _EXACT, nan, nan, []
-    greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
-    sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
-    name = "reward" if score or "rewards" in greedy else _EXACT
-    greedy, sampled = await _scored(greedy, score), await _scored(sampled, score)
+    name, greedy, sampled = await _judge(sampler, prompts, sampling.model_copy(update={"n": 1}), score)
     texts = [text for text in ("prompt", "completion") if text in greedy]
     greedy = await greedy.load("rewards", *texts)
     columns = {text: greedy.objects(text) for text in texts}
@@ -392,11 +380,13 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
             sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
             judging = _reward_config(file, table, options)
             reward = await mesh.spawn(implementation(Reward, judging.backend), judging)
-            judged = await _judge(sampler, prompts, sampling, reward.score)
+            _, greedy, sampled = await _judge(sampler, prompts, sampling, reward.score)
         finally:
             await engine.close()
-    correct = (judged.sampled >= options.threshold).sum(axis=1)
-    right = int((judged.greedy >= options.threshold).sum())
+    rewards = sampled.rewards.reshape(len(prompts), options.n)
+    correct = (rewards >= options.threshold).sum(axis=1)
+    right = int((greedy.rewards >= options.threshold).sum())
+    truncated, reward_errors = _faults(greedy, sampled)
     return Evaluation(
         model=str(newest.path.relative_to(run)),
         task=source,
@@ -407,14 +397,13 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
         seed=options.seed,
         greedy=wilson(right, len(prompts)),
         pass_at={k: bootstrap(pass_at_k(correct, options.n, k), options.seed) for k in powers_of_2(options.n)},
-        reward=bootstrap(judged.sampled.mean(axis=1, dtype=np.float64), options.seed),
-        truncated=judged.truncated,
-        reward_errors=judged.reward_errors,
+        reward=bootstrap(rewards.mean(axis=1, dtype=np.float64), options.seed),
+        truncated=truncated,
+        reward_errors=reward_errors,
     )
 
 
 def _prompts(file: Path, table: Table, options: EvalOptions) -> tuple[Batch, str]:
-    """Return the prompts, and their source."""
     own = table_of(table, "task")
     if options.task is None:
         config, source = validate(TaskConfig, own, file), "held out by the run"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from meshrl.errors import DataError, MeshrlError
 from meshrl.observe import table_of
 from meshrl.run.checkpoints import newest_checkpoint
 
+T = TypeVar("T")
 METRICS: Final = "metrics.jsonl"
 SAMPLES: Final = "samples.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
@@ -36,7 +37,8 @@ def start_folder(folder: Path) -> Path:
     following = folder.with_name(f".{folder.name}.next")
     if following.is_dir():
         shutil.rmtree(following)
-    return following if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) else folder
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    return folder if is_free else following
 
 
 def take_over(folder: Path, begun: Path) -> None:
@@ -50,7 +52,7 @@ def take_over(folder: Path, begun: Path) -> None:
 def was_cut_short(folder: Path) -> bool:
     """True if the run in the folder can resume and did not finish, because it crashed or was interrupted."""
     file = folder / "summary.json"
-    with suppress(OSError, ValueError, msgspec.DecodeError):
+    with suppress(OSError, ValueError):
         summary = msgspec.json.decode(file.read_bytes(), type=dict[str, object]) if file.exists() else {}
         run = table_of(read_configuration(folder), "run")
         return bool(run.get("resume") or run.get("restarts")) and summary.get("status") != "finished"
@@ -91,6 +93,28 @@ def read_json(file: Path) -> Table:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except (OSError, ValueError):  # also a path that no file can have
         return {}
+
+
+def read_lines(
+    file: Path, kind: type[T], *, may_be_cut: bool = False, remedy: str = "Restore the file, or run it again"
+) -> Iterator[T]:
+    """Yield the lines of a file. Raises DataError for one that is invalid.
+
+    `may_be_cut`: a killed run may have left an incomplete last line.
+    """
+    lines = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    if may_be_cut or not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        yield decoded(f"{file}, line {number}", line, kind, remedy)
+
+
+def decoded(where: object, content: bytes, kind: type[T], remedy: str = "Restore the file, or run it again") -> T:
+    """Decode what a run wrote as JSON. DataError if it did not write it like this."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:  # from msgspec and from UTF-8
+        raise DataError(f"{where}: is not as a run wrote it: {error}. {remedy}") from error
 
 
 def cut_files(folder: Path, sizes: Mapping[str, int]) -> None:

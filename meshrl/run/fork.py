@@ -156,7 +156,6 @@ def _folder_beside(earlier: Path, step: int, name: str | None) -> Path:
 
 
 def _parted(override: str) -> tuple[str, str]:
-    """Split an override into key and value."""
     key, _, value = override.partition("=")
     return ".".join(part.strip() for part in key.split(".")), value.strip()
 

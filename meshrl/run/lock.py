@@ -17,6 +17,7 @@ import msgspec
 
 from meshrl import log
 from meshrl.errors import ConfigError, DataError
+from meshrl.events import boot_id
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of a file system without locks."""
@@ -69,8 +70,9 @@ class FolderLock:
         stopped = threading.Event()
         beats = threading.Thread(target=_beat, args=(self._descriptors[0], stopped), name="meshrl-lease", daemon=True)
         beats.start()
-        leased = self._file, self._descriptors, self._own, stopped, beats
-        self.release: weakref.finalize[..., FolderLock] = weakref.finalize(self, _release, *leased)
+        self.release: weakref.finalize[..., FolderLock] = weakref.finalize(
+            self, _release, self._file, self._descriptors, self._own, stopped, beats
+        )
         """Releases the folder for the next run."""
 
     def hold(self) -> None:
@@ -146,14 +148,13 @@ def _lock(descriptor: int) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
     return True
 
 
 def _beat(descriptor: int, stopped: threading.Event) -> None:
-    """Touch the file periodically."""
     while not stopped.wait(_LEASE / _BEATS):
         with suppress(OSError):  # the file system may be unavailable for a while
             os.utime(descriptor)
@@ -169,35 +170,28 @@ def _release(file: Path, descriptors: list[int], own: bytes, stopped: threading.
 
 
 def _machine() -> str:
-    """Identify this kernel among all hosts and across its restarts."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text("ascii").strip() if boot.is_file() else f"{uuid.getnode():x}"
+    """Identify this machine for all of its processes, and its start if that is known."""
+    return boot_id() if Path("/proc/sys/kernel/random/boot_id").is_file() else f"{uuid.getnode():x}"
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _read(file: Path) -> bytes:
-    try:
+    with suppress(FileNotFoundError):
         return file.read_bytes()
-    except FileNotFoundError:
-        return b""
+    return b""
 
 
 def _touched(file: Path) -> int | None:
-    """Return when the file was touched, in nanoseconds of the clock that stamps it. None if it is gone.
-
-    The file is opened, because network file systems refresh attributes only on open.
-    """
-    try:
-        with file.open("rb") as opened:
-            return os.fstat(opened.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
+    """Return when the file was touched, in nanoseconds of the clock that stamps it. None if it is gone."""
+    # Network file systems refresh attributes only on open.
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        return os.fstat(opened.fileno()).st_mtime_ns
+    return None
 
 
 def _owner(content: bytes) -> Owner | None:

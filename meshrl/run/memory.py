@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Final
 
 from meshrl.config import Config, dotted
@@ -12,6 +13,7 @@ from meshrl.roles import (
     MemoryEstimate,
     MemoryTerm,
     ModelConfig,
+    NewModel,
     PolicyConfig,
     ReferenceConfig,
     SamplerConfig,
@@ -20,8 +22,8 @@ from meshrl.roles import (
     memory_of,
     models_of,
 )
-from meshrl.run.check_inputs import longest_of
 from meshrl.run.config import MeshConfig, RunConfig, reads_reference, tables_of
+from meshrl.run.folder import read_json
 from meshrl.tasks import TaskConfig
 
 GIB: Final = 2**30
@@ -156,7 +158,7 @@ def plan_memory(
         if type(table) is not ReferenceConfig or reads_reference(config)
     ]
     meshes = _meshes(run, sorted({table.mesh for _, table in tables}), options.gpus)
-    rows = _Rows.of(config, options)
+    work, assumed = _workloads(config, options)
     known = {} if known is None else known
     planned: list[RankMemory] = []
     for name, mesh in meshes.items():
@@ -165,17 +167,17 @@ def plan_memory(
         here = [(role, table) for role, table in tables if table.mesh == name]
         roles: list[RoleMemory] = []
         for role, table in here:
-            work = rows.work(table, mesh, gib if has_gpu else None)
-            key = f"{role} {table!r} {work!r}"
+            load = work(table, mesh, gib if has_gpu else None)
+            key = f"{role} {table!r} {load!r}"
             if key not in known:
-                known[key] = _role_memory(role, table, work)
+                known[key] = _role_memory(role, table, load)
             roles.append(known[key])
         trains = any(isinstance(table, PolicyConfig) for _, table in here)
         overlaps = trains and int(getattr(config, "ahead", 0)) > 0
         beside = [_CONTEXT] if has_gpu else []
         axes = dict(mesh.axes) or {"dp": mesh.ranks}
         planned.append(RankMemory(name, mesh.ranks, axes, has_gpu, gib, roles, beside, overlaps))
-    return MemoryPlan(planned, rows.assumed)
+    return MemoryPlan(planned, assumed)
 
 
 def _meshes(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[str, MeshConfig]:
@@ -267,50 +269,49 @@ def _role_memory(role: str, table: ModelConfig, work: Workload) -> RoleMemory:
         return RoleMemory(role, table.backend, None, str(error), isinstance(error, ConfigError))
     except Exception as error:  # noqa: BLE001 -- an estimate must not end a run: a model's code may do anything in a rehearsal
         return RoleMemory(role, table.backend, None, f"its rehearsal failed: {described(error)}")
-    if memory is None:
-        return RoleMemory(role, table.backend, None, f"the backend {table.backend!r} does not report it")
-    return RoleMemory(role, table.backend, memory)
+    unknown = f"the backend {table.backend!r} does not report it" if memory is None else ""
+    return RoleMemory(role, table.backend, memory, unknown)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows that the configured roles process."""
+def _workloads(
+    config: Config, options: MemoryOptions
+) -> tuple[Callable[[ModelConfig, MeshConfig, float | None], Workload], list[str]]:
+    """Return the work of each role, by its table, its mesh and the GiB of its GPU, and what is assumed about it."""
+    task, sampling = getattr(config, "task", None), getattr(config, "sampling", None)
+    assumed: list[str] = []
+    prompt = options.prompt or (task.max_prompt_tokens if isinstance(task, TaskConfig) else None)
+    if prompt is None:
+        prompt = _PROMPT
+        assumed.append(f"prompts of {prompt} tokens: change it with task.max_prompt_tokens or --prompt")
+    completion = options.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
+    if completion is None:
+        completion = _COMPLETION
+        assumed.append(f"completions of {completion} tokens: change it with --completion")
+    n = int(getattr(sampling, "n", 1))
+    drawn = int(getattr(config, "prompts", None) or getattr(config, "rows", None) or 1) * n
+    updated = -(-drawn // int(getattr(config, "minibatches", 1)))
 
-    prompt: int
-    completion: int
-    drawn: int
-    """Rows in a step."""
-    updated: int
-    """Rows in an update."""
-    n: int
-    assumed: list[str]
-
-    @classmethod
-    def of(cls, config: Config, options: MemoryOptions) -> "_Rows":
-        task, sampling = getattr(config, "task", None), getattr(config, "sampling", None)
-        assumed: list[str] = []
-        prompt = options.prompt or (task.max_prompt_tokens if isinstance(task, TaskConfig) else None)
-        if prompt is None:
-            prompt = _PROMPT
-            assumed.append(f"prompts of {prompt} tokens: change it with task.max_prompt_tokens or --prompt")
-        completion = options.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
-        if completion is None:
-            completion = _COMPLETION
-            assumed.append(f"completions of {completion} tokens: change it with --completion")
-        n = int(getattr(sampling, "n", 1))
-        rows = int(getattr(config, "prompts", None) or getattr(config, "rows", None) or 1) * n
-        return cls(prompt, completion, rows, -(-rows // int(getattr(config, "minibatches", 1))), n, assumed)
-
-    def work(self, table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Workload:
-        """Return the work of a role."""
-        longest = longest_of(table.model) or self.prompt + self.completion
-        completion = min(self.completion, longest - 1)
-        rows = self.drawn if isinstance(table, SamplerConfig) else self.updated
+    def work(table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Workload:
+        longest = longest_of(table.model) or prompt + completion
+        fits = min(completion, longest - 1)
         return Workload(
             axes=dict(table.axes) or dict(mesh.axes) or {"dp": mesh.ranks},
-            prompt=min(self.prompt, longest - completion),
-            completion=completion,
-            rows=rows,
-            n=self.n,
+            prompt=min(prompt, longest - fits),
+            completion=fits,
+            rows=drawn if isinstance(table, SamplerConfig) else updated,
+            n=n,
             gpu=int((gib or 0) * GIB * min(1.0, mesh.gpus or 1.0)),
         )
+
+    return work, assumed
+
+
+def longest_of(model: str | NewModel) -> int | None:
+    """Return the model's longest sequence in tokens. None if its folder does not say."""
+    if isinstance(model, NewModel):
+        return model.max_tokens
+    file = Path(model) / "config.json"
+    shape = read_json(file)  # a damaged file is reported when the model loads
+    inner = shape.get("text_config")
+    longest = (inner if isinstance(inner, dict) else shape).get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None

@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Final, Self, cast
+from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
 import msgspec
 import numpy as np
@@ -16,8 +15,18 @@ from meshrl import log
 from meshrl.algo import effective_sample_size
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, described
-from meshrl.events import Event, clock
-from meshrl.run.folder import EVALUATIONS, GROUPS, METRICS, SAMPLES, cut_files, start_folder, take_over, write_whole
+from meshrl.events import clock
+from meshrl.run.folder import (
+    EVALUATIONS,
+    GROUPS,
+    METRICS,
+    SAMPLES,
+    cut_files,
+    read_lines,
+    start_folder,
+    take_over,
+    write_whole,
+)
 from meshrl.run.trackers import Trackers
 from meshrl.tasks import StepAccount
 
@@ -99,7 +108,7 @@ class Recorder:
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
     samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
-    logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.process`
+    logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
 
@@ -176,8 +185,7 @@ class Recorder:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
         self._check()
-        numbers = {name: float(value) for name, value in values.items()}
-        self._write_numbers(self._metrics, step, numbers)
+        numbers = self._write_numbers(self._metrics, step, values)
         self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
@@ -190,13 +198,14 @@ class Recorder:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation that began after `step` steps."""
         self._check()
-        numbers = {name: float(value) for name, value in values.items()}
         with (self.folder / EVALUATIONS).open("ab") as file:
-            self._write_numbers(file, step, numbers)
+            self._write_numbers(file, step, values)
 
-    def _write_numbers(self, file: BinaryIO, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_numbers(self, file: BinaryIO, step: int, values: Mapping[str, float]) -> Mapping[str, float]:
+        numbers = {name: float(value) for name, value in values.items()}
         _write_line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
-        self._trackers.metrics(step, numbers)
+        self._trackers.send(lambda tracker: tracker.metrics(step, numbers))
+        return numbers
 
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
@@ -210,11 +219,7 @@ class Recorder:
         rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]
         for row in rows:
             _write_line(self._samples, {"step": step, **row})
-        self._trackers.samples(step, rows)
-
-    def events(self, events: Sequence[Event], began: float) -> None:
-        """Pass the events of events.jsonl to the trackers. `began`: as in `Tracker.events`."""
-        self._trackers.events(events, began)
+        self._trackers.send(lambda tracker: tracker.samples(step, rows))
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size in bytes of each growing file, flushed to disk."""
@@ -284,14 +289,6 @@ class Recorder:
         finally:
             self._trackers.end(folder, summary)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(error)
-
     @property
     def _seconds(self) -> float:
         return self._earlier + clock() - self.began
@@ -299,15 +296,8 @@ class Recorder:
     def _recall(self) -> int:
         """Count the steps in the file, and return the number of the next."""
         first_step = 0
-        file = self.folder / METRICS
-        for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
-            try:
-                numbers = msgspec.json.decode(line, type=dict[str, float | None])
-            except (ValueError, RecursionError) as error:  # from msgspec and from UTF-8
-                raise DataError(
-                    f"{file}, line {number}, is not as a run wrote it: {error}. Restore the file, or start a run with "
-                    "another name"
-                ) from error
+        remedy = "Restore the file, or start a run with another name"
+        for numbers in read_lines(self.folder / METRICS, dict[str, float | None], remedy=remedy):
             self._count({name: float("nan") if value is None else value for name, value in numbers.items()})
             self._earlier = numbers.get("seconds") or 0.0
             first_step = int(numbers.get("step") or 0) + 1
@@ -330,7 +320,6 @@ class Recorder:
 
 
 def _without_none(value: object) -> dict[str, object]:
-    """Leave out keys without a value, because TOML has no null."""
     plain = msgspec.to_builtins(value, enc_hook=_plain)
 
     def without(each: object) -> object:

@@ -12,7 +12,7 @@ from typing import Self, TypeVar, cast
 from meshrl import log
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
-from meshrl.events import EventLog, Sink, Step, clock, sink
+from meshrl.events import EventLog, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
@@ -63,10 +63,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        resolved: Mapping[str, object] | None = None,
-        engine: Engine | None = None,
+        self, config: RunConfig, resolved: Mapping[str, object] | None = None, engine: Engine | None = None
     ) -> None:
         """`resolved`: the whole configuration, to be written to the run's folder."""
         self.config = config
@@ -96,14 +93,13 @@ class Run:
         self._step_began = clock()
         self._stepping = self._worked = False
         self._events: EventLog | None = None
-        self._outer: Sink | None = None
+        self._outer: EventLog | None = None
         self._watch: Watch | None = None
         self._schedule: Schedule | None = None
 
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
-        """Read the state in the folder, and take the folder over for this run."""
         config, check = self.config, self._lock.check
-        trackers = Trackers(config.trackers, config.project)
+        self._trackers = Trackers(config.trackers, config.project)
         # Before the recorder renames the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
         self._kept_rows = read_kept_rows(Path(config.replay)) if config.replay else None
@@ -117,7 +113,8 @@ class Run:
             sizes = {} if config.resume and was_cut_short(folder) else None
             if config.resume and (message := restart_warning(folder, config.checkpoint_every)):
                 log.warning(message)
-        self.recorder: Recorder = Recorder(folder, resolved or {"run": config.model_dump()}, sizes, check, trackers)
+        recorded = resolved or {"run": config.model_dump()}
+        self.recorder: Recorder = Recorder(folder, recorded, sizes, check, self._trackers)
         self._control = Control(lambda: self.recorder.folder)
 
     @property
@@ -243,12 +240,11 @@ class Run:
             self._schedule.end_loop()
 
     async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
-        """Write a checkpoint, from which a run resumes with this step of this loop."""
         await self._evaluations.wait()  # a run that resumes here has its results, and its error is raised after this
         self.recorder.account(self._cursor.account(None))  # prompts dropped by now count as used
         data = self._cursor.reached()  # before anything else continues
         sizes, once = self.recorder.sizes(), as_json(self._once)
-        await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data), wait=wait)
+        await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data, {}), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and self._evaluations.measurement is None:
@@ -306,7 +302,7 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self.recorder.events)
+        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._trackers.events)
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)

@@ -74,7 +74,6 @@ def writer_of(model: Path) -> str | None:
 
 
 def _config(shipped: str, script: str, folder: Path) -> str:
-    """Return the shipped configuration with the folder's script, name, task and reward."""
     name = re.sub(r"[^\w.-]", "-", folder.resolve().name).lstrip("-.") or "mine"
     _, _, text = shipped.partition("\n#\n")
     # The chat template of an agent's model ends the prompt.

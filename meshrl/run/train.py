@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Final, cast
 import msgspec
 
 from meshrl import log
-from meshrl.config import Table
-from meshrl.errors import ConfigError, DataError, DataLost, EngineDied, MeshrlError, RankDied, described
+from meshrl.config import Table, leaves
+from meshrl.errors import ConfigError, DataError, DataLost, EngineDied, MeshrlError, RankDied, SetAside, described
 from meshrl.events import Restart, sink
 from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes, list_of_mistakes
@@ -72,7 +72,8 @@ async def train(
         )
     if not (settings is None or isinstance(cast("object", settings), Mapping)):
         raise ConfigError(f"settings are keys with values, such as {{'steps': 50}}, not {settings!r:.80}")
-    keys = dict(_flat(settings or {}))
+    named = leaves(settings) if settings else ()
+    keys = {(*str(first).split("."), *map(str, below)): value for (first, *below), value in named}
     if isinstance(rows, str | Path):
         job = _make_job(_table(model, str(rows), reward, keys), reward)
         _check(job)
@@ -106,23 +107,12 @@ def _make_job(table: Table, reward: object) -> Job:
     return replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
 
 
-def _flat(settings: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield each setting with the keys that lead to it, dotted or in tables."""
-    for key, value in settings.items():
-        path = (*above, key) if above else tuple(key.split("."))
-        if isinstance(value, Mapping) and value:
-            yield from _flat(cast("Mapping[str, object]", value), path)
-        else:
-            yield path, value
-
-
 def _table(
     model: str | Path | NewModel | Mapping[str, object],
     rows: str,
     reward: object,
     settings: Mapping[tuple[str, ...], object],
 ) -> Table:
-    """Return the settings as the tables of a configuration file."""
     new = model.model_dump() if isinstance(model, NewModel) else model
     arguments: dict[str, object] = {
         "task.source": rows,
@@ -149,13 +139,11 @@ def _table(
 
 
 def _check(job: Job) -> None:
-    """Raise ConfigError with the mistakes that `meshrl check` finds."""
     if mistakes := find_mistakes(job.config, job.run):
         raise ConfigError(list_of_mistakes(_SOURCE, mistakes))
 
 
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
-    """Write a file, and remove it if the check that reads it fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part, existed = file.with_suffix(f".{os.getpid()}.part"), file.exists()
     part.write_bytes(text)
@@ -178,7 +166,6 @@ def _json_line(where: str, row: Mapping[str, object]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Convert a numpy number or array to plain Python values."""
     plain: Callable[[], object] | None = getattr(value, "tolist", None)
     if plain is None:
         raise TypeError(f"it holds a {type(value).__name__}")
@@ -189,10 +176,10 @@ async def run_job(job: Job, begun: Callable[[Run], None] = lambda _: None) -> Ru
     """Run a job's script to its end, and return the ended run.
 
     While `restarts` are left, a machine's fault does not end the job: the script is called again, with new ranks and
-    roles, in a run that resumes from the newest checkpoint. Any other error is raised. `begun` gets each run as it
-    begins.
+    roles, in a run that resumes from the newest checkpoint. The same after a damaged checkpoint was set aside, without
+    the use of a restart. Any other error is raised. `begun` gets each run as it begins.
     """
-    config, number, fault = job.run, 0, ""
+    config, number, left, fault = job.run, 0, job.run.restarts, ""
     while True:
         run = Run(config, job.resolved)
         try:
@@ -206,13 +193,18 @@ async def run_job(job: Job, begun: Callable[[Run], None] = lambda _: None) -> Ru
                 await job.script.function(run, job.config)
             return run
         except (MeshrlError, ExceptionGroup) as error:
-            if number == config.restarts or not is_machine_fault(error):
-                raise
             number, fault = number + 1, described(error)
-        log.warning(
-            f"a machine failed: the run is restarted, number {number} of {config.restarts} (run.restarts)",
-            error=fault,
-        )
+            if _consists_of(error, (SetAside,)):
+                log.warning("the run is begun again from an earlier checkpoint", error=fault)
+            elif left and is_machine_fault(error):
+                left -= 1
+                log.warning(
+                    f"a machine failed: the run is restarted, number {config.restarts - left} of {config.restarts} "
+                    "(run.restarts)",
+                    error=fault,
+                )
+            else:
+                raise
         if run.recorder.folder == Path(config.folder) / config.name:  # else only an earlier run's could be resumed
             config = config.model_copy(update={"resume": True})
         del run
@@ -221,9 +213,14 @@ async def run_job(job: Job, begun: Callable[[Run], None] = lambda _: None) -> Ru
 
 def is_machine_fault(error: BaseException) -> bool:
     """True if a rank's process, its data or its device is lost. A new attempt may not meet the same fault."""
+    return _consists_of(error, (RankDied, EngineDied, DataLost, SetAside))
+
+
+def _consists_of(error: BaseException, kinds: tuple[type[MeshrlError], ...]) -> bool:
+    """True if an error, all of a group, or the cause of one of ours, is of these kinds."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(is_machine_fault, error.exceptions))
-    if isinstance(error, RankDied | EngineDied | DataLost):
+        return all(_consists_of(each, kinds) for each in error.exceptions)
+    if isinstance(error, kinds):
         return True
     cause = error.__cause__
-    return isinstance(error, MeshrlError) and cause is not None and is_machine_fault(cause)
+    return isinstance(error, MeshrlError) and cause is not None and _consists_of(cause, kinds)

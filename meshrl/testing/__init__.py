@@ -15,11 +15,8 @@ from meshrl.testing.fakes import (
     FakeRewardModel,
     FakeRun,
     FakeSampler,
-    StateOfUpdates,
 )
-from meshrl.testing.faulty_files import FaultyFiles
 from meshrl.testing.invariant_checker import PromiseBroken, Witness
-from meshrl.testing.kills import KillPoints, Remains
 from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
 from meshrl.testing.scripted import ScriptedChat, ScriptedSampler
 
@@ -35,19 +32,15 @@ __all__ = [
     "FakeRewardModel",
     "FakeRun",
     "FakeSampler",
-    "FaultyFiles",
-    "KillPoints",
     "Latency",
     "LeftRunning",
     "Lognormal",
     "PromiseBroken",
     "Recorded",
-    "Remains",
     "Scenario",
     "ScheduleFailed",
     "ScriptedChat",
     "ScriptedSampler",
-    "StateOfUpdates",
     "VirtualLoop",
     "Witness",
     "crashing",

@@ -4,13 +4,12 @@ python -m meshrl.testing FILE.py:SCENARIO --seed 1234
 """
 
 import asyncio
-import importlib
 import inspect
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import structlog
 from meshrl import log
 from meshrl.errors import ConfigError, described
 from meshrl.testing.clock import simulate
-from meshrl.user_code import import_file
+from meshrl.user_code import load_name
 
 Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
 """`async def scenario(seed: int) -> None`: it draws random numbers only from the seed, and asserts what must hold."""
@@ -56,11 +55,10 @@ def explore(
     a script must call this below `if __name__ == "__main__":`. Raises ConfigError if they cannot.
     """
     tried = range(first, first + seeds)
-    seed = (
-        _in_processes(_reference(scenario), tried, workers, time_limit)
-        if workers > 1
-        else _first_failing(scenario, tried, time_limit, _Progress(seeds))
-    )
+    if workers > 1:
+        seed = _in_processes(_reference(scenario), tried, workers, time_limit)
+    else:
+        seed = _lowest(((1, _first_failing(scenario, range(each, each + 1), time_limit)) for each in tried), seeds)
     if seed is None:
         return
     name, command = _name(scenario), _command(scenario, seed, time_limit)
@@ -81,34 +79,32 @@ def replay(scenario: Scenario, seed: int, *, time_limit: float | None = None) ->
     simulate(lambda: scenario(seed), seed=seed, time_limit=time_limit)
 
 
-class _Progress:
-    """Says how many seeds hold so far, now and then."""
+def _lowest(tries: Iterable[tuple[int, int | None]], seeds: int) -> int | None:
+    """Return the first failing seed. A try has a number of seeds, and the one of them that fails or None.
 
-    def __init__(self, seeds: int) -> None:
-        self._seeds, self._holding = seeds, 0
-        self._began = self._logged = time.perf_counter()
-
-    def held(self, seeds: int) -> None:
-        """Count more seeds under which the scenario holds."""
-        self._holding += seeds
+    Says now and then how many of the `seeds` hold.
+    """
+    holding, began = 0, time.perf_counter()
+    logged = began
+    for count, failing in tries:
+        if failing is not None:
+            return failing
+        holding += count
         now = time.perf_counter()
-        if now - self._logged >= _LOG_SECONDS:
-            self._logged = now
-            left = (now - self._began) / self._holding * (self._seeds - self._holding)
-            log.info(f"{self._holding:,} of {self._seeds:,} seeds hold", left=f"{left:.0f}s")
+        if now - logged >= _LOG_SECONDS:
+            logged = now
+            left = (now - began) / holding * (seeds - holding)
+            log.info(f"{holding:,} of {seeds:,} seeds hold", left=f"{left:.0f}s")
+    return None
 
 
-def _first_failing(
-    scenario: Scenario, seeds: range, time_limit: float | None, progress: _Progress | None = None
-) -> int | None:
+def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -> int | None:
     for seed in seeds:
         try:
             with _without_logs():
                 replay(scenario, seed, time_limit=time_limit)
         except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- whatever it is, it is the finding
             return seed
-        if progress:
-            progress.held(1)
     return None
 
 
@@ -131,12 +127,8 @@ def _in_processes(reference: str, seeds: range, workers: int, time_limit: float 
     with ProcessPoolExecutor(workers, get_context("spawn"), sys.path.extend, (sys.path,)) as pool:
         try:  # if a process ends early, `submit` may raise too
             pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
-            progress = _Progress(len(seeds))
-            for chunk, future in zip(chunks, pending, strict=True):
-                if (seed := future.result()) is not None:
-                    return seed
-                progress.held(len(chunk))
-            return None
+            tries = ((len(chunk), future.result()) for chunk, future in zip(chunks, pending, strict=True))
+            return _lowest(tries, len(seeds))
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"a process that explores {reference} ended before it was done. Each imports the script that was "
@@ -179,13 +171,8 @@ def _command(scenario: Scenario, seed: int, time_limit: float | None) -> str:
 
 @cache
 def load_scenario(reference: str) -> Scenario:
-    """Return the function that `FILE.py:NAME` or `MODULE:NAME` names."""
-    place, _, name = reference.rpartition(":")
-    if not place:
-        raise ConfigError(f"{reference}: write FILE.py:SCENARIO or MODULE:SCENARIO")
-    module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    scenario: object = getattr(module, name, None)
+    """Return the function that `FILE.py:NAME` or `MODULE:NAME` names. Raises ConfigError if there is none."""
+    scenario = load_name("scenario", reference, (), inspect.iscoroutinefunction)
     if not callable(scenario):
-        known = ", ".join(each for each, value in vars(module).items() if inspect.iscoroutinefunction(value))
-        raise ConfigError(f"{place} has no scenario {name!r}; its async functions are {known or 'none'}")
+        raise ConfigError(f"scenario {reference!r}: it is a {type(scenario).__name__}, not an async function")
     return cast("Scenario", scenario)

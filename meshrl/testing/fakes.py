@@ -42,7 +42,7 @@ from meshrl.roles import (
     Stateful,
     SteppingSampler,
 )
-from meshrl.run import BackgroundEvaluations, Measurement, Run, RunConfig, Steps
+from meshrl.run import BackgroundEvaluations, Run, RunConfig, Steps
 from meshrl.tasks import RewardConfig
 from meshrl.testing.scripted import END, cut_answer, reply
 
@@ -65,27 +65,28 @@ class State(msgspec.Struct, frozen=True):
 
     role: str
     updates: int
-    """Number of updates."""
     skill: float | None = None
     """Of a fake policy."""
 
 
-class StateOfUpdates:
-    """Mixin for roles without a model, whose whole state is the number of their updates."""
+class _Learner:
+    """Mixin for fakes that are trained. Their whole state is the number of their updates."""
 
     state_of: ClassVar[str]
     """Names the role in its checkpoints."""
     version: int = 0
     """Number of all updates, including those before a restore."""
 
-    def _count_update(self) -> None:
-        self.version += 1
+    def __init__(self) -> None:
+        self.updates: deque[Batch] = deque(maxlen=256)
+        """The last batches that this rank was given."""
 
     def _state(self) -> State:
         return State(self.state_of, self.version)
 
     def _set_state(self, state: State) -> None:
         self.version = state.updates
+        self.updates.clear()
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write `state.json`."""
@@ -93,19 +94,13 @@ class StateOfUpdates:
 
     async def restore(self, folder: str) -> None:
         """Read `state.json`. Raises DataError if it belongs to another role."""
-        self._set_state(_read_state(folder, self.state_of))
-
-
-class _Learner(StateOfUpdates):
-    """Mixin for fakes that are trained."""
-
-    def __init__(self) -> None:
-        self.updates: deque[Batch] = deque(maxlen=256)
-        """The last batches that this rank was given."""
-
-    def _set_state(self, state: State) -> None:
-        super()._set_state(state)
-        self.updates.clear()
+        state = _read_state(folder)
+        if state.role != self.state_of:
+            raise DataError(
+                f"{folder} holds the state of a {state.role}, not of a {self.state_of}: restore each role from its own "
+                "folder"
+            )
+        self._set_state(state)
 
     async def save(self, folder: str) -> None:
         """Write the number of updates as text."""
@@ -117,7 +112,7 @@ class _Learner(StateOfUpdates):
             if name != "rows":
                 batch[name]
         self.updates.append(batch)
-        self._count_update()
+        self.version += 1
 
 
 class FakePolicy(_Learner, Policy):
@@ -131,7 +126,7 @@ class FakePolicy(_Learner, Policy):
         self.rate = rate
 
     def _state(self) -> State:
-        return State(self.state_of, self.version, self.skill)
+        return msgspec.structs.replace(super()._state(), skill=self.skill)
 
     def _set_state(self, state: State) -> None:
         super()._set_state(state)
@@ -238,10 +233,7 @@ class FakeSampler(SteppingSampler):
         self.weights: Weights = Weights(0, {_SKILL: np.array([0.0])})
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Yield a few rows at a time, shortest answers first: like a real sampler, rows finish out of order.
-
-        Up to a dozen rows come one by one, more of them in four lots.
-        """
+        """Yield a few rows at a time, shortest answers first: like a real sampler, rows finish out of order."""
         rows = _with_answers(prompts.repeat(sampling.n))
         ended = _ended(rows)
         if ended.any():
@@ -304,8 +296,7 @@ class FakeReward(Reward):
     async def score(self, batch: Batch) -> Batch:
         """Compare `completion` with `answer`."""
         pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
-        rewards = np.array([one == other for one, other in pairs], np.float32)
-        return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
+        return _rewarded(batch, [one == other for one, other in pairs])
 
 
 class FakeRewardModel(_Learner, RewardModel):
@@ -334,8 +325,7 @@ class FakeRewardModel(_Learner, RewardModel):
     async def score(self, batch: Batch) -> Batch:
         """Compare `completion` with `answer`."""
         pairs = zip(_texts(batch, "completion"), _texts(batch, "answer"), strict=True)
-        rewards = np.array([self._score(one == other) for one, other in pairs], np.float32)
-        return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
+        return _rewarded(batch, [self._score(one == other) for one, other in pairs])
 
     async def token_scores(self, batch: Batch) -> Batch:
         """Compare the text up to the end of each step, or of the completion, with `answer`."""
@@ -417,10 +407,6 @@ class FakeRun(Run):
         if last:
             await self._evaluations.settle()
 
-    def beside(self, measurement: Measurement) -> None:
-        """Measure at regular steps."""
-        self._evaluations.measurement = measurement
-
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
         """Return the measured numbers."""
         return await measure()
@@ -443,13 +429,12 @@ class FakeRun(Run):
         await self.engine.close()
 
 
-def _read_state(folder: str, role: str) -> State:
-    state = msgspec.json.decode(Path(folder, "state.json").read_bytes(), type=State)
-    if state.role != role:
-        raise DataError(
-            f"{folder} holds the state of a {state.role}, not of a {role}: restore each role from its own folder"
-        )
-    return state
+def _rewarded(batch: Batch, rewards: Sequence[float]) -> Batch:
+    return batch.assign(rewards=np.array(rewards, np.float32), reward_error=[None] * len(batch))
+
+
+def _read_state(folder: str) -> State:
+    return msgspec.json.decode(Path(folder, "state.json").read_bytes(), type=State)
 
 
 def _write(folder: str, name: str, content: bytes) -> None:
@@ -460,8 +445,7 @@ def _write(folder: str, name: str, content: bytes) -> None:
 def _with_tokens(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
     """Rows of one token per character: given tokens, then learned ones."""
     text = "".join(chain.from_iterable(zip(given, learned, strict=True)))
-    lengths = np.array([[len(before), len(after)] for before, after in zip(given, learned, strict=True)], np.int64)
-    lengths = lengths.reshape(-1, 2)
+    lengths = np.stack([np.fromiter(map(len, texts), np.int64) for texts in (given, learned)], axis=1)
     offsets = np.concatenate([[0], np.cumsum(lengths.sum(1))])
     tokens = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
     mask = np.repeat(np.tile([False, True], len(lengths)), lengths.ravel())
@@ -470,15 +454,21 @@ def _with_tokens(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> 
 
 def _with_completions(rows: Batch, learned: Sequence[str], version: int) -> Batch:
     """Rows with these completions, after their previous tokens and observations, which are not learned."""
+    given = cast("Sequence[str]", rows.objects("prompt"))
     goes_on = "observation" in rows and "tokens" in rows
-    given = _earlier_texts(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
+    if goes_on:
+        old = ["".join(map(chr, tokens.tolist())) for tokens in rows.tokens]
+        given = [f"{text}{seen or ''}" for text, seen in zip(old, rows.objects("observation"), strict=True)]
     without_tokens = rows.drop(*(name for name in _TOKENS if name in rows))
     done = _with_tokens(without_tokens.assign(completion=[""] * len(rows)), given, learned)
     mask = done.loss_mask
     versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
+    if goes_on:
+        pairs = zip(versions, rows.versions, strict=True)
+        versions = Ragged.of([[*earlier, *own[len(earlier) :]] for own, earlier in pairs], np.int32)
     return done.assign(
         sampler_logprobs=_zeros(done, Source("sampler")),
-        versions=_with_earlier(versions, rows.versions) if goes_on else versions,
+        versions=versions,
         oldest_version=np.full(len(done), version, np.int32),
         temperature=np.ones(len(done), np.float32),
         truncated=np.zeros(len(done), np.bool_),
@@ -498,17 +488,6 @@ def _ended(rows: Batch) -> NDArray[np.bool_]:
     if not all(name in rows for name in _TOKENS):
         return np.zeros(len(rows), np.bool_)
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
-
-
-def _earlier_texts(rows: Batch) -> list[str]:
-    """The texts of the rows' tokens and observations."""
-    old = ["".join(map(chr, tokens.tolist())) for tokens in rows.tokens]
-    return [f"{text}{observation or ''}" for text, observation in zip(old, rows.objects("observation"), strict=True)]
-
-
-def _with_earlier(versions: Ragged, earlier: Ragged) -> Ragged:
-    """Versions of the rows' tokens. `earlier`: those of the first tokens of each row."""
-    return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, earlier, strict=True)], np.int32)
 
 
 def _zeros(batch: Batch, source: Source | None = None) -> Ragged:

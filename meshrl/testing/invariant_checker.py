@@ -16,6 +16,12 @@ class PromiseBroken(AssertionError):
     """The trained rows violate the stream's guarantees."""
 
 
+def require(holds: bool, text: str) -> None:
+    """Raise `PromiseBroken` unless the condition holds."""
+    if not holds:
+        raise PromiseBroken(text)
+
+
 @dataclass(frozen=True)
 class Trained:
     """One row of one update."""
@@ -97,31 +103,26 @@ class Witness(Policy):
         untrained prompts, `sum(stream.dropped.values())`. None if the script ended before the prompts did.
         """
         early = sum(row.step == 0 for row in self.rows)
-        _require(
+        require(
             not early,
             f"{early} rows were trained before any weights were published: call `await publish(policy, sampler)` "
             "before the first batch",
         )
         old = [row for row in self.rows if row.published > ahead]
-        _require(
+        require(
             not old,
             f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}",
         )
-        _require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
+        require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
         counts = Counter((row.group, row.step) for row in self.rows)
         parts = {group: count for (group, _), count in counts.items() if count != n * epochs}
-        _require(not parts, f"groups have {n} rows, each trained {epochs} times in a step; rows trained: {parts}")
+        require(not parts, f"groups have {n} rows, each trained {epochs} times in a step; rows trained: {parts}")
         times = Counter(group for group, _ in counts)
         again = {group: count for group, count in times.items() if count > 1}
-        _require(not again, f"groups were trained in more than one step: {again}{_AGAIN}")
+        require(not again, f"groups were trained in more than one step: {again}{_AGAIN}")
         if dropped is not None:
             lost = sorted(set(self.drawn) - set(times))
-            _require(
+            require(
                 len(lost) == dropped or not self.drawn,
                 f"{len(lost)} prompts that were drawn were never trained, and {dropped} groups were dropped: {lost}",
             )
-
-
-def _require(holds: bool, text: str) -> None:
-    if not holds:
-        raise PromiseBroken(text)

@@ -22,7 +22,7 @@ from meshrl.mesh import Actor, current_rank
 
 C = TypeVar("C", bound=type[Actor])
 Before = Callable[[Actor, Batch | None], Awaitable[None]]
-"""Called before an actor returns a call's result or yields a stream's value."""
+"""Called before an actor makes a call or yields a stream's value."""
 
 
 class Crash(Exception):
@@ -50,6 +50,14 @@ class Lognormal(Latency):
 
 
 @dataclass(frozen=True)
+class _Constant(Latency):
+    seconds: float
+
+    def draw(self, random: Random, batch: Batch | None) -> float:
+        return self.seconds
+
+
+@dataclass(frozen=True)
 class Recorded(Latency):
     """One of these seconds, with equal probability."""
 
@@ -61,8 +69,7 @@ class Recorded(Latency):
 
         If the run recorded no ranks, the durations that callers saw. Raises DataError if there is no such call.
         """
-        decoder = msgspec.json.Decoder(Event)
-        recorded = [decoder.decode(line) for line in Path(events).read_bytes().splitlines() if line]
+        recorded = msgspec.json.Decoder(Event).decode_lines(Path(events).read_bytes())
         calls = [each for each in recorded if isinstance(each, Call | Span)]
         named = [each for each in calls if f"{each.actor}.{each.endpoint}" == endpoint]
         spans = [each for each in named if isinstance(each, Span)] or named
@@ -74,14 +81,6 @@ class Recorded(Latency):
     def draw(self, random: Random, batch: Batch | None) -> float:
         """Draw one of them."""
         return random.choice(self.seconds)
-
-
-@dataclass(frozen=True)
-class _Constant(Latency):
-    seconds: float
-
-    def draw(self, random: Random, batch: Batch | None) -> float:
-        return self.seconds
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def _latency(latency: Latency | float) -> Latency:
 
 
 def _derived(role: C, befores: dict[str, Before]) -> C:
-    """A subclass of the same name that calls `befores` before values are returned."""
+    """A subclass of the same name with these `befores`, by the name of an endpoint."""
     methods: dict[str, object] = {}
     for name, before in befores.items():
         method: object = getattr(role, name, None)

@@ -6,14 +6,13 @@ there, and stops it.
 
 from meshrl.run.launch.kuberay import Pods, files_beside, ray_job, yaml_text
 from meshrl.run.launch.needs import Need, needs_of, nodes_for
-from meshrl.run.launch.slurm import SlurmOptions, slurm_script, submit
+from meshrl.run.launch.slurm import slurm_script, submit
 from meshrl.run.launch.ssh import SSH, SshCluster
 
 __all__ = [
     "SSH",
     "Need",
     "Pods",
-    "SlurmOptions",
     "SshCluster",
     "files_beside",
     "needs_of",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from meshrl.errors import ConfigError
-from meshrl.run.launch.needs import Need, check_enough, nodes_for
+from meshrl.run.launch.needs import Need, enough_nodes
 
 _FOLDER: Final = "/etc/meshrl"
 """The folder of the configuration in the pods."""
@@ -45,8 +45,7 @@ def ray_job(
     """
     named = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "meshrl"
     gpus = pods.gpus if any(need.gpus for need in needs) else 0
-    workers = pods.workers or nodes_for(needs, gpus, pods.cpus)
-    check_enough(needs, workers, gpus, pods.cpus)
+    workers = enough_nodes(needs, pods.workers, gpus, pods.cpus)
     if (size := sum(len(text.encode()) for text in files.values())) > _ROOM:
         raise ConfigError(
             f"the configuration and the Python files next to it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
@@ -95,7 +94,6 @@ def files_beside(config: Path) -> dict[str, str]:
 
 
 def _volumes(name: str, pods: Pods, *, has_files: bool) -> list[tuple[dict[str, object], str]]:
-    """The volumes of a pod, each with its mount point."""
     volumes: list[tuple[dict[str, object], str]] = [
         ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm")  # noqa: S108 -- the pod's
     ]

@@ -1,7 +1,9 @@
-"""The resources that a configuration's meshes need, and the number of nodes that provide them."""
+"""The resources that a configuration's meshes need, the number of nodes that provide them, and scripts for nodes."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from meshrl.errors import ConfigError
@@ -36,10 +38,7 @@ class Need:
 
 def needs_of(job: Job) -> list[Need]:
     """Return the needs of each mesh of a job: those with a table, and those that only roles name."""
-    meshes = dict(job.run.meshes)
-    for _, value in job.config:
-        if isinstance(value, RoleConfig):
-            meshes.setdefault(value.mesh, MeshConfig())
+    meshes = {value.mesh: MeshConfig() for _, value in job.config if isinstance(value, RoleConfig)} | job.run.meshes
     return [
         Need(name, mesh.ranks, max(1, mesh.cpus or 0), mesh.gpus, mesh.custom) for name, mesh in sorted(meshes.items())
     ]
@@ -82,12 +81,11 @@ def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
 
 def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") -> None:
     """Raise `ConfigError` if one rank asks for more than a node has, or for a custom resource, which no node has."""
-    custom = [
-        f"{name} = {amount:g}" for name, amount in need.custom.items() if amount and not name.startswith(_OF_EACH_NODE)
-    ]
-    if custom:
+    own = {name: amount for name, amount in need.custom.items() if amount and not name.startswith(_OF_EACH_NODE)}
+    if own:
+        custom = ", ".join(f"{name} = {amount:g}" for name, amount in own.items())
         raise ConfigError(
-            f"run.meshes.{need.mesh}.custom asks for {', '.join(custom)}, and nodes that `meshrl launch` starts have "
+            f"run.meshes.{need.mesh}.custom asks for {custom}, and nodes that `meshrl launch` starts have "
             "no custom resources: leave it out, or start Ray yourself with --resources and use `meshrl run` with "
             "run.engine=HOST:PORT"
         )
@@ -99,8 +97,16 @@ def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") ->
         )
 
 
-def check_enough(needs: Sequence[Need], nodes: int, gpus: int, cpus: int | None) -> None:
-    """Raise `ConfigError` if the nodes have no room for all meshes."""
-    if (wanted := nodes_for(needs, gpus, cpus)) > nodes:
+def enough_nodes(needs: Sequence[Need], nodes: int | None, gpus: int, cpus: int | None) -> int:
+    """Return `nodes`, or the number needed. Raises `ConfigError` if `nodes` have no room for all meshes."""
+    wanted = nodes_for(needs, gpus, cpus)
+    if nodes and wanted > nodes:
         asked = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
         raise ConfigError(f"the meshes need {wanted} nodes of this size, but only {nodes} are asked for ({asked})")
+    return nodes or wanted
+
+
+def filled(name: str, values: Mapping[str, str]) -> str:
+    """Return a script of this folder, with a value in place of each `@NAME@`."""
+    script = Path(__file__).with_name(name).read_text("utf-8")
+    return re.sub("@([A-Z]+)@", lambda match: values[match[1]], script)

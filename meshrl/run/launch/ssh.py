@@ -18,7 +18,7 @@ from typing import IO, Final, NamedTuple, Self, cast
 
 from meshrl import log
 from meshrl.errors import ConfigError
-from meshrl.run.launch.needs import Need, check_enough, check_fits
+from meshrl.run.launch.needs import Need, check_fits, enough_nodes, filled
 
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=30 -o ServerAliveCountMax=4"
 """The connection to a host that is silent for two minutes ends."""
@@ -28,20 +28,6 @@ _END: Final = 60.0
 """Seconds that a run has to end, and then Ray."""
 _STARTED: Final = "Ray runtime started"
 
-# The command ends when the connection ends, and with it standard input: nothing is left on the host.
-_TIED: Final = """
-cd {folder} || exit 91
-read -r RAY_AUTH_TOKEN
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
-exec 3<&0
-{command} 3<&- < /dev/null &
-child=$!
-{{ cat <&3; kill -TERM $child; }} > /dev/null 2>&1 &
-wait $child
-status=$?
-kill $! 2> /dev/null
-exit $status
-"""
 _PROBE: Final = """
 import importlib.util, json, os, pathlib
 missing = [name for name in ("meshrl", "ray") if importlib.util.find_spec(name) is None]
@@ -105,7 +91,7 @@ class SshCluster:
             has = ", ".join(f"{each.host} has {each.gpus} GPU" for each in self.machines)
             raise ConfigError(f"the meshes ask for {asked:g} GPU in all, and {has}: ask for less, or name more hosts")
         if len({(each.cpus, each.gpus) for each in self.machines}) == 1 and any(need.gpus for need in needs):
-            check_enough(needs, len(self.machines), most.gpus, None)
+            enough_nodes(needs, len(self.machines), most.gpus, None)
 
     def start(self) -> None:
         """Start Ray on all hosts, on the first one first. Raises `ConfigError` with Ray's message if that fails."""
@@ -187,7 +173,7 @@ class SshCluster:
                 )
 
     def _connected(self, host: str, command: Sequence[str], output: int | None = None) -> "subprocess.Popen[str]":
-        line = _line(_TIED.format(folder=shlex.quote(str(Path.cwd())), command=shlex.join(command)))
+        line = _line(filled("tied.sh", {"FOLDER": shlex.quote(str(Path.cwd())), "COMMAND": shlex.join(command)}))
         # In a new session, so that Ctrl-C reaches it only through this process, in order.
         process = subprocess.Popen(  # noqa: S603 -- the user's own command
             [*self._ssh, host, line],
@@ -205,8 +191,6 @@ class SshCluster:
 
 
 class _Node:
-    """Ray on one host."""
-
     def __init__(self, host: str, process: "subprocess.Popen[str]") -> None:
         self.host = host
         self.process = process
@@ -216,7 +200,6 @@ class _Node:
         threading.Thread(target=self._read, daemon=True).start()
 
     def output(self) -> str:
-        """Its last output lines."""
         return "".join(self._lines[-20:]).strip()
 
     def _read(self) -> None:

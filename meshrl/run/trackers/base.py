@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -157,15 +158,10 @@ class Trackers:
         for queue in self._queues:
             queue.start(run)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers of a step or an evaluation."""
+    def send(self, message: Callable[[Tracker], None]) -> None:
+        """Call each tracker, in the order of messages, on its thread."""
         for queue in self._queues:
-            queue.put(partial(queue.tracker.metrics, step, values))
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Send some rows of a step's batch."""
-        for queue in self._queues:
-            queue.put(partial(queue.tracker.samples, step, rows))
+            queue.put(partial(message, queue.tracker))
 
     def events(self, events: Sequence[Event], began: float) -> None:
         """Send events. `began`: the zero of their times, in Unix seconds."""
@@ -184,7 +180,6 @@ class Trackers:
         report = _report(folder) if wanted and folder else None
         for queue in self._queues:
             queue.put(partial(queue.tracker.end, summary, report if queue.tracker.wants_report else None))
-        for queue in self._queues:
             queue.close()
         deadline = time.monotonic() + _PATIENCE
         for queue in self._queues:
@@ -192,8 +187,6 @@ class Trackers:
 
 
 class _Queue:
-    """Messages to one tracker, in order."""
-
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.tracker = tracker
         self._name = name
@@ -202,11 +195,11 @@ class _Queue:
         self._thread: Thread | None = None
 
     def start(self, run: TrackedRun) -> None:
-        begin = partial(self.tracker.begin, run)
-        at_once = self.tracker.begins_at_once
-        if at_once and not self._send(begin):
+        first = [partial(self.tracker.begin, run)]
+        if self.tracker.begins_at_once:
+            self._send(first.pop())
+        if self._broken:
             return
-        first = () if at_once else (begin,)
         self._thread = Thread(target=self._deliver, args=first, name=f"tracker {self._name}", daemon=True)
         self._thread.start()
 
@@ -219,7 +212,6 @@ class _Queue:
             self._give_up(f"{_MAX_QUEUED} messages wait for it")
 
     def close(self) -> None:
-        """Accept no more messages."""
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
@@ -230,20 +222,16 @@ class _Queue:
                 self._give_up(f"it has not taken everything within {_PATIENCE:g} s")
 
     def _deliver(self, *first: Callable[[], None]) -> None:
-        if not all(map(self._send, first)):
-            return
-        while (message := self._queue.get()) is not None and not self._broken:
-            if not self._send(message):
+        for message in chain(first, iter(self._queue.get, None)):
+            if self._broken:
                 return
+            self._send(message)
 
-    def _send(self, message: Callable[[], None]) -> bool:
-        """Pass a message to the tracker. False if it raised, after which it gets no more."""
+    def _send(self, message: Callable[[], None]) -> None:
         try:
             message()
         except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
             self._give_up(described(error))
-            return False
-        return True
 
     def _give_up(self, why: str) -> None:
         self._broken = True

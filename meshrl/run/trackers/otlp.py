@@ -125,7 +125,6 @@ class Otlp(Tracker):
         return child
 
     def _at(self, seconds: float) -> int:
-        """Convert to nanoseconds since 1970."""
         return int((self._began + seconds) * 1e9)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
@@ -158,8 +157,6 @@ class Otlp(Tracker):
 
 
 class _LastMessage(logging.Handler):
-    """Keeps the last log message."""
-
     last = ""
 
     def emit(self, record: logging.LogRecord) -> None:

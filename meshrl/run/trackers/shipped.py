@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import BinaryIO, Final, cast
 
 import tomli_w
 
+from meshrl.config import dotted, leaves
 from meshrl.errors import ConfigError
 from meshrl.run.trackers.base import TrackedRun, Tracker
 
@@ -176,7 +177,8 @@ class Mlflow(Tracker):
         if known:
             self._client.update_run(self._id, status="RUNNING")
         # A parameter can be written only once. Changed ones of a resumed run are only in its config.toml.
-        new = [(key, value) for key, value in _flat(run.config) if key not in record.data.params]
+        every = ((dotted(path), value) for path, value in leaves(run.config) if value != {})
+        new = [(key, str(value)[:_MLFLOW_LONGEST]) for key, value in every if key not in record.data.params]
         for first in range(0, len(new), 100):  # the limit of a request
             some = [self._entities.Param(key, value) for key, value in new[first : first + 100]]
             self._client.log_batch(self._id, params=some)
@@ -212,12 +214,3 @@ class Mlflow(Tracker):
         if report:
             self._client.log_artifact(self._id, str(report))
         self._client.set_terminated(self._id, _MLFLOW_STATUS[str(summary["status"])])
-
-
-def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each value with its dotted key, such as `policy.optimizer.lr`."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(cast("Mapping[str, object]", value), f"{above}{key}.")
-        else:
-            yield f"{above}{key}", str(value)[:_MLFLOW_LONGEST]

@@ -9,18 +9,12 @@ from meshrl.data import Batch, Metrics, Ragged, Weights
 from meshrl.errors import MeshrlError, RankFailed
 from meshrl.mesh import Array
 from meshrl.roles import Policy, Reference
-from meshrl.testing.invariant_checker import PromiseBroken
+from meshrl.testing.invariant_checker import PromiseBroken, require
 
 TOLERANCE: Final = 1e-5
 """Largest difference of a number, relative to its size if that is above 1. Ranks, micro-batches and kernels add float32
 numbers in different orders, with a relative error of 6e-8 per sum. Two layers and three steps make that 1e-7 to 1e-6.
 The three steps move weights by 1e-2 and more, so that a mistake of a thousandth shows."""
-
-
-def require(holds: bool, text: str) -> None:
-    """Raise `PromiseBroken` unless the condition holds."""
-    if not holds:
-        raise PromiseBroken(text)
 
 
 def equal(what: str, actual: object, expected: object) -> None:

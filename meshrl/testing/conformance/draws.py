@@ -11,7 +11,7 @@ from meshrl.errors import DataError
 from meshrl.roles import Sampling
 from meshrl.run import BesideSampling
 from meshrl.testing.conformance import samples
-from meshrl.testing.conformance.compare import equal, refused, require
+from meshrl.testing.conformance.compare import equal, refused
 from meshrl.testing.conformance.samples import (
     ERROR,
     OLD,
@@ -23,6 +23,7 @@ from meshrl.testing.conformance.samples import (
     questions,
 )
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.testing.invariant_checker import require
 
 _DRAWS: Final = 400
 """Draws of one token. In two of three cases its frequency is within 0.025 of its probability."""
@@ -157,7 +158,4 @@ async def calls_together(trial: Trial) -> None:
 
 
 MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, restricted_draws, calls_together)
-"""Checks of draws from a model."""
-
 ANY: Final[tuple[Check, ...]] = (seeds, calls_beside, completions_of_a_prompt)
-"""Checks of any draws."""

@@ -1,7 +1,7 @@
 """Checks of interruptions of a sampler: new weights, an abort, a cancelled call."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,7 +10,7 @@ from meshrl.data import Batch, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.mesh import Array
 from meshrl.roles import Sampler, Sampling
-from meshrl.testing.conformance.compare import close, equal, refused, require, scores
+from meshrl.testing.conformance.compare import close, equal, refused, scores
 from meshrl.testing.conformance.material import SLOTS
 from meshrl.testing.conformance.samples import (
     ERROR,
@@ -30,7 +30,7 @@ from meshrl.testing.conformance.samples import (
     weights_of,
 )
 from meshrl.testing.conformance.subject import Check, Trial
-from meshrl.testing.invariant_checker import PromiseBroken
+from meshrl.testing.invariant_checker import PromiseBroken, require
 
 _ROWS: Final = 12
 _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
@@ -92,9 +92,8 @@ async def versions_of_tokens(trial: Trial) -> None:
     Weights are loaded repeatedly until one call has tokens of both versions: a server that gets no CPU time may load
     them between two calls.
     """
-    weights = await weights_of(trial, NEW)
-    for _ in range(_LOADS):
-        calls, _ = await _with_new_weights(await begun(trial), weights)
+
+    def both_in_a_call(calls: Sequence[Batch]) -> bool:
         rows = Batch.concat(calls)
         for row, versions in enumerate(_versions(rows)):
             case = f"the tokens of row {row} have the versions {versions.tolist()}"
@@ -103,12 +102,12 @@ async def versions_of_tokens(trial: Trial) -> None:
             equal(f"{case}, and `oldest_version`", int(rows.row("oldest_version")[row]), int(versions.min()))
         kinds = [set(np.concatenate(_versions(call)).tolist()) for call in calls]
         require(OLD in kinds[0], f"no token has version {OLD}, whose weights drew the rows that came before the load")
-        if {OLD, NEW} in kinds:
-            return
-    raise PromiseBroken(
-        f"after {_LOADS} loads no call has tokens of the versions {OLD} and {NEW}: weights that come in the middle of "
-        "one wait for its end"
+        return {OLD, NEW} in kinds
+
+    without = (
+        f"no call has tokens of the versions {OLD} and {NEW}: weights that come in the middle of one wait for its end"
     )
+    await _load_until(trial, both_in_a_call, without)
 
 
 async def numbers_around_a_load(trial: Trial) -> None:
@@ -118,7 +117,13 @@ async def numbers_around_a_load(trial: Trial) -> None:
     checked not to be drawn by the old ones. Weights are loaded repeatedly until a load finds a row in progress: a
     server that gets no CPU time may report neither tokens nor aborts before its rows have ended.
     """
-    rows, versions_of = await _with_a_row_that_turns(trial)
+
+    def both_in_a_row(calls: Sequence[Batch]) -> bool:
+        return any({*versions.tolist()} == {OLD, NEW} for call in calls for versions in _versions(call))
+
+    without = "no row has tokens of both versions: weights wait for the rows that are being drawn"
+    rows = Batch.concat(await _load_until(trial, both_in_a_row, without))
+    versions_of = [set(each.tolist()) for each in _versions(rows)]
     old, new = [await scores(await policy_of(trial, version), rows) for version in (OLD, NEW)]
     differences: list[float] = []
     for row, versions in enumerate(versions_of):
@@ -242,18 +247,14 @@ async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Ba
     return one + other, await drawn(sampler, questions(8), Sampling(max_tokens=8, temperature=0))
 
 
-async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
-    """Rows, at least one of them drawn by both versions, and the versions that drew each row."""
+async def _load_until(trial: Trial, shown: Callable[[Sequence[Batch]], bool], without: str) -> Sequence[Batch]:
+    """Repeat a load until `shown` accepts the rows of its calls, and return them. `without`: else the error."""
     weights = await weights_of(trial, NEW)
     for _ in range(_LOADS):
         calls, _ = await _with_new_weights(await begun(trial), weights)
-        rows = Batch.concat(calls)
-        versions = [set(each.tolist()) for each in _versions(rows)]
-        if {OLD, NEW} in versions:
-            return rows, versions
-    raise PromiseBroken(
-        f"after {_LOADS} loads no row has tokens of both versions: weights wait for the rows that are being drawn"
-    )
+        if shown(calls):
+            return calls
+    raise PromiseBroken(f"after {_LOADS} loads {without}")
 
 
 def _versions(rows: Batch) -> list[Array]:
@@ -267,7 +268,4 @@ MODEL: Final[tuple[Check, ...]] = (
     a_prompt_that_was_read_before,
     weights_of_another_model,
 )
-"""Checks of interruptions of a sampler with a model."""
-
 ANY: Final[tuple[Check, ...]] = (a_cancelled_call, an_abort, versions_of_tokens, a_replay)
-"""Checks of interruptions of any sampler."""

@@ -70,8 +70,6 @@ class ModelPair:
     old: str
     """A Hugging Face folder. `new` is another."""
     new: str
-    tied: bool
-    """True if the head is the embeddings."""
     vocabulary: int
     end: int
     """The token that ends a completion."""
@@ -98,7 +96,7 @@ async def prepare(spawn: Spawn, place: Path, given: str | None) -> ModelFolders:
 
 
 async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> ModelPair:
-    """Prepare the folders of two new models below `place`."""
+    """Prepare the folders of two new models below `place`. `tied`: the head is the embeddings."""
     folders = [place / name for name in ("old", "new")]
     for seed, folder in enumerate(folders):
         await _make(spawn, folder, PolicyConfig(model=SAMPLED, seed=seed))
@@ -106,7 +104,7 @@ async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> ModelPair:
             _untie(folder, seed)
     config = json.loads((folders[0] / "config.json").read_bytes())
     old, new = map(str, folders)
-    return ModelPair(old, new, tied, config["vocab_size"], config["eos_token_id"])
+    return ModelPair(old, new, config["vocab_size"], config["eos_token_id"])
 
 
 async def _make(spawn: Spawn, folder: Path, config: PolicyConfig) -> None:
@@ -114,11 +112,9 @@ async def _make(spawn: Spawn, folder: Path, config: PolicyConfig) -> None:
     await policy.save(str(folder))
     await stop(policy)
     tensors = tensors_of(folder)
-    wide = {
-        name: np.multiply(array, _SPREAD, dtype=np.float32) if array.ndim == 2 else array
-        for name, array in tensors.items()
-    }
-    save_file(wide, folder / "model.safetensors", {"format": "pt"})
+    matrices = {name: array for name, array in tensors.items() if array.ndim == 2}
+    wide = {name: np.multiply(array, _SPREAD, dtype=np.float32) for name, array in matrices.items()}
+    save_file({**tensors, **wide}, folder / "model.safetensors", {"format": "pt"})
 
 
 def _untie(folder: Path, seed: int) -> None:

@@ -27,7 +27,6 @@ from meshrl.testing.conformance.compare import (
     close_weights,
     loaded,
     reference_scores,
-    require,
     scores,
 )
 from meshrl.testing.conformance.material import (
@@ -41,6 +40,7 @@ from meshrl.testing.conformance.material import (
     with_returns,
 )
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.testing.invariant_checker import require
 
 _LOSSES: Final[dict[str, Loss]] = {
     "clipped_loss_by_token_mean": ClippedLoss(),
@@ -308,16 +308,7 @@ POLICY: Final[tuple[Check, ...]] = (
     log_probs,
     encoding,
 )
-"""Checks of a policy's numbers."""
-
 ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters,)
-"""Checks of the numbers of a policy that trains adapters."""
-
 CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
-"""Checks of a critic's numbers."""
-
 REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs, a_reference_takes_weights)
-"""Checks of a reference's numbers."""
-
 REWARD_MODEL: Final[tuple[Check, ...]] = (reward_model_encodings, reward_model_updates)
-"""Checks of a reward model's numbers."""

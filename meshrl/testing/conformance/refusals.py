@@ -7,9 +7,10 @@ import numpy as np
 from meshrl.algo import BradleyTerryLoss, ClippedLoss, CrossEntropy, Gae, Loss, ValueLoss
 from meshrl.data import Batch, Bucket, Ragged, Source, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.testing.conformance.compare import close, close_metrics, loaded, reference_scores, refused, require, scores
+from meshrl.testing.conformance.compare import close, close_metrics, loaded, reference_scores, refused, scores
 from meshrl.testing.conformance.material import LOSS, PAIRS, ModelFolders, by_hand, learned_pairs, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.testing.invariant_checker import require
 
 _READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
 
@@ -169,13 +170,6 @@ POLICY: Final[tuple[Check, ...]] = (
     a_column_that_does_not_fit,
     a_gradient_that_is_not_finite,
 )
-"""Checks of what a policy refuses."""
-
 CRITIC: Final[tuple[Check, ...]] = (what_a_critic_refuses,)
-"""Checks of what a critic refuses."""
-
 REFERENCE: Final[tuple[Check, ...]] = (weights_that_a_reference_refuses,)
-"""Checks of what a reference refuses."""
-
 REWARD_MODEL: Final[tuple[Check, ...]] = (what_a_reward_model_refuses,)
-"""Checks of what a reward model refuses."""

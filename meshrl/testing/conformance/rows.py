@@ -9,9 +9,10 @@ import numpy as np
 from meshrl.data import Batch, Ragged
 from meshrl.roles import Sampling
 from meshrl.testing.conformance import samples
-from meshrl.testing.conformance.compare import equal, require
+from meshrl.testing.conformance.compare import equal
 from meshrl.testing.conformance.samples import NEW, OLD, begun, completions, drawn, most_probable, questions, text_of
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.testing.invariant_checker import require
 
 _TOKENS: Final[Mapping[str, type[np.generic]]] = {
     "tokens": np.int32,
@@ -198,7 +199,4 @@ MODEL: Final[tuple[Check, ...]] = (
     rows_that_go_on,
     stop_texts_of_rows_that_go_on,
 )
-"""Checks of rows from a model."""
-
 ANY: Final[tuple[Check, ...]] = (columns, rows_that_have_ended, few_rows, more_rows_than_slots)
-"""Checks of any rows."""

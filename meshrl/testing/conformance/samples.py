@@ -10,9 +10,10 @@ from meshrl.data import Batch, Ragged, Weights
 from meshrl.errors import DataError, RankDied
 from meshrl.mesh import Array, respawn
 from meshrl.roles import Policy, Sampler, Sampling
-from meshrl.testing.conformance.compare import close, equal, require, scores
+from meshrl.testing.conformance.compare import close, equal, scores
 from meshrl.testing.conformance.material import SAMPLED, SLOTS
 from meshrl.testing.conformance.subject import Trial
+from meshrl.testing.invariant_checker import require
 
 Floats: TypeAlias = NDArray[np.float64]
 

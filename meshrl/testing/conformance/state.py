@@ -12,10 +12,11 @@ from meshrl.data import Batch, Metrics, Ragged, Weights
 from meshrl.errors import MeshrlError, ModelError, RankDied
 from meshrl.mesh import Actor, at, endpoint, ranks, respawn
 from meshrl.roles import Critic, Policy, RewardModel, Sampling, Stateful
-from meshrl.testing.conformance.compare import alike, equal, loaded, refused, require
+from meshrl.testing.conformance.compare import alike, equal, loaded, refused
 from meshrl.testing.conformance.material import LOSS, PAIRS, SMALL, TEXTS, learned_pairs, with_returns
 from meshrl.testing.conformance.samples import learned, rest, same_log_probs
 from meshrl.testing.conformance.subject import OPTIMIZER, Check, Trial, update_result
+from meshrl.testing.invariant_checker import require
 
 M = TypeVar("M", bound=Stateful)
 
@@ -286,13 +287,6 @@ POLICY: Final[tuple[Check, ...]] = (
     a_policy_goes_on,
     a_policy_made_again,
 )
-"""Checks of a policy's state."""
-
 CRITIC: Final[tuple[Check, ...]] = (a_critic_goes_on,)
-"""Checks of a critic's state."""
-
 REWARD_MODEL: Final[tuple[Check, ...]] = (a_reward_model_goes_on,)
-"""Checks of a reward model's state."""
-
 TOGETHER: Final[tuple[Check, ...]] = (roles_side_by_side,)
-"""Checks of a policy, a critic and a reference together."""

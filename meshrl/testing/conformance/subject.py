@@ -2,13 +2,14 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 from types import TracebackType
-from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Final, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from meshrl.data import Batch, Weights
 from meshrl.engines import make_engine
@@ -188,11 +189,8 @@ class Trial:
 
     async def pair(self, tied: bool = True) -> ModelPair:
         """The models that a sampler begins with and loads."""
-        pairs = self.harness.pairs
-        if tied not in pairs:
-            place = self.harness.place / ("tied" if tied else "untied")
-            pairs[tied] = await prepare_pair(self.harness.plain_policy, place, tied)
-        return pairs[tied]
+        harness, place = self.harness, self.harness.place / ("tied" if tied else "untied")
+        return await harness.once(("pair", tied), lambda: prepare_pair(harness.plain_policy, place, tied))
 
     async def sampler(self, tied: bool = True) -> Sampler:
         """A sampler of the pair's old model, with whatever weights the last check left.
@@ -206,22 +204,24 @@ class Trial:
 
     async def batches(self, count: int = 3) -> list[Batch]:
         """Different batches of rollouts, with the log-probs that losses read."""
-        batches = self.harness.batches
-        for key in [(self.model, seed) for seed in range(count)]:
-            if key not in batches:
-                scored = await (await self.plain.policy()).logprobs(rollouts(self.model, _ROWS, key[1]))
-                batches[key] = with_logprobs(scored, key[1])
-        return [batches[self.model, seed] for seed in range(count)]
+
+        async def make(seed: int) -> Batch:
+            scored = await (await self.plain.policy()).logprobs(rollouts(self.model, _ROWS, seed))
+            return with_logprobs(scored, seed)
+
+        return [await self.harness.once((self.model, seed), partial(make, seed)) for seed in range(count)]
 
     async def standard(self, policy: Policy) -> None:
         """Require that a policy without updates makes the subject's first update bit for bit."""
-        standards = self.harness.standards
         (batch,) = await self.batches(1)
-        if self.model not in standards:
-            standards[self.model] = await update_result(await self.own.policy(), batch)
+
+        async def undisturbed() -> tuple[dict[str, float], int, str]:
+            return await update_result(await self.own.policy(), batch)
+
+        expected = await self.harness.once(("first update", self.model), undisturbed)
         result = await update_result(policy, batch)
         equal("the version after one update", result[1], 1)
-        equal("the next update, which should be that of an undisturbed policy,", result, standards[self.model])
+        equal("the next update, which should be that of an undisturbed policy,", result, expected)
 
 
 async def update_result(policy: Policy, batch: Batch) -> tuple[dict[str, float], int, str]:
@@ -238,10 +238,6 @@ Check: TypeAlias = Callable[[Trial], Awaitable[None]]
 class Harness:
     """The meshes on which a subject's checks run, one after another. Each has new actors, except samplers.
 
-        async with Harness(Subject("mine", {"dp": 2})) as harness:
-            for check in CHECKS:
-                await harness.run(check)
-
     Checks run with the Hugging Face folder `model`, or by default with a Llama of two layers. Its weights should be
     large enough that log-probs differ.
     """
@@ -253,12 +249,7 @@ class Harness:
         self._engine: Engine | None = None
         self._stack = AsyncExitStack()
         self._started = False
-        self.models: dict[str | None, ModelFolders] = {}
-        """What trials make once, as the following."""
-        self.pairs: dict[bool, ModelPair] = {}
-        self.batches: dict[tuple[ModelFolders, int], Batch] = {}
-        self.standards: dict[ModelFolders, tuple[dict[str, float], int, str]] = {}
-        """Results of the subject's first update."""
+        self._made: dict[Hashable, object] = {}
         self.samplers: dict[bool, Sampler] = {}
 
     async def __aenter__(self) -> Self:
@@ -282,13 +273,17 @@ class Harness:
         """Both sides for one check. Their actors are stopped after it."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.place)))
-            if model not in self.models:
-                place = self.place / f"model-{len(self.models)}"
-                self.models[model] = await prepare(self.plain_policy, place, model)
-            prepared = self.models[model]
+            place = self.place / f"model-{len(self._made)}"
+            prepared = await self.once(("model", model), lambda: prepare(self.plain_policy, place, model))
             own = Side(self.subject.backend, self._mesh, self.subject.keys, prepared, stack)
             plain = Side(PLAIN, self._beside, {}, prepared, stack)
             yield Trial(own, plain, self.subject.tolerance, folder, self)
+
+    async def once(self, key: Hashable, make: Callable[[], Awaitable[R]]) -> R:
+        """Return what `make` returns. It is called once for a key."""
+        if key not in self._made:
+            self._made[key] = await make()
+        return cast("R", self._made[key])
 
     async def run(self, check: Check, model: str | None = None) -> None:
         """Run one check. Raises its error, or `PromiseBroken` if it does not end in time."""
