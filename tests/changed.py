@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def read_parts() -> dict[str, list[str]]:
-    """Return the parts that a change in each folder has to pass."""
     return tomllib.loads((ROOT / "tests/parts.toml").read_text("utf-8"))
 
 
@@ -39,7 +38,6 @@ def _git(*arguments: str) -> list[str]:
 
 
 def main() -> None:
-    """Run them, and end with the first failure."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: make test-changed BASE=COMMIT")
     files = _git("diff", "--name-only", sys.argv[1]) + _git("ls-files", "--others", "--exclude-standard")

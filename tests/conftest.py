@@ -169,7 +169,6 @@ class Warm:
         return self._meshes[count]
 
     async def close(self) -> None:
-        """End them."""
         if self._engine is not None:
             await self._engine.close()
 
@@ -212,5 +211,4 @@ async def harness_of(
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def harness(request: pytest.FixtureRequest, harness_of: "Callable[[Subject], Awaitable[Harness]]") -> "Harness":
-    """The harness of the subject that is the test's parameter."""
     return await harness_of(request.param)

@@ -28,18 +28,14 @@ class AgreeingRanks:
         self._ranks, self._agreed = ranks, list[object]()
 
     def agree(self, say: Callable[[], T]) -> list[T]:
-        """The same for all."""
         self._agreed = self._agreed or [say()] * self._ranks
         return cast("list[T]", self._agreed)
 
 
 class Senders(NamedTuple):
-    """The ranks."""
-
     each: Sequence[Sender]
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: int, probe: Probe | None = None) -> LiveWeights:
-        """Offer tensors of which each rank has some rows."""
         boxes: list[list[Box]] = [[] for _ in self.each]
         for name, tensor in tensors.items():
             first = 0
@@ -51,7 +47,6 @@ class Senders(NamedTuple):
         return LiveWeights.join(parts)
 
     def end(self) -> None:
-        """Send no more, as before an update."""
         for sender in self.each:
             sender.end()
 

@@ -1,4 +1,4 @@
-"""The rooms of the house: imports go one way, the core loads no backend's library, files and functions stay small."""
+"""The rooms of the house: imports go one way, as the tour says, no backend's library is loaded, files stay small."""
 
 import ast
 import importlib
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from runpy import run_path
 from typing import NamedTuple
 
 import pytest
@@ -264,13 +265,26 @@ def test_the_core_names_no_backend() -> None:
 
 
 def loaded(libraries: Collection[str], by: str) -> list[str]:
-    """Which of these libraries are imported after some code."""
     code = f"import sys; {by}; print(*(set(sys.modules) & {set(libraries)}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.process
 def test_libraries_are_loaded_where_they_are_needed_alone() -> None:
-    """A process that forks ranks needs none of configurations or logs, which load slowly."""
     assert loaded(HEAVY, by="from meshrl import PolicyConfig; PolicyConfig.open_tables()") == []
     assert loaded({"pydantic", "ray", "structlog"}, by="import meshrl.engines.processes.template") == []
+
+
+HOUSE = run_path(str(ROOT / "docs" / "house.py"))
+
+
+def test_the_tour_has_the_rooms_as_their_docstrings_say_and_the_picture_their_imports() -> None:
+    assert HOUSE["written"]() == HOUSE["PAGE"].read_text("utf-8"), "run python docs/house.py"
+    assert HOUSE["picture"]() == HOUSE["PICTURE"].read_text("utf-8"), "run python docs/house.py"
+
+
+def test_a_room_lies_above_all_that_it_imports_from() -> None:
+    level = {room: number for number, rooms in enumerate(HOUSE["ROOMS"]) for room in rooms}
+    assert level.keys() == {*ROOMS, "config"}
+    for room, allowed in ROOMS.items():
+        assert all(level[other] < level[room] for other in allowed.split()), room

@@ -80,8 +80,7 @@ def test_what_a_run_records_of_its_configuration_reads_back_to_it(folder: Path, 
     wrong: list[str] = []
     for number, (name, *overrides) in enumerate([*((name,) for name in CONFIGS), *VARIANTS]):
         job = load_job(CONFIGS[name], overrides)
-        with Recorder(tmp_path / f"{number}", job.resolved):
-            pass
+        Recorder(tmp_path / f"{number}", job.resolved).close(None)
         again = load_job(tmp_path / f"{number}" / "config.toml", [])
         run = job.run.model_copy(update={"folder": str(folder / "runs")})
         if (again.config.model_dump(), again.run, again.resolved) != (job.config.model_dump(), run, job.resolved):

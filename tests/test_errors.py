@@ -44,7 +44,6 @@ TABLE = read_table()
 
 
 def say(mistake: Mistake) -> str:
-    """Make the mistake and return what meshrl says."""
     try:
         outcome = mistake()
         if inspect.iscoroutine(outcome):
@@ -56,13 +55,11 @@ def say(mistake: Mistake) -> str:
 
 
 def plain(text: str, folder: Path) -> str:
-    """The message without what differs from one run or one Python to the next."""
     text = text.replace(str(folder), "/home/me").replace(str(ROOT), "/home/me/meshrl")
     return re.sub(r"(?<=0x)[0-9a-f]+|(?<=_bootstrap>, line )\d+", "...", text)
 
 
 def written(line: str) -> str:
-    """A line of a message as code in a Markdown table."""
     line = line.strip().replace("|", r"\|")
     return f"`` {line} ``" if "`" in line else f"`{line}`"
 

@@ -68,7 +68,6 @@ def signatures() -> str:
 
 
 def _line(node: ast.stmt) -> str | None:
-    """A public function's or a field's first line."""
     if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
         return ast.unparse(node)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -23,7 +23,6 @@ Equation: TypeAlias = Callable[[Floats], float]
 LENGTHS = (3, 1, 4, 2, 5, 1, 2, 3)
 ROW = np.repeat(np.arange(8), LENGTHS)
 PER_TOKEN = np.repeat(1 / np.array(LENGTHS), LENGTHS)
-"""1 / the length of each token's row."""
 GROUPS = np.array([7, 3, 3, 7, 5, 5, 9, 9])
 PREFERRED = np.array([1, -1, 1, -1, 0, 0, -1, 1])
 PAIRS = [(0, 3), (2, 1), (7, 6)]
@@ -44,7 +43,6 @@ BETA, KL_POINT = 0.3, 0.4
 
 
 def of_rows(values: Floats) -> Floats:
-    """The sum over each row."""
     return np.bincount(ROW, values).astype(np.float64)
 
 
@@ -195,8 +193,6 @@ AHEAD_OF_ROWS = np.exp(of_rows(POLICY - SAMPLER))[ROW]
 
 
 class Case(NamedTuple):
-    """A loss and what it is to equal, at what the model predicts."""
-
     loss: Loss
     equation: Equation
     predicted: Floats = POLICY
@@ -204,7 +200,6 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> NDArray[np.int64]:
-        """The row of each token."""
         return ROW if len(self.predicted) == len(ROW) else np.arange(len(self.predicted))
 
 
@@ -250,7 +245,6 @@ DIVISIONS: Sequence[Sequence[Sequence[int]]] = ([range(8)], [[0, 1, 5], [2, 4, 6
 
 
 def told(case: Case, part: Sequence[int] = range(8)) -> tuple[TokenLoss, torch.Tensor, NDArray[np.intp]]:
-    """What the loss says of these rows, the predictions that it is of, and where their tokens are."""
     at = np.flatnonzero(np.isin(case.row, part))
     predicted = torch.from_numpy(case.predicted[at]).requires_grad_()
     given = {name: torch.from_numpy(values[at].copy()) for name, values in case.columns.items()}
@@ -259,7 +253,6 @@ def told(case: Case, part: Sequence[int] = range(8)) -> tuple[TokenLoss, torch.T
 
 
 def trained(case: Case, division: Sequence[Sequence[int]]) -> tuple[float, Floats]:
-    """The loss of the batch and its gradient, from micro-batches of these rows."""
     mask = Ragged.of([np.ones(length) for length in np.bincount(case.row)], np.bool_)
     loss, tokens = case.loss, len(case.row)
     weights = token_weights(mask, loss.normalise, tokens=tokens, rows=8, constant=loss.constant).astype(np.float64)

@@ -1,28 +1,19 @@
-"""Losses against numbers worked out by hand, what is proved of estimators, and what a loss tells of itself."""
+"""Losses against numbers worked out by hand and their definitions, and corrections against those of their papers."""
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import meshrl as rl
-from meshrl.algo import (
-    Correction,
-    Loss,
-    Normalise,
-    Predicts,
-    check_predicts,
-    kl_k1,
-    kl_k2,
-    kl_k3,
-    token_weights,
-)
-from meshrl.algo.policy_loss import reverse_kl
+from meshrl import algo
+from meshrl.algo.policy_loss import importance_weights, reverse_kl
 from meshrl.config import Config, validate
 from meshrl.data import Metrics, Ragged
 from meshrl.errors import ConfigError, DataError
@@ -68,9 +59,9 @@ def test_estimators_of_the_kl_are_unbiased_or_have_its_gradient(rows: list[tuple
     kl = float(np.sum(p * np.log(p / q)))
     of_kl, of_reverse = p * (np.log(p / q) - kl), p - q  # by the logits of a softmax, worked out by hand
     for estimated, value, slope in (
-        (kl_k1(policy, reference), kl, np.zeros(len(rows))),
-        (kl_k2(policy, reference), float(np.sum(p * np.log(p / q) ** 2)) / 2, of_kl),
-        (kl_k3(policy, reference), kl, of_reverse),
+        (algo.kl_k1(policy, reference), kl, np.zeros(len(rows))),
+        (algo.kl_k2(policy, reference), float(np.sum(p * np.log(p / q) ** 2)) / 2, of_kl),
+        (algo.kl_k3(policy, reference), kl, of_reverse),
         (reverse_kl(policy, policy.detach(), reference), kl, of_kl),
     ):
         assert (fixed * estimated).sum().item() == pytest.approx(value, abs=1e-9)
@@ -140,8 +131,8 @@ def test_numbers_far_apart_give_finite_numbers() -> None:
     far |= {"rows": torch.arange(3)}
     pair = {name: torch.tensor([1e4, -1e4, 0.0]) for name in ("token_scores", "margins", "pair_sums")}
     pair |= {"least_margins": torch.zeros(3), "preferred": torch.tensor([1, 1, -1])}
-    weighed = rl.ReinforceLoss(correction=Correction(high=2.0))
-    losses: list[Loss] = [rl.ClippedLoss(), rl.CispoLoss(), rl.SequenceLoss(), weighed]
+    weighed = rl.ReinforceLoss(correction=algo.Correction(high=2.0))
+    losses: list[algo.Loss] = [rl.ClippedLoss(), rl.CispoLoss(), rl.SequenceLoss(), weighed]
     for loss, columns in [*((loss, far) for loss in losses), (rl.BradleyTerryLoss(), pair)]:
         told = loss(logprobs, columns)
         for values in (told.values, *told.metrics.values(), torch.tensor(gradient(told.values, logprobs))):
@@ -158,9 +149,9 @@ def test_numbers_far_apart_give_finite_numbers() -> None:
 
 def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
     base = ("sampler_logprobs", "advantages")
-    token, sequence = Correction(high=2.0), Correction(level="sequence", high=2.0)
+    token, sequence = algo.Correction(high=2.0), algo.Correction(level="sequence", high=2.0)
     all_there_are = rl.ClippedLoss(anchor="trainer", correction=sequence, kl=0.1)
-    expected: list[tuple[Loss, tuple[str, ...]]] = [
+    expected: list[tuple[algo.Loss, tuple[str, ...]]] = [
         (rl.ClippedLoss(), base),
         (rl.ClippedLoss(kl=0.1), (*base, "reference_logprobs")),
         (rl.ClippedLoss(anchor="trainer", correction=token), ("logprobs", *base)),
@@ -175,10 +166,10 @@ def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
 
 
 def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
-    check_predicts(rl.KtoLoss(), "logprobs")
-    check_predicts(rl.ValueLoss(), "values")
-    check_predicts(rl.ProcessLoss(), "scores")
-    mistakes: list[tuple[Loss, Predicts, str]] = [
+    algo.check_predicts(rl.KtoLoss(), "logprobs")
+    algo.check_predicts(rl.ValueLoss(), "values")
+    algo.check_predicts(rl.ProcessLoss(), "scores")
+    mistakes: list[tuple[algo.Loss, algo.Predicts, str]] = [
         (rl.ValueLoss(), "logprobs", r"ValueLoss is a loss of `values`.* pass it to critic.update"),
         (rl.CrossEntropy(), "values", r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"),
         (rl.ValueLoss(), "scores", "which a critic predicts, but this is a reward model"),
@@ -187,7 +178,7 @@ def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
     ]
     for loss, model, told in mistakes:
         with pytest.raises(DataError, match=told):
-            check_predicts(loss, model)
+            algo.check_predicts(loss, model)
 
 
 NO_CONSTANT = "which is not set: set it to the longest completion that is allowed, in tokens"
@@ -202,8 +193,8 @@ WRONG: list[tuple[type[Config], dict[str, Any], str]] = [
     (rl.ClippedLoss, {"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
     (rl.ClippedLoss, {"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler"'),
     (rl.ClippedLoss, {"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
-    (Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
-    (Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
+    (algo.Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
+    (algo.Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
     (rl.ConstantLoss, {"clip": 0.1}, NO_CONSTANT),
     (rl.ReinforceLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "sequence-sum"'),
     (rl.CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
@@ -231,25 +222,135 @@ MASK = Ragged.of([[False, True, True, True], [False, False], [False, True]], np.
 
 def test_token_weights_by_hand_whose_rows_are_a_part_of_a_batch() -> None:
     learned = np.array([0, 1, 1, 1, 0, 0, 0, 1])
-    by_hand: dict[Normalise, Any] = {
+    by_hand: dict[algo.Normalise, Any] = {
         "token-mean": learned / 8,
         "sequence-mean": np.array([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 1]) / 4,
         "sequence-sum": learned / 4,
         "constant": learned / 40,
     }
     for normalise, expected in by_hand.items():
-        found = token_weights(MASK, normalise, tokens=8, rows=4, constant=10 if normalise == "constant" else None)
+        found = algo.token_weights(MASK, normalise, tokens=8, rows=4, constant=10 if normalise == "constant" else None)
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected, err_msg=normalise)
     nothing = Ragged.of([[False, False], []], np.bool_)
-    assert token_weights(nothing, "sequence-mean", tokens=5, rows=2).tolist() == [0.0, 0.0]
-    assert token_weights(nothing, "token-mean", tokens=0, rows=0).tolist() == [0.0, 0.0]
+    assert algo.token_weights(nothing, "sequence-mean", tokens=5, rows=2).tolist() == [0.0, 0.0]
+    assert algo.token_weights(nothing, "token-mean", tokens=0, rows=0).tolist() == [0.0, 0.0]
 
 
 def test_token_weights_refuse_totals_that_miss_rows_and_a_missing_constant() -> None:
     for tokens, rows in ((4, 1), (3, 2)):
         told = f"4 learned tokens in 2 rows, more than the {tokens} tokens and {rows} rows"
         with pytest.raises(DataError, match=told):
-            token_weights(MASK, "token-mean", tokens=tokens, rows=rows)
+            algo.token_weights(MASK, "token-mean", tokens=tokens, rows=rows)
     with pytest.raises(ConfigError, match="which is not set"):
-        token_weights(MASK, "constant", tokens=8, rows=4)
+        algo.token_weights(MASK, "constant", tokens=8, rows=4)
+
+
+Tokens: TypeAlias = list[tuple[float, float, float, float, int]]
+"""The policy's log-prob, the trainer's before its updates, the sampler's, the advantage and the row of each token."""
+
+LOGPROBS = st.floats(-9, 0)
+TOKENS = st.lists(st.tuples(LOGPROBS, LOGPROBS, LOGPROBS, st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=12)
+CORRECTIONS = st.builds(
+    algo.Correction,
+    level=st.sampled_from(["token", "sequence"]),
+    how=st.sampled_from(["truncate", "mask"]),
+    low=st.none() | st.floats(0.05, 1),
+    high=st.floats(1, 8),
+)
+
+
+def tensors(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    policy, anchor, sampler, advantages, rows = zip(*tokens, strict=True)
+    columns = {"logprobs": anchor, "sampler_logprobs": sampler, "advantages": advantages}
+    found = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    found["rows"] = torch.from_numpy(np.unique(rows, return_inverse=True)[1])
+    return torch.tensor(policy, dtype=torch.float64, requires_grad=True), found
+
+
+def slow_weights(tokens: Tokens, correction: algo.Correction) -> Tensor:
+    weights: list[float] = []
+    for _, anchor, sampler, _, own in tokens:
+        log_weight = anchor - sampler
+        if correction.level == "sequence":
+            log_weight = sum(there - here for _, there, here, _, row in tokens if row == own)
+        weight = math.exp(min(max(log_weight, -20), 20))
+        bounded = max(correction.low or 0.0, min(weight, correction.high))
+        weights.append(0.0 if correction.how == "mask" and bounded != weight else bounded)
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+@given(TOKENS, CORRECTIONS)
+def test_a_corrected_loss_is_the_plain_one_times_the_weights(tokens: Tokens, correction: algo.Correction) -> None:
+    logprobs, columns = tensors(tokens)
+    plain = rl.ClippedLoss(anchor="trainer", dual_clip=3.0)
+    corrected = plain.model_copy(update={"correction": correction})
+    weights = slow_weights(tokens, correction)
+    found, expected = corrected(logprobs, columns), plain(logprobs, columns)
+    slopes = torch.autograd.grad(expected.values.sum(), logprobs)[0] * weights
+    # A processor may take advantages as small as 5e-324 for 0 in one order of operations and not in the other.
+    np.testing.assert_allclose(found.values.detach(), expected.values.detach() * weights, rtol=1e-6, atol=1e-300)
+    np.testing.assert_allclose(torch.autograd.grad(found.values.sum(), logprobs)[0], slopes, rtol=1e-6, atol=1e-300)
+    np.testing.assert_allclose(found.metrics["correction"], weights, rtol=1e-6)
+    np.testing.assert_allclose(found.metrics["correction_squared"], weights**2, rtol=1e-6)
+    for name, values in expected.metrics.items():
+        assert torch.equal(found.metrics[name], values), name
+    assert not any(values.requires_grad for values in found.metrics.values())
+
+
+@given(TOKENS, CORRECTIONS)
+def test_the_anchor_takes_the_samplers_place(tokens: Tokens, correction: algo.Correction) -> None:
+    logprobs, columns = tensors(tokens)
+    found = rl.ClippedLoss(anchor="trainer")(logprobs, columns)
+    expected = rl.ClippedLoss()(logprobs, {**columns, "sampler_logprobs": columns["logprobs"]})
+    assert torch.equal(found.values, expected.values)
+    assert found.metrics.keys() - expected.metrics.keys() == {"sampler_ratio", "sampler_kl"}
+    gap = (columns["logprobs"] - columns["sampler_logprobs"]).numpy()
+    np.testing.assert_allclose(found.metrics["sampler_ratio"], np.exp(gap), rtol=1e-9)
+    np.testing.assert_allclose(found.metrics["sampler_kl"], np.exp(gap) - 1 - gap, atol=1e-9)
+    columns["logprobs"] = columns["sampler_logprobs"]  # where both agree nothing is corrected
+    found = rl.ClippedLoss(anchor="trainer", correction=correction)(logprobs, columns)
+    assert torch.equal(found.values, rl.ClippedLoss()(logprobs, columns).values)
+    assert not found.metrics["correction_clipped"].any()
+
+
+def test_weights_by_hand_at_their_bounds_too() -> None:
+    weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0])
+    for bound, by_hand in (
+        (algo.Correction(low=0.5, high=2.0), [0.5, 0.5, 1.0, 2.0, 2.0]),
+        (algo.Correction(how="mask", high=2.0), [0.25, 0.5, 1.0, 2.0, 0.0]),
+        (algo.Correction(how="mask", low=0.5, high=2.0), [0.0, 0.5, 1.0, 2.0, 0.0]),
+    ):
+        assert bound(weights).tolist() == by_hand
+    logprobs, columns = torch.zeros(5), {"sampler_logprobs": torch.zeros(5), "advantages": torch.ones(5)}
+    loss = rl.ClippedLoss(anchor="trainer", correction=algo.Correction(low=0.5, high=2.0))
+    clipped = loss(logprobs, {**columns, "logprobs": weights.log()}).metrics["correction_clipped"]
+    assert clipped.tolist() == [1, 0, 0, 0, 1]
+
+
+def test_a_rows_weight_is_the_product_of_its_tokens_and_never_overflows() -> None:
+    trainer, sampler = torch.tensor([2.0, 3.0, 0.5, 5.0]).log(), torch.zeros(4)
+    assert importance_weights(trainer, sampler).tolist() == pytest.approx([2, 3, 0.5, 5])
+    rows = torch.tensor([1, 0, 1, 0])
+    assert importance_weights(trainer, sampler, rows).tolist() == pytest.approx([1, 15, 1, 15])
+    far = torch.full((3000,), 9.0)
+    for trainer, sampler in ((far, -far), (-far, far)):
+        weights = importance_weights(trainer, sampler, torch.zeros(3000, dtype=torch.int64))
+        assert bool(torch.isfinite(weights).all())
+        assert bool((weights > 0).all()), "a weight of 0 says that the token was masked"
+
+
+def test_a_masked_token_learns_from_the_kl_to_the_reference_alone() -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    columns = {name: torch.tensor([at]) for name, at in (("logprobs", -1.0), ("sampler_logprobs", -9.0))}
+    columns |= {"advantages": torch.tensor([1.0]), "reference_logprobs": torch.tensor([-4.0])}
+    loss = rl.ClippedLoss(anchor="trainer", kl=0.5, kl_estimator="k2", correction=algo.Correction(how="mask", high=2.0))
+    loss(logprobs, columns).values.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.5 * 3.0]
+
+
+def test_the_effective_sample_size_is_that_of_the_weights() -> None:
+    for weights, expected in (((1.0, 3.0), 16 / 10 / 2), ((2.0, 2.0, 2.0), 1.0), ((0.0, 0.0), 0.0)):
+        parts = [Metrics.of(correction=(weight, 1), correction_squared=(weight**2, 1)) for weight in weights]
+        assert algo.effective_sample_size(Metrics.mean(parts)) == pytest.approx(expected)

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from meshrl import labelled_steps, least_margins, mismatched, reference_point, score_columns, with_labels
-from meshrl.algo import (
-    best_and_worst,
-    pair_metrics,
-    preference_columns,
-    score_metrics,
-    step_score_metrics,
-)
+from meshrl.algo import best_and_worst, pair_metrics, preference_columns, score_metrics, step_score_metrics
 from meshrl.algo.kl import log_ratios
 from meshrl.algo.preference import pair_margins
 from meshrl.config import validate

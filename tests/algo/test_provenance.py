@@ -19,7 +19,6 @@ SAMPLER, REFERENCE, TRAINER = Source("sampler"), Source("reference"), Source.tra
 
 
 def scored(**sources: Source | None) -> Batch:
-    """Three rows of 1, 2 and 3 tokens with columns of log-probs by these sources."""
     lengths = range(1, 4)
     columns: dict[str, Column] = {
         name: Ragged.of([np.zeros(n) for n in lengths], np.float32, source=source) for name, source in sources.items()

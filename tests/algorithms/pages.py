@@ -21,13 +21,10 @@ FAKE = {"backend": "fake", "model": "none"}
 FAKES: Mapping[str, object] = {
     "task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "reward": {"backend": "fake"},
 }  # fmt: skip
-"""The roles of most pages, for `play`."""
 TIMES = ("seconds", "step_s", "sampler_pause_s")
 
 
 class Ran(NamedTuple):
-    """What a run of a page left."""
-
     folder: Path
     summary: Mapping[str, Any]
     steps: Sequence[Mapping[str, float]]
@@ -39,13 +36,11 @@ def script(name: str) -> Script:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """What is in a file of JSON lines, without times."""
     found = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     return [{key: line[key] for key in line if key not in TIMES} for line in found]
 
 
 async def run_page(name: str, folder: Path, table: Mapping[str, object], **keys: object) -> Ran:
-    """Run a page as it ships, and read what it leaves in `folder/name`."""
     config = validate(script(name).schema, table, "test")
     run_config = RunConfig.model_validate(
         {"folder": str(folder), "name": name, "meshes": {"main": {"cpus": 1}}, **keys}
@@ -57,13 +52,11 @@ async def run_page(name: str, folder: Path, table: Mapping[str, object], **keys:
 
 
 async def play(name: str, run: FakeRun | Run, table: Mapping[str, object], task: Task) -> None:
-    """Run a page on a run that there is, with rows from memory."""
     with patch.object(Task, "load", lambda _: task):
         await script(name).function(run, validate(script(name).schema, table, "test"))
 
 
 def meshrl(*arguments: str) -> int:
-    """The exit status of the command."""
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
     assert isinstance(ended.value.code, int)
@@ -71,13 +64,11 @@ def meshrl(*arguments: str) -> int:
 
 
 def numbers(first: int, count: int) -> Batch:
-    """Rows of sums."""
     sums = range(first, first + count)
     return Batch.of(prompt=[f"{n}+1=" for n in sums], answer=[str(n + 1) for n in sums], row=[{}] * count)
 
 
 def write_task(folder: Path, rows: Iterable[Mapping[str, object]], **chosen: object) -> dict[str, object]:
-    """A task of these rows, in a file."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return {"source": str(path), **chosen}

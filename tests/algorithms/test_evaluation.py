@@ -70,10 +70,7 @@ async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) 
 
 
 def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[str, float]], float]:
-    """What grpo trains on in virtual time, what evaluations found, and how long it took: an update takes 2 seconds.
-
-    A row takes `seconds`, as many as there are at once.
-    """
+    """What grpo trains on in virtual time, what evaluations found, and how long it took: an update takes 2 seconds."""
 
     async def script() -> tuple[list[Batch], list[dict[str, float]], float]:
         policy = delayed(FakePolicy, update=2.0)(PolicyConfig(model="none"))
@@ -183,7 +180,6 @@ async def test_an_asynchronous_run_is_replayed_without_the_evaluation_that_was_b
 
 
 async def tuned(folder: Path, every: Mapping[str, object] | None, **settings: object) -> Path:
-    """A run of `sft`, which publishes weights for an evaluation alone."""
     table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "rows": 4, "steps": 9}
     async with Run(RunConfig.model_validate({"folder": str(folder), **settings})) as run:
         await play("sft", run, {**table, "evaluation": every}, TASK)

@@ -32,7 +32,6 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 async def train(name: str, chosen: dict[str, Any], seed: int) -> None:
-    """Four steps of two prompts with two completions each."""
     random = Random(seed)
     ahead, steps = random.randrange(4), 4
     table = {**FAKES, "sampling": {"n": 2}, "prompts": 2, "ahead": ahead, "steps": steps, **chosen}
@@ -61,8 +60,6 @@ PAGES = [name for name in NAMES if "minibatches: int" in (ALGORITHMS / f"{name}.
 
 
 class Numbered(testing.FakeReward):
-    """Gives each row a number of its own, which is its reward too: they differ in each group, so that all teach."""
-
     numbers: Iterator[int]
 
     async def score(self, batch: Batch) -> Batch:
@@ -71,8 +68,6 @@ class Numbered(testing.FakeReward):
 
 
 class Keeps(testing.FakeRun):
-    """Keeps the numbers of the rows of each recorded batch."""
-
     kept: tuple[list[int], ...] = ()
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **extra: float) -> None:
@@ -113,8 +108,6 @@ WEIGHTS, CACHE = 2, 8
 
 
 class Ledger:
-    """What is held on the GPUs, by name."""
-
     def __init__(self) -> None:
         self.held = Counter({"parameters": PARAMETERS})
         self.most = 0
@@ -130,8 +123,6 @@ class Ledger:
 
 
 class Learner(testing.FakePolicy):
-    """A policy whose moments are on the GPUs while it steps alone."""
-
     ledger: Ledger
     random: Random
 
@@ -210,7 +201,6 @@ def test_policy_and_sampler_stay_within_the_memory_of_their_gpus(epochs: int, se
 
 @pytest.mark.parametrize("fault", [{"ahead": 1}, {"late": True}], ids=str)
 def test_the_ledger_finds_a_planted_overdraft(fault: dict[str, Any]) -> None:
-    """Both at once, and a sampler that falls asleep too late."""
     with pytest.raises(ScheduleFailed) as failure:
         explore(partial(train_colocated, **fault), seeds=50)
     assert re.search(r"are 2\d of 20", repr(failure.value.__cause__))

@@ -28,7 +28,6 @@ REWARD = "def reward(prompt, completion, row):\n    return sum(map(str.isdigit, 
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run has ended, for tests to copy."""
     folder = tmp_path_factory.mktemp("earlier")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -54,7 +53,6 @@ def weights(run: str) -> bytes:
 
 
 def test_a_fork_without_changes_ends_as_the_run_it_comes_from() -> None:
-    """Before the first checkpoint, at one, between two, and at the end."""
     for step in (2, 5, STEPS):
         assert meshrl("fork", "earlier", "--step", str(step)) == 0
     assert meshrl("fork", "earlier", "--step", "3", "--name", "42") == 0, "a name may look like a number"
@@ -71,7 +69,8 @@ def test_a_fork_is_next_to_a_run_that_was_moved_and_leaves_a_damaged_checkpoint_
     there.mkdir()
     Path("runs").rename(there / "runs")
     file = next((there / "runs/earlier/checkpoints/step-000006").rglob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert meshrl("fork", str(there / "runs/earlier"), "--step", "7") == 0
     assert "step-000006 is damaged, and an earlier checkpoint is used" in capsys.readouterr().err
     assert not Path("runs").exists()
@@ -94,12 +93,10 @@ def test_a_fork_with_a_change_is_alike_up_to_the_step_and_tells_where_it_comes_f
 
 
 def prompts(run: str) -> list[str]:
-    """Of each step, in order."""
     return [line["prompt"] for line in lines(Path("runs") / run / "samples.jsonl")]
 
 
 def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -> None:
-    """At a checkpoint, and between two."""
     seven = ("run.seed=7", "run.samples_every=1")
     assert meshrl("run", "mine.toml", "run.name=seven", *seven) == 0
     for name, step in {"at-3": 3, "at-5": 5}.items():

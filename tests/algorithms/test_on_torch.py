@@ -1,5 +1,6 @@
-"""Pages on the torch backend teach a small model: one page of each family, and the others in `wide`."""
+"""Pages on the torch backend teach a small model: one page of each family, others in `wide`; quickstarts, cut short."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -12,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from meshrl import PolicyConfig, TeacherConfig, check_teacher
 from meshrl.errors import ConfigError
 from meshrl_torch.model.text import character_tokenizer
-from tests.algorithms.pages import Ran, lines, run_page, write_task
+from tests.algorithms.pages import Ran, lines, meshrl, run_page, write_task
 
 CHARACTERS = "abcd>"
 MODEL = {"characters": CHARACTERS, "hidden_size": 16, "ffn_size": 32, "layers": 1, "heads": 2, "max_tokens": 16}
@@ -20,13 +21,11 @@ POLICY = {"model": MODEL, "optimizer": {"lr": 0.02}}
 
 
 def write(folder: Path, name: str, text: str) -> str:
-    """What names a function or class of a file that is written here."""
     (folder / f"{name}.py").write_text(text, "utf-8")
     return f"{folder / name}.py:{name}"
 
 
 def letter_b(folder: Path, characters: str = "abcd") -> dict[str, Any]:
-    """A task of two letters, whose reward is the share of b."""
     rows = [{"question": f"{one}{other}>", "answer": "bbbb"} for one, other in product(characters, repeat=2)]
     text = 'def letters(prompt, completion, row):\n    return completion.count("b") / 4\n'
     reward = {"function": write(folder, "letters", text)}
@@ -81,7 +80,6 @@ async def test_a_model_judges_completions(tmp_path: Path, random_model: Callable
 
 
 async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
-    """A policy learns to write b, and is the teacher of another that has never seen a reward."""
     given = letter_b(tmp_path, "acd")
     four = {"max_tokens": 4, "ignore_eos": True}
     expert = {"min_reward": 0.5, "prompts": 8, "sampling": {"n": 8, **four}, "steps": 15}
@@ -133,7 +131,6 @@ PREFERENCES: dict[str, tuple[dict[str, Any], Learned]] = {
 
 
 def preferring(name: str, folder: Path) -> dict[str, Any]:
-    """What a page of preferences is run with: of a pair, b alone is the better answer."""
     good = [name != "kto" or number % 2 == 1 for number in range(64)]
     rows = [
         {"question": f"{word}>", "answer": "bbb" if label else "aaa", "worse": "aab", "good": label}
@@ -157,7 +154,6 @@ async def test_preferences_are_learned(name: str, tmp_path: Path) -> None:
 
 
 def judging(name: str, folder: Path) -> dict[str, Any]:
-    """Of a pair, the answer of b alone is the better; a step is right up to the first a."""
     rows: list[dict[str, Any]] = [
         {"question": f"{word}>", "answer": "bbb", "worse": "bab", "by": 0.5, "completions": list(word[:3])}
         | {"labels": ["a" not in word[: at + 1] for at in range(3)]}
@@ -235,3 +231,77 @@ def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
     (tmp_path / "same" / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a readable tokenizer: TypeError"):
         check(MODEL, str(tmp_path / "same"))
+
+
+SHORT = ("task.held_out=32", "task.options.size=2000")
+ONE_RANK = "run.meshes.main={ranks=1,cpus=1}"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(config: str, *overrides: str) -> None:
+    assert meshrl("run", config, *SHORT, *overrides) == 0
+
+
+def metrics(name: str) -> list[dict[str, float]]:
+    return lines(Path("runs", name, "metrics.jsonl"))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("engine", ["processes", pytest.param("ray", marks=pytest.mark.wide)])
+def test_the_quickstart_learns_and_a_seed_decides_every_bit(engine: str, request: pytest.FixtureRequest) -> None:
+    if engine == "ray":
+        request.getfixturevalue("ray_cluster")
+    run("sft/quickstart", ONE_RANK, "steps=8", "policy.optimizer.warmup_steps=2")
+    sft = metrics("quickstart-sft")
+    assert sft[-1]["loss"] < sft[0]["loss"] - 0.2
+
+    for name, where in {"one": "local", "other": engine}.items():
+        run("grpo/quickstart", ONE_RANK, "steps=3", "prompts=4", f"run.name={name}", f"run.engine={where}")
+    assert metrics("one") == metrics("other")
+    weights = [Path("runs", name, "model", "model.safetensors").read_bytes() for name in ("one", "other")]
+    assert weights[0] == weights[1]
+
+    summary = json.loads(Path("runs/one/summary.json").read_bytes())
+    assert summary["status"] == "finished"
+    assert {"exact_match_before", "exact_match_after", "wall_s", "tokens", "first_reward"} <= set(summary)
+    assert {"step", "prompt", "completion", "reward", "answer"} <= set(lines(Path("runs/one/samples.jsonl"))[0])
+
+    run("ppo/quickstart", ONE_RANK, "steps=3", "prompts=8", "ahead=1")
+    steps = metrics("quickstart-ppo")
+    assert len(steps) == 3
+    assert {"sampler_kl", "clip_fraction", "critic_value_clip_fraction", "critic_explained_variance"} <= set(steps[0])
+
+
+def test_the_quickstart_of_an_agent_goes_on_from_a_model_with_a_chat_template() -> None:
+    small = (ONE_RANK, "task.held_out=4", "steps=2")
+    run("sft/agent", *small, "rows=4", "policy.optimizer.warmup_steps=1", "sampling.max_tokens=8")
+    template = Path("runs/quickstart-agent-sft/model/chat_template.jinja")
+    assert "tool_calls" in template.read_text("utf-8")
+
+    run("agent/quickstart", *small, "prompts=2", "sampling={n=2,max_tokens=8}")
+    folder = Path("runs/quickstart-agent")
+    summary = json.loads((folder / "summary.json").read_bytes())
+    assert {"reward_before", "reward_after", "reward_sampled_before"} <= set(summary)
+    steps = metrics("quickstart-agent")
+    assert [step["rows"] for step in steps] == [4, 4]
+    assert all(step["tokens"] > 4 and step["turns"] >= 1 for step in steps)
+    assert {"prompt", "completion", "reward", "answer"} <= set(lines(folder / "samples.jsonl")[0])
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.wide
+def test_three_layouts_of_megatron_train_in_the_same_processes() -> None:
+    makes_a_model = ("run.engine=local", "run.meshes.main.ranks=1", "policy.backend=torch", "policy.axes={dp=1}")
+    run("sft/quickstart-megatron", "rows=16", "steps=8", "policy.optimizer.warmup_steps=2", *makes_a_model)
+    run("ppo/quickstart-megatron", "prompts=8", "steps=5")
+    assert all(Path("runs/quickstart-megatron", saved, "model.safetensors").exists() for saved in ("model", "critic"))
+    steps = metrics("quickstart-megatron")
+    assert len(steps) == 5
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert max(step["sampler_difference"] for step in steps) < 1e-5
+    assert {"reward", "kl", "critic_loss", "critic_explained_variance"} <= set(steps[0])

@@ -34,8 +34,6 @@ def column(batch: rl.Batch, of: str, source: Source) -> rl.Ragged:
 
 
 class Told(FakePolicy):
-    """A policy of known log-probs that counts how often it is asked for them."""
-
     scored = 0
 
     def __init__(self, skill: float) -> None:
@@ -52,8 +50,6 @@ class ToldReference(FakeReference):
 
 
 class Graded(FakeReward):
-    """A reward of many values."""
-
     async def score(self, batch: rl.Batch) -> rl.Batch:
         scores = [reward(text) for text in cast("tuple[str, ...]", batch.objects("completion"))]
         return batch.assign(rewards=np.array(scores, np.float32), reward_error=[None] * len(batch))
@@ -76,7 +72,6 @@ class Row:
 
 
 async def given_by(name: str, policy: Told, table: Mapping[str, object]) -> list[rl.Batch]:
-    """What the page gives to `policy.update`; with a reference where it is to have one."""
     given = [ToldReference(rl.ReferenceConfig(model="none"))] if "kl" in table else []
     run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), Graded(rl.RewardConfig()), *given)
     await play(name, run, {**FAKES, **table}, rl.Task(train=numbers(0, 12), held_out=numbers(0, 2)))
@@ -84,7 +79,6 @@ async def given_by(name: str, policy: Told, table: Mapping[str, object]) -> list
 
 
 def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
-    """The rows of all updates; an advantage of a row is that of each of its tokens."""
     rows = []
     for batch in updates:
         texts = zip(*(batch.objects(name) for name in ("prompt", "answer", "completion")), strict=True)
@@ -101,7 +95,6 @@ def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
 
 
 def rest(values: Floats) -> Floats:
-    """The sum from each entry on."""
     return np.array([values[at:].sum() for at in range(len(values))])
 
 
@@ -134,13 +127,11 @@ def reinforce_pp(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
 
 
 def of_groups(rows: Sequence[Row], values: Sequence[float]) -> list[Floats]:
-    """For each row the values of all rows of its group."""
     pairs = list(zip(rows, values, strict=True))
     return [np.array([value for other, value in pairs if other.group == row.group]) for row in rows]
 
 
 def spread(rows: Sequence[Row], values: Sequence[float]) -> list[Floats]:
-    """For each row its value, for each of its tokens."""
     return [np.full(len(row.log_ratios), value) for row, value in zip(rows, values, strict=True)]
 
 

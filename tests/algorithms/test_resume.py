@@ -35,7 +35,7 @@ MORE = {
 NARROW = ("ppo", "grpo on fsdp")
 # The reward is judged in the process of the policy, which it ends in the fourth step if it is told to.
 REWARD = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def right_letters(prompt, completion, row):
@@ -43,6 +43,8 @@ def right_letters(prompt, completion, row):
     steps = about_to.with_name("runs") / "killed/metrics.jsonl"
     if about_to.exists() and steps.exists() and len(steps.read_bytes().splitlines()) == 3:
         about_to.unlink()
+        while not (steps.parent / "checkpoints/step-000002").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
@@ -50,7 +52,6 @@ def right_letters(prompt, completion, row):
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs read: `ALGORITHM.toml`, rows and a reward."""
     monkeypatch.chdir(tmp_path)
     words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(200)]
     write_task(tmp_path, [{"question": f"{word}>", "answer": word[::-1]} for word in words])
@@ -60,7 +61,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that a run leaves but for times."""
     summary = json.loads((folder / "summary.json").read_bytes())
     return {
         "metrics": lines(folder / "metrics.jsonl"),
@@ -89,8 +89,8 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, case: str) -> Non
     assert [path.name for path in Path("runs/killed/checkpoints").glob("step-*")] == ["step-000002"]
     assert meshrl(*command, "run.name=killed", "run.resume=true") == 0
     expected = outcome(tmp_path / "runs/whole")
-    state = "shard-00001-model-00001-of-00001" if "fsdp" in case else "state"
-    files = {f"checkpoints/step-000006/0-policy/{state}.safetensors", "model/model.safetensors"}
+    state = "shard-00001-model-00001-of-00001.safetensors"
+    files = {f"checkpoints/step-000006/0-policy/{state}", "model/model.safetensors"}
     assert files <= set(expected["files"])
     assert outcome(tmp_path / "runs/killed") == expected
 
@@ -117,5 +117,6 @@ async def test_a_run_whose_policy_is_killed_goes_on_by_itself(engine: str, reque
     assert audit.holds
     assert audit.resumed == 1
     files = outcome(whole)["files"]
-    assert {"checkpoints/step-000005/0-policy/state.safetensors", "model/model.safetensors"} <= set(files)
+    state = "checkpoints/step-000005/0-policy/shard-00001-model-00001-of-00001.safetensors"
+    assert {state, "model/model.safetensors"} <= set(files)
     assert outcome(killed)["files"] == files

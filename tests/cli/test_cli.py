@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshrl import cli
+from meshrl import cli, log
 from meshrl.config import Config
 from meshrl.errors import MeshrlError
 from meshrl.roles import RoleConfig
@@ -82,7 +83,6 @@ sampler = { backend = "fake", model = "none" }
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own, which has a script, its configuration and a file of data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -226,3 +226,16 @@ def test_check_of_a_role_of_ones_own() -> None:
     assert find_mistakes(Whole(judge=Judge(backend="function"))) == []
     (mistake,) = find_mistakes(Whole(judge=Judge(backend="zzz")))
     assert mistake.startswith("judge: no backend 'zzz' is installed: there are ")
+
+
+def test_a_closed_pipe_does_not_end_who_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    stderr = os.fdopen(writes, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(BrokenPipeError):
+        print("nobody reads it", file=stderr)
+    log.info("one")
+    log.warning("two")
+    with suppress(BrokenPipeError):
+        stderr.close()

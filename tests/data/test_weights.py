@@ -1,8 +1,12 @@
-"""Weights: frozen tensors with a version, in buckets, and what the log says of their route."""
+"""Weights: frozen tensors with a version, in buckets, what the log says of their route, and what is sent as changes."""
 
+import asyncio
 import copy
 import gc
 import pickle
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from meshrl.data import ArrivalLog, Probe, Weights
+from meshrl.data import ArrivalLog, Probe, Weights, WeightSource
 from meshrl.errors import DataError
-from meshrl.mesh import Ref
+from meshrl.mesh import Rank, Ref, rank_context
 from meshrl.mesh.shared_memory import FOLDER
 
 
@@ -142,8 +146,6 @@ async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
 
 
 class Arrived(Weights):
-    """Weights that came by a route."""
-
     route = "memory"
 
     @property
@@ -168,3 +170,102 @@ def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> Non
     assert [line["version"] for line in said] == [0, 2, 3, 4, 5, 6]
     routes = [*reasons, "collectives"]
     assert [(line["by"], line["because"]) for line in said] == [(route, reasons[route]) for route in routes]
+
+
+SIZE = 5000
+
+
+class Stored(Ref):
+    """A value in another process: fetched as it is pickled, and counted."""
+
+    fetches: ClassVar[list[int]] = []
+
+    def __init__(self, value: object) -> None:
+        self.data = pickle.dumps(value)
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
+        data = [each.data for each in held if isinstance(each, Stored)]
+        cls.fetches += map(len, data)
+        return [pickle.loads(each) for each in data]  # noqa: S301 -- what was stored here
+
+
+def of_another(weights: Weights) -> Weights:
+    Stored.fetches.clear()
+    received = pickle.loads(pickle.dumps(weights.hold(Stored, 100, shares=False)))  # noqa: S301 -- our own
+    assert isinstance(received, Weights)
+    return received
+
+
+@given(st.binary(max_size=200), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_a_change_gives_every_bit(data: bytes, changes: int, random: Random) -> None:
+    sender, old = WeightSource(changes=True), np.frombuffer(data, np.uint8)
+    new = old.copy()
+    for _ in range(changes if len(new) else 0):
+        new[random.randrange(len(new))] ^= np.uint8(1 << random.randrange(8))
+    for version, values in enumerate((old, new, old)):
+        loaded = asyncio.run(of_another(sender.weights(version, [("values", values)], None)).load())
+        assert loaded.tensors["values"].tobytes() == values.tobytes()
+
+
+async def test_who_has_a_version_fetches_what_changed_since() -> None:
+    sender, values = WeightSource(changes=True), np.arange(SIZE, dtype=np.float32)
+    versions: list[Weights] = []
+    for version in range(4):
+        values[version * 10 : version * 10 + 10] += 1
+        versions.append(sender.weights(version, [("values", values)], None))
+    travelled = [of_another(each) for each in versions]
+    first = await travelled[0].load()
+    assert sum(Stored.fetches) > SIZE * 4
+    for version in (1, 3):
+        loaded = await travelled[version].load()
+        assert loaded == versions[version]
+        assert loaded.tensors["values"].tobytes() == versions[version].tensors["values"].tobytes()
+        assert not any(bucket.damaged() for bucket in loaded.buckets)
+    assert sum(Stored.fetches) - SIZE * 4 < SIZE, "three changes, of a bit for each 16"
+    assert first.tensors["values"].tobytes() == versions[0].tensors["values"].tobytes(), "what he has stays"
+    assert (await travelled[0].load()) == versions[0], "also an older one, anew"
+    assert versions[3].buckets[0].nbytes == SIZE * 4
+
+
+async def test_what_changes_as_a_whole_is_sent_as_a_whole_and_a_history_does_not_grow_without_end() -> None:
+    sender, random = WeightSource(changes=True), np.random.default_rng(0)
+    for version in range(3):
+        values = random.standard_normal(SIZE).astype(np.float32)
+        loaded = await of_another(sender.weights(version, [("values", values)], None)).load()
+        (fetched,) = Stored.fetches
+        assert SIZE * 4 < fetched < SIZE * 4 + 1000, "a change would say which words, too"
+        assert loaded.tensors["values"].tobytes() == values.tobytes()
+    sender, values = WeightSource(changes=True), np.zeros(SIZE, np.float32)
+    sizes: list[int] = []
+    for version in range(40):
+        values[:400] = version
+        weights = sender.weights(version, [("values", values.copy())], None)
+        assert await of_another(weights).load() == weights
+        sizes.append(sum(Stored.fetches))
+    assert sum(size > SIZE * 4 for size in sizes) > 1, "it begins anew"
+    assert sum(size < SIZE * 2 for size in sizes) > 30
+
+
+async def test_another_model_is_another_history() -> None:
+    for changes in (True, False):
+        sender = WeightSource(changes=changes)
+        for names in (["a", "b"], ["b"], ["a"]):
+            weights = sender.weights(0, [(name, np.zeros(SIZE)) for name in names], None)
+            assert list(weights.tensors) == names
+            assert await of_another(weights).load() == weights
+
+
+async def test_each_rank_sends_what_changed_of_its_own() -> None:
+    senders: list[WeightSource] = []
+    for rank in range(2):
+        token = rank_context.set(Rank(index=rank, size=2, axes={"dp": rank}, shape={"dp": 2}))
+        senders.append(WeightSource(changes=True))
+        rank_context.reset(token)
+    for version in range(3):
+        values = [np.full(SIZE, rank + (version == 2), np.float32) for rank in range(2)]
+        parts = [each.weights(version, [(f"values{rank}", values[rank])], None) for rank, each in enumerate(senders)]
+        whole = Weights.join(parts)
+        assert await of_another(whole).load() == whole
+        if version == 1:
+            assert sum(Stored.fetches) < SIZE, "nothing has changed but the version"

@@ -25,8 +25,6 @@ BATCH = rl.Batch.of(rewards=np.arange(4, dtype=np.float32), tokens=rl.Ragged.of(
 
 
 class Wrong:
-    """Endpoints with a mistake each."""
-
     async def unmarked_result(self, batch: rl.Shard[rl.Batch]) -> int: ...
     async def no_result_annotation(self, batch: rl.Shard[rl.Batch]): ...
     async def missing_axis(self, batch: rl.Shard[rl.Batch, TP]) -> None: ...
@@ -48,8 +46,6 @@ class Wrong:
 
 
 class Started(rl.Policy):
-    """A backend's policy, begun: it has no `update`."""
-
     async def encode(self, batch: rl.Batch) -> rl.Batch: ...
     async def logprobs(self, batch: rl.Batch) -> rl.Batch: ...
     async def weights(self) -> Any: ...
@@ -68,8 +64,6 @@ def _has(name: str, mistake: Callable[..., object], base: type = rl.Actor) -> Ca
 
 
 class Worker(rl.Actor):
-    """An actor whose contract is right."""
-
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 

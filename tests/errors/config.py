@@ -47,7 +47,6 @@ def _distill(teacher: str) -> None:
 
 
 def _in_a_run(*command: str, config: str = '[policy]\nmodel = { characters = "act>" }\n', model: str = "") -> None:
-    """A command in whose folder is a run, perhaps with this file of a model."""
     run = Path("runs/mine")
     (run / "model").mkdir(parents=True)
     (run / "config.toml").write_text(config, "utf-8")

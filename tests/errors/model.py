@@ -20,9 +20,12 @@ from meshrl.run import MeshConfig
 from meshrl_megatron.options import MegatronConfig
 
 TINY = rl.NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
+MEGATRON = rl.PolicyConfig(backend="megatron", model=TINY)
+VIT = b'{"model_type": "vit", "architectures": ["ViTModel"]}'
 FOLDER = Path("tiny")
+WEIGHTS = FOLDER / "model.safetensors"
 BATCH = rl.Batch.of(tokens=rl.Ragged.of([[2, 3, 4], [5]], np.int32), loss_mask=rl.Ragged.of([[0, 1, 1], [0]], np.bool_))
-INFINITE = np.array([np.inf, 0], np.float32)
+INFINITE, ONES = np.array([np.inf, 0], np.float32), np.ones(2, np.float32)
 
 
 def _tiny(**changes: object) -> rl.NewModel:
@@ -30,7 +33,6 @@ def _tiny(**changes: object) -> rl.NewModel:
 
 
 async def _role(role: Callable[..., Any], config: RoleConfig, use: str = "", *arguments: object) -> None:
-    """Spawn a role, and perhaps call it."""
     async with rl.Run(rl.RunConfig()) as run:
         actor = await run.spawn(role, config)
         if use:
@@ -109,10 +111,9 @@ def _zeros(source: Source | None = None) -> rl.Ragged:
 
 
 async def _update_by_the_trainers(logprobs: rl.Ragged | np.ndarray) -> None:
-    """With the ratio to log-probs that are these."""
     sampled = _zeros(Source("sampler"))
     loss = rl.ClippedLoss(anchor="trainer")
-    await _update(loss, sampler_logprobs=sampled, logprobs=logprobs, advantages=np.ones(2, np.float32))
+    await _update(loss, sampler_logprobs=sampled, logprobs=logprobs, advantages=ONES)
 
 
 class Entropy(rl.CrossEntropy):
@@ -121,18 +122,12 @@ class Entropy(rl.CrossEntropy):
 
 
 async def margins_that_are_nan() -> None:
-    pairs = rl.Batch.of(
-        prompt=["cat>", "cat>"],
-        completion=["tac", "cat"],
-        groups=np.zeros(2, np.int64),
-        preferred=np.array([1, -1], np.int8),
-        least_margins=np.full(2, np.nan, np.float32),
-    )
+    pairs = rl.Batch.of(prompt=["cat>"] * 2, completion=["tac", "cat"], groups=np.zeros(2, np.int64))
+    pairs = pairs.assign(preferred=np.array([1, -1], np.int8), least_margins=np.full(2, np.nan, np.float32))
     async with rl.Run(rl.RunConfig()) as run:
         judge = await run.spawn(rl.RewardModel, rl.RewardTrainingConfig(model=TINY))
-        await judge.update(
-            await rl.score_columns(await judge.token_scores(await judge.encode(pairs))), rl.BradleyTerryLoss()
-        )
+        scored = await rl.score_columns(await judge.token_scores(await judge.encode(pairs)))
+        await judge.update(scored, rl.BradleyTerryLoss())
 
 
 async def value_head_of_another_model() -> None:
@@ -160,14 +155,11 @@ async def template_that_rewrites_turns() -> None:
 
 
 def _divide(model: rl.NewModel, experts: int = 1, **sizes: int) -> None:
-    """What each rank of a mesh of these axes does first."""
     from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
     from meshrl_torch.model.loading import load  # noqa: PLC0415 -- brings torch
 
     config = load(rl.PolicyConfig(model=model)).network.config
-    Decoder.of(config, valued=False).check(
-        {"dp": 1, "pp": 1, "cp": 1, "tp": 1, **sizes}, MegatronConfig(experts=experts)
-    )
+    Decoder.of(config, "logprobs").check({"dp": 1, "pp": 1, "cp": 1, "tp": 1, **sizes}, MegatronConfig(experts=experts))
 
 
 def experts_over_dp() -> None:
@@ -178,14 +170,13 @@ def experts_over_dp() -> None:
 
 
 async def _megatron(**changes: object) -> None:
-    """The saved model, of which the configuration was changed."""
     await _save()
     _configure(**changes)
     await _role(rl.Policy, rl.PolicyConfig(backend="megatron", model="tiny"))
 
 
 def virtual_stages_without_a_pipeline() -> object:
-    config = rl.PolicyConfig(backend="megatron", model=_tiny(layers=2))
+    config = MEGATRON.model_copy(update={"model": _tiny(layers=2)})
     return _role(rl.Policy, with_options(config, MegatronConfig(virtual_stages=2)))
 
 
@@ -200,16 +191,12 @@ def another_megatron_core() -> None:
 MISTAKES: dict[str, Callable[[], object]] = {
     "model-without-config": lambda: _spoilt(lambda: _remove("config.json")),
     "config-without-weights": lambda: _spoilt(lambda: _remove("model.safetensors")),
-    "corrupt-weights": lambda: _spoilt(
-        lambda: _write("tiny/model.safetensors", (FOLDER / "model.safetensors").read_bytes()[:-100])
-    ),
+    "corrupt-weights": lambda: _spoilt(lambda: WEIGHTS.write_bytes(WEIGHTS.read_bytes()[:-100])),
     "config-of-another-model": lambda: _spoilt(lambda: _configure(hidden_size=16)),
     "layers-missing": lambda: _spoilt(lambda: _configure(num_hidden_layers=2)),
     "no-tokenizer": lambda: _spoilt(lambda: _remove("tokenizer*")),
     "no-chat-template": lambda: _spoilt(lambda: None, chat=True),
-    "no-language-model": lambda: _given(
-        "tiny/config.json", b'{"model_type": "vit", "architectures": ["ViTModel"]}', "tiny"
-    ),
+    "no-language-model": lambda: _given("tiny/config.json", VIT, "tiny"),
     "corrupt-gguf": lambda: _given("tiny.gguf", b"GGUF, almost", "tiny.gguf"),
     "model-missing": lambda: _check("models/tiny"),
     "model-of-the-hub": lambda: _sample("HuggingFaceTB/SmolLM2-135M"),
@@ -220,9 +207,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "unknown-character": lambda: _sample(_tiny(characters="act")),
     "prompt-too-long": lambda: _sample(_tiny(max_tokens=6)),
     "column-of-the-loss-missing": lambda: _update(rl.ClippedLoss(), sampler_logprobs=_zeros()),
-    "no-reference": lambda: _update(
-        rl.ClippedLoss(kl=0.1), sampler_logprobs=_zeros(), advantages=np.ones(2, np.float32)
-    ),
+    "no-reference": lambda: _update(rl.ClippedLoss(kl=0.1), sampler_logprobs=_zeros(), advantages=ONES),
     "loss-of-a-critic": lambda: _update(rl.ValueLoss(), values=_zeros(), returns=_zeros()),
     "metric-named-as-the-updates-own": lambda: _update(Entropy()),
     "nothing-to-learn": lambda: _update(rl.CrossEntropy(), loss_mask=rl.Ragged.of([[0, 0, 0], [0]], np.bool_)),
@@ -233,9 +218,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "log-probs-of-whole-rows": lambda: _update_by_the_trainers(np.zeros(2, np.float32)),
     "dialogue-without-a-template": lambda: _encode(TINY),
     "policy-on-two-ranks": lambda: _on_two_ranks(rl.PolicyConfig(model=TINY)),
-    "axis-that-megatron-does-not-know": lambda: _on_two_ranks(
-        rl.PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2})
-    ),
+    "axis-that-megatron-does-not-know": lambda: _on_two_ranks(MEGATRON.model_copy(update={"axes": {"dp": 1, "ep": 2}})),
     "architecture-that-megatron-does-not-know": lambda: _megatron(
         model_type="mistral", architectures=["MistralForCausalLM"]
     ),
@@ -243,7 +226,5 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "heads-over-tp": lambda: _divide(TINY, tp=4),
     "experts-of-a-model-without": lambda: _divide(TINY, experts=2, dp=2),
     "layers-over-pp": lambda: _divide(_tiny(layers=3), pp=2),
-    "adapters-on-megatron": lambda: _role(
-        rl.Policy, rl.PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig())
-    ),
+    "adapters-on-megatron": lambda: _role(rl.Policy, MEGATRON.model_copy(update={"lora": LoraConfig()})),
 }

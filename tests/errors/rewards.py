@@ -46,14 +46,8 @@ def play(row):
     return ""
 """
 ROW = rl.Batch.of(prompt=["cat>"], completion=["tac"])
-SIZES: dict[str, Any] = {
-    "vocab_size": 6,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
+LAYER = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {**LAYER, "vocab_size": 6, "max_position_embeddings": 16}
 
 
 def _reward(function: str) -> FunctionReward:

@@ -20,12 +20,10 @@ class Hub:
     repositories: dict[str, Files] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     private: dict[str, bool] = field(default_factory=dict)
-    """Of those that were made by a client."""
     asked: list[str] = field(default_factory=list)
     url: str = ""
 
     def commit(self, name: str) -> str:
-        """The newest commit of a repository: a hash of what is in it."""
         files = self.repositories[name]
         return hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
 
@@ -120,7 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(server: ThreadingHTTPServer) -> Generator[str]:
-    """Let a server answer; its address."""
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -133,7 +130,6 @@ def serve(server: ThreadingHTTPServer) -> Generator[str]:
 
 @contextmanager
 def serving() -> Generator[Hub]:
-    """A hub on a port of this machine."""
     hub = Hub()
     with serve(ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))) as hub.url:
         yield hub

@@ -13,20 +13,16 @@ from meshrl import cli
 
 
 def config_of(run: Path | str) -> dict[str, Any]:
-    """What a run has recorded of its configuration."""
     return tomllib.loads(Path(run, "config.toml").read_text("utf-8"))
 
 
 class Answer(NamedTuple):
-    """What a terminal shows of a command."""
-
     status: int
     out: str
     err: str
 
     @property
     def told(self) -> str:
-        """All of it in one line; of a command that failed, its errors."""
         return " ".join((self.err if self.status else self.out + self.err).split())
 
 
@@ -38,7 +34,6 @@ SMALL = ("task.options.size=600", "task.held_out=16")
 
 
 def type_in(*arguments: str) -> Answer:
-    """Type `meshrl ARGUMENTS` where one stands."""
     out, err = StringIO(), StringIO()
     status = 0
     with redirect_stdout(out), redirect_stderr(err):
@@ -52,14 +47,12 @@ def type_in(*arguments: str) -> Answer:
 
 
 def done(*arguments: str) -> Answer:
-    """What is shown of a command that does as it is told."""
     answer = type_in(*arguments)
     assert answer.status == 0, answer.err
     return answer
 
 
 def refused(*arguments: str) -> str:
-    """What is told of a command that ends with a mistake of the user's."""
     answer = type_in(*arguments)
     assert (answer.status, "Traceback" in answer.err) == (1, False), answer
     return answer.told

@@ -30,7 +30,6 @@ CHAT = "policy.chat=true"
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path) -> Path:
-    """A project in which nothing is wrong."""
     Path("mine.toml").write_text(MINE, "utf-8")
     write_code(f"{HEAD}return float(completion == row['answer'])\n")
     save_model(Path("model"), longest=64)

@@ -43,7 +43,6 @@ MINE = Path("runs/mine")
 
 @pytest.fixture(autouse=True)
 def before() -> dict[str, bytes]:
-    """What is in the folder of a run that has ended well."""
     Path("mine.py").write_text(SCRIPT, "utf-8")
     Path("mine.toml").write_text('algorithm = "mine.py"\nrun.name = "mine"\n', "utf-8")
     done("run", "mine.toml")
@@ -51,7 +50,6 @@ def before() -> dict[str, bytes]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What is in each file."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

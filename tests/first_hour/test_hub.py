@@ -29,7 +29,6 @@ sampling.max_tokens = 3
 """
 NEW = NewModel(characters="0123456789+", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)
 NOWHERE = "http://127.0.0.1:9"
-"""Where nobody answers."""
 
 
 def ask(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,6 @@ async def test_a_reward_of_trl() -> None:
 
 
 def small(**settings: object) -> dict[str, object]:
-    """Settings of a run of a moment."""
     return {**FAKES, "steps": 1, "prompts": 4, "sampling.max_tokens": 4, **settings}
 
 

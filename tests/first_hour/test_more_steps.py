@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.algorithms.pages import lines
 from tests.first_hour.terminal import done, refused
 
 CONFIG = """
@@ -39,14 +40,7 @@ def _project() -> None:
     Path("mine.toml").write_text(CONFIG, "utf-8")
 
 
-def lines(file: Path) -> list[dict[str, object]]:
-    """Of a file of a run, without times."""
-    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    return [{key: line[key] for key in line if not key.startswith("seconds") and key != "step_s"} for line in found]
-
-
 def outcome(run: Path) -> Mapping[str, object]:
-    """What a run has found and made, without times."""
     summary = json.loads((run / "summary.json").read_bytes())
     return {
         **{file: lines(run / f"{file}.jsonl") for file in ("metrics", "samples", "evaluations")},

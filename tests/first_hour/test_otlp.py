@@ -26,8 +26,6 @@ QUICK = (*FAKES, *SMALL, "run.log=[]", "prompts=4")
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes what is sent, or holds it back until it is closed."""
-
     daemon_threads = True
 
     def __init__(self, *, answers: bool = True) -> None:
@@ -73,7 +71,6 @@ def collector() -> Iterator[Collector]:
 
 
 def begun(address: str) -> Tracker:
-    """One that has been told of a run."""
     tracker = make_tracker("otlp")
     table = {"run": {"otlp": address}}
     tracker.begin(TrackedRun("00000000000000ab", "mine", "words", Path(), table, first_step=0, goes_on=False))
@@ -81,7 +78,6 @@ def begun(address: str) -> Tracker:
 
 
 def run(address: str, *arguments: str) -> str:
-    """What is told on the terminal."""
     return done("run", "grpo/quickstart", *QUICK, f"run.otlp={address}", "run.name=mine", *arguments).err
 
 

@@ -23,7 +23,6 @@ REWARD = "def score(prompt, completion, row):\n    return float(completion == ro
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path) -> Path:
-    """A folder with a configuration, and beside that its task, its reward and its script."""
     for each in ("mine/data", "mine/models/start", "elsewhere"):
         Path(each).mkdir(parents=True)
     grpo = Path(__file__).parents[2] / "algorithms" / "grpo.py"

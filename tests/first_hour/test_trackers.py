@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,10 +43,7 @@ open("trackio.json", "w").write(json.dumps(kept, default=str))
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that went on for two more, each library told to keep what it has in a folder.
-
-    MLflow does so where it is told nothing.
-    """
+    """A run of two steps that went on for two more, each library told to keep what it has in a folder."""
     folder = tmp_path_factory.mktemp("tracked")
     environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     command = [sys.executable, "-c", CODE, *QUICK, TELL, *EVERY]
@@ -60,7 +58,6 @@ def rewards(folder: Path) -> list[float]:
 
 
 def links(folder: Path) -> dict[str, str]:
-    """Where the run is, as trackers tell it."""
     own = (folder / "runs/quickstart").resolve()
     return {"folder": str(own), "report": str(own / "report.html")}
 
@@ -188,7 +185,7 @@ def test_those_that_hang_are_left_behind_and_others_hear_the_end(
     trackers = Trackers([f"mine.py:{name}" for name in ("Mine", "Hangs", "Hangs", "Hangs")])
     trackers.begin(tmp_path, {}, 0)
     for step in range(4):
-        trackers.metrics(step, {"reward": 1.0})
+        trackers.send(methodcaller("metrics", step, {"reward": 1.0}))
     trackers.end(tmp_path, {})
     out, err = capsys.readouterr()
     assert "heard the end" in out

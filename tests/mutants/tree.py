@@ -1,7 +1,8 @@
 """Private copies of the product and a suite's tests, which mutants are written into."""
 
 import subprocess
-from collections.abc import Generator
+import tomllib
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -54,10 +55,23 @@ class Tree:
             place = new / each.relative_to(old)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(each.resolve())
-        own = new / packages.relative_to(old) / "_meshrl.pth"
-        own.unlink()  # a link
-        own.write_text(f"{self.folder}\n{self.folder / 'backends'}\n")
+        own = new / packages.relative_to(old)
+        (own / "_meshrl.pth").unlink()  # a link
+        (own / "_meshrl.pth").write_text(f"{self.folder}\n{self.folder / 'backends'}\n")
+        (ours,) = own.glob("meshrl-*.dist-info")
+        ours.unlink()
+        ours.mkdir()
+        (ours / "METADATA").write_bytes((packages / ours.name / "METADATA").read_bytes())
+        (ours / "entry_points.txt").write_text("\n".join(_entry_points(self.folder / "pyproject.toml")))
         (new / "pyvenv.cfg").write_bytes((old / "pyvenv.cfg").read_bytes())
+
+
+def _entry_points(pyproject: Path) -> Iterator[str]:
+    """Yield the lines that name a tree's command and backends."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    for group, names in {"console_scripts": project["scripts"], **project["entry-points"]}.items():
+        yield f"[{group}]"
+        yield from (f"{name} = {place}" for name, place in names.items())
 
 
 def _output(command: list[str], given: bytes = b"") -> bytes:

@@ -48,7 +48,6 @@ def a_run(folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0,
 
 
 def held_out(folder: Path, rewards: Sequence[float | None], first: int = 0) -> None:
-    """What a run got for held-out prompts, which are numbered from `first` on."""
     numbered = enumerate(rewards, start=first)
     told = [
         {"prompt": f"{at}", "completion": f"{folder.name} {at}", "greedy": each, "sampled": each}

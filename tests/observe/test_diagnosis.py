@@ -20,7 +20,6 @@ At = Callable[[float], float]
 
 
 def learns(done: float) -> float:
-    """The reward of a run that learns half of its task, steeply at first."""
     return 0.1 + 0.5 * (1 - math.exp(-5 * done))
 
 
@@ -94,7 +93,6 @@ SOLVED: Mapping[str, At] = {
     "zero_std_groups": lambda done: min(0.97, 2 * done),
 }
 LONGER: Mapping[str, At] = {"completion_tokens": lambda done: 100 + 400 * done}
-"""As a policy that learns to reason."""
 NEGATIVE: Mapping[str, At] = {"reward": lambda done: -5 + 4 * done}
 UNLUCKY: Mapping[str, At] = {"eval/greedy": lambda done: 0.3 + 0.02 * math.sin(30 * done)}
 """Held-out prompts that stay as they were, while the training prompts are learned."""

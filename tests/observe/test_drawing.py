@@ -39,7 +39,6 @@ const view = () => [timeline.from, timeline.to].map((each) => Number(each.toFixe
 
 
 def run(code: str, *files: str) -> object:
-    """What an expression is, after statements and these files of the page."""
     *before, last = code.strip().splitlines()
     sources = "\n".join((ROOM / file).read_text("utf-8") for file in files)
     program = "\n".join([sources, *before, f"console.log(JSON.stringify({last}))"])

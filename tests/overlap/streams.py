@@ -1,17 +1,7 @@
 """What tests of streams share: prompts, a loop that trains, and an engine on which samplers die."""
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
@@ -44,7 +34,6 @@ async def spawned(
 
 
 async def train(stream: Rollouts, policy: FakePolicy, then: Callable[[int], object] = lambda _: None) -> list[rl.Batch]:
-    """All batches of a stream; after each step `then` is given how many there were."""
     batches: list[rl.Batch] = []
     async for batch in stream:
         batches.append(await batch.load())
@@ -56,14 +45,13 @@ async def train(stream: Rollouts, policy: FakePolicy, then: Callable[[int], obje
 
 async def trained(
     sampler: rl.Sampler,
-    drawn: Iterable[rl.Batch],
+    drawn: Iterator[rl.Batch] | Sequence[rl.Batch],
     policy: FakePolicy | None = None,
     *,
     n: int = 2,
     then: Callable[[int], object] = lambda _: None,
     **chosen: Any,
 ) -> list[rl.Batch]:
-    """All batches of these prompts."""
     policy = policy or FakePolicy(POLICY)
     await rl.publish(policy, sampler)
     async with rl.rollouts(sampler, drawn, rl.Sampling(n=n), **chosen) as stream:
@@ -72,7 +60,6 @@ async def trained(
 
 @contextmanager
 def noted(runs: Path, name: str, replayed: str | None = None) -> Generator[None]:
-    """Streams note their schedule in a new folder, and follow that of another run."""
     (runs / name).mkdir()
     followed = read_schedule(runs / replayed) if replayed else None
     with closing(Schedule(runs / name / "schedule.jsonl", followed)) as kept:
@@ -88,8 +75,6 @@ def labels(batches: Sequence[rl.Batch]) -> set[int]:
 
 
 class Beside(rl.Sampling):
-    """Of a call that is none of training's."""
-
     beside = True
 
 
@@ -107,8 +92,6 @@ SWAPS: Sequence[SwapMode] = ("in_flight", "drain", "abort")
 
 
 class World:
-    """What a seed draws of a stream, with the latencies of its roles."""
-
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, Random(seed)
         self.ahead, self.n, self.size = self.random.randrange(5), self.random.randint(1, 3), self.random.randint(1, 4)
@@ -119,7 +102,6 @@ class World:
         return delayed(sampler, seed=self.seed, generate=Lognormal(0.3, 1), load=SHORT)
 
     async def train(self, witness: Witness, stream: Rollouts, then: Callable[[], Awaitable[object]]) -> None:
-        """Until the last prompt; `then` is what comes after an update."""
         async with stream:
             async for batch in stream:
                 told = await batch.load()
@@ -144,7 +126,6 @@ class FragileEngine(rl.LocalEngine):
         self._deaths: dict[int, asyncio.Future[None]] = {}
 
     def kill(self, number: int) -> None:
-        """A sampler's process ends."""
         if not self._deaths[number].done():
             self._deaths[number].set_result(None)
 

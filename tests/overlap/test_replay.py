@@ -17,7 +17,6 @@ from meshrl.testing import FakeSampler
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})
 LAST: list[Entry] = [LOAD, Loop(4, 2), LOAD, Ended(0)]
-"""A loop after which no weights came."""
 
 
 def follow(folder: Path, entries: list[Entry], *loops: Loop) -> None:

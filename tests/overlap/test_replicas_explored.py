@@ -9,22 +9,10 @@ import pytest
 
 import meshrl as rl
 from meshrl.testing import FakeReward, FakeSampler, Scenario, ScheduleFailed, Witness, delayed, explore
-from tests.overlap.streams import (
-    POLICY,
-    REWARD,
-    SHORT,
-    Beside,
-    FragileEngine,
-    TellingSampler,
-    World,
-    prompts,
-    spawned,
-)
+from tests.overlap.streams import POLICY, REWARD, SHORT, Beside, FragileEngine, TellingSampler, World, prompts, spawned
 
 
 class Replicas(World):
-    """Replicas of a sampler that may die."""
-
     def __init__(
         self, seed: int, *, min_ranks: int, missing: int = 0, sampler: type[FakeSampler] = TellingSampler
     ) -> None:
@@ -35,7 +23,6 @@ class Replicas(World):
         self.engine = FragileEngine(seed, missing=min(missing, self.replicas - 1), inline_bytes=inline_bytes)
 
     async def run(self, steps: int) -> None:
-        """Train to the last prompt; each is trained once, under the bound."""
         witness = Witness(self.policy(POLICY))
         sampler = await spawned(self.role, self.engine, self.replicas, self.min_ranks)
         judges = await rl.Mesh.reserve(self.engine, 1, rl.Resources(cpus=0))
@@ -100,7 +87,6 @@ def test_each_prompt_is_trained_once_whenever_a_replica_dies(scenario: Scenario,
 
 
 async def joins_with_old_weights(seed: int) -> None:
-    """What is made again does not take the weights that the others have."""
     lives = count()
 
     class Deaf(TellingSampler):

@@ -103,8 +103,6 @@ def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
     drawn: list[tuple[int, list[int]]] = []
 
     class Stuck(FakeSampler):
-        """Its rows of the first call never end."""
-
         async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
             drawn.append((rl.current_rank().index, prompts.groups.tolist()))
             if np.less(prompts.groups, 4).any():

@@ -1,7 +1,8 @@
 """Calls, loads and aborts on a rank, and that a record brings each of them back to its place."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,31 +37,32 @@ async def turns(count: int) -> None:
 
 
 async def drive(
-    made: Sampler, calls: Sequence[int], interruptions: Sequence[tuple[int, bool]]
+    made: Sampler,
+    call: Callable[[], Coroutine[None, None, Batch]],
+    calls: Sequence[int],
+    swaps: Sequence[tuple[int, Weights | None]],
 ) -> tuple[list[Batch], Batch]:
-    """What calls of `generate` gave and loads returned. Each begins so many turns after the one before of its kind.
+    """What calls gave and loads returned. Each begins so many turns of the loop after the one before of its kind.
 
-    An interruption is a load, or with True an abort.
+    A swap to None is an abort.
     """
-    places: list[Batch] = []
-    running: list[asyncio.Task[Batch]] = []
+    places, running = list[Batch](), list[asyncio.Task[Batch]]()
 
     async def generate() -> None:
         for delay in calls:
             await turns(delay)
-            running.append(asyncio.create_task(collected(made, PROMPTS)))
+            running.append(asyncio.create_task(call()))
 
-    async def interrupt() -> None:
-        for version, (delay, is_abort) in enumerate(interruptions):
+    async def swap() -> None:
+        for delay, new in swaps:
             await turns(delay)
-            if is_abort:
+            if new is None:
                 await made.abort()
             else:
-                places.append(await made.load(weights(version)))
+                places.append(await made.load(new))
 
-    await asyncio.gather(generate(), interrupt())
-    drawn = await asyncio.gather(*running)
-    return drawn, Batch.concat([*places, await made.load(weights(0))])
+    await asyncio.gather(generate(), swap())
+    return await asyncio.gather(*running), Batch.concat(places)
 
 
 DELAYS = st.lists(st.integers(0, 12), min_size=4, max_size=4)
@@ -76,11 +78,13 @@ def test_a_record_brings_the_same_rows_whatever_the_speed(data: st.DataObject) -
         for made in (sampler(), sampler()):
             if results:
                 await made.replay(results[0][1])
-            interruptions = list(zip(data.draw(DELAYS), aborts, strict=True))
-            driven = asyncio.create_task(drive(made, data.draw(DELAYS), interruptions))
+            new = [None if is_abort else weights(version) for version, is_abort in enumerate(aborts)]
+            swaps = list(zip(data.draw(DELAYS), new, strict=True))
+            driven = asyncio.create_task(drive(made, partial(collected, made, PROMPTS), data.draw(DELAYS), swaps))
             await turns(1000)
             assert driven.done(), "nobody can go on"
-            results.append(await driven)
+            drawn, places = await driven
+            results.append((drawn, Batch.concat([places, await made.load(weights(0))])))
         assert results[0] == results[1]
 
     asyncio.run(both())

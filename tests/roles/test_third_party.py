@@ -45,7 +45,6 @@ class File(Config):
 
 
 def install(files: Mapping[str, str], site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make these files those of an installed package."""
     for name, text in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text, "utf-8")

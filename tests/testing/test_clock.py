@@ -31,7 +31,6 @@ def test_sleepers_wake_in_the_order_of_their_times(delays: list[float], seed: in
 
 
 def raced(seed: int | None) -> list[int]:
-    """The order of five tasks that all wait for the same instant, three times."""
     order: list[int] = []
 
     async def racer(number: int) -> None:

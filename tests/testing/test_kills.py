@@ -2,37 +2,46 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 
-from meshrl.testing import KillPoints
+from tests.support.kills import KillPoints
+
+Watch = Callable[[Callable[[], Coroutine[object, object, None]]], tuple[KillPoints, list[str | None]]]
 
 
 @pytest.fixture
-def points(tmp_path: Path) -> KillPoints:
+def watch(tmp_path: Path) -> Watch:
+    """Watches a program, and returns what the file `notes` has at each moment."""
     (tmp_path / "here").mkdir()
-    return KillPoints(tmp_path / "here", tmp_path / "copies")
+
+    def watched(main: Callable[[], Coroutine[object, object, None]]) -> tuple[KillPoints, list[str | None]]:
+        points = KillPoints(tmp_path / "here", tmp_path / f"copies-{main.__name__}", [Path(__file__)])
+        points.watch(main)
+        files = [left.folder / "notes" for left in points.remains]
+        return points, [file.read_text("utf-8") if file.exists() else None for file in files]
+
+    return watched
 
 
-def contents(points: KillPoints, name: str) -> list[str | None]:
-    files = [left.folder / name for left in points.remains]
-    return [file.read_text("utf-8") if file.exists() else None for file in files]
-
-
-def test_what_is_written_in_place_is_seen_half_written(tmp_path: Path, points: KillPoints) -> None:
+def test_what_is_written_in_place_is_seen_half_written_and_a_line_that_does_not_wait_is_a_moment(
+    tmp_path: Path, watch: Watch
+) -> None:
     async def main() -> None:
         for text in ("one", "another"):
             await asyncio.sleep(1)
             (tmp_path / "here/notes").write_text(text, "utf-8")
 
-    points.watch(main)
-    assert contents(points, "notes") == [None, "", "o", "one", "ano", "another"]
+    points, notes = watch(main)
+    assert notes == [None, "", "o", "one", "ano", "another"]
     assert any("test_kills.py" in where for where in points.awaits)
+    assert points.lines[__file__, main.__code__.co_firstlineno + 3] == 2
 
 
 def test_what_is_renamed_is_seen_whole_and_what_a_thread_of_its_own_changes_is_no_moment(
-    tmp_path: Path, points: KillPoints
+    tmp_path: Path, watch: Watch
 ) -> None:
     part, notes = tmp_path / "here/part", tmp_path / "here/notes"
 
@@ -50,24 +59,9 @@ def test_what_is_renamed_is_seen_whole_and_what_a_thread_of_its_own_changes_is_n
         thread.start()
         thread.join()
 
-    points.watch(main)
-    assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
+    points, texts = watch(main)
+    assert dict.fromkeys(texts) == {None: None, "one": None, "another": None}
     assert [left.after for left in points.remains].count("rename(part, notes)") == 2
-    alone = KillPoints(tmp_path / "here", tmp_path / "others")
-    alone.watch(threaded)
-    assert contents(alone, "notes") == ["another", "a third"]
+    alone, texts = watch(threaded)
+    assert texts == ["another", "a third"]
     assert [left.after for left in alone.remains] == ["nothing", "nothing"]
-
-
-def test_a_line_that_does_not_wait_is_a_moment(tmp_path: Path) -> None:
-    async def nothing() -> None:
-        pass
-
-    async def main() -> None:
-        await nothing()
-
-    here = Path(__file__)
-    points = KillPoints(tmp_path, tmp_path.with_name("copies"), [here])
-    points.watch(main)
-    assert points.lines[str(here), main.__code__.co_firstlineno + 1] == 1
-    assert len(points.remains) == 1

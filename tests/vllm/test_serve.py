@@ -94,7 +94,7 @@ def test_a_run_is_served_and_followed(served: Served) -> None:
     network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(finished)
     after = greedy(network, PROMPTS)
     checkpoint = served.run / "checkpoints" / "step-000004"
-    state = load_file(checkpoint / "0-policy" / "state.safetensors")
+    state = load_file(checkpoint / "0-policy" / "shard-00001-model-00001-of-00001.safetensors")
     tensors = {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
     network.load_state_dict(tensors, strict=False)  # the head is the embeddings
     before = greedy(network, PROMPTS)
