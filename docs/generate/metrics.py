@@ -1,6 +1,6 @@
 """The reference of metrics: what each number of a run means, and its unit, as the report knows them."""
 
-from meshrl.observe.metric_info import METRICS, Hue
+from meshrl.observe.metric_info import Hue, metrics
 
 PAGE = "reference/metrics.md"
 _SIDES: dict[Hue, str] = {
@@ -23,6 +23,8 @@ your own script records have the names you give them.
 """
     ]
     for hue, title in _SIDES.items():
-        rows = [f"| `{name}` | {known.unit} | {known.meaning} |" for name, known in METRICS.items() if known.hue == hue]
+        rows = [
+            f"| `{name}` | {known.unit} | {known.meaning} |" for name, known in metrics().items() if known.hue == hue
+        ]
         parts.append(f"\n## {title}\n\n| Name | Unit | What it means |\n|---|---|---|\n" + "\n".join(rows) + "\n")
     return {PAGE: "".join(parts)}
