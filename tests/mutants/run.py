@@ -134,7 +134,7 @@ def run(suite: Suite, wanted: Sequence[Mutant], cache: Path, jobs: int) -> None:
 
 
 def report(found: Sequence[Mutant], known: Results) -> Iterator[str]:
-    """Yield the kills of both suites by room, and the survivors. At last what is wrong, if anything is."""
+    """Yield the kills of both suites by room, and what survives the later one. At last what is wrong."""
     own = [(each, known.get(each.id, {})) for each in found]
     before, after = 0, 0
     yield f"{'':12}{'mutants':>8}{'killed before':>15}{'of them not run':>17}{'killed after':>15}"
@@ -144,7 +144,7 @@ def report(found: Sequence[Mutant], known: Results) -> Iterator[str]:
         unknown = sum("before" not in told and _killed("before", told) for told in here)
         yield f"{room:12}{len(here):8}{before:15}{unknown:17}{after:15}"
     for mutant, told in own:
-        if SURVIVED in told.values():
+        if told.get("after") == SURVIVED:
             yield f"\n{mutant.id}: before {told.get('before', 'not run')}, after {told.get('after', 'not run')}"
             yield from (f"  - {line.strip()}" for line in mutant.old)
             yield from (f"  + {line.strip()}" for line in mutant.new)
