@@ -4,8 +4,6 @@ Times are seconds since the start of the run, on the clock of the controller's e
 """
 
 import asyncio
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -151,12 +149,6 @@ def clock() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
-
-
-def boot_id() -> str:
-    """Identify this machine since its start. If that is unknown, identify this process."""
-    known = Path("/proc/sys/kernel/random/boot_id")
-    return known.read_text("ascii").strip() if known.is_file() else f"{socket.gethostname()} {os.getpid()}"
 
 
 class EventLog:

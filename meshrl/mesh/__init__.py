@@ -6,7 +6,7 @@ there. A handle splits the arguments of each call over the ranks, and joins the 
 rank, behind references. The room does not depend on batches, models or a particular engine.
 """
 
-from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
+from meshrl.mesh.actor import Actor, CollectiveActor, Rank, boot_id, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
 from meshrl.mesh.handle import (
     Waiting,
@@ -90,6 +90,7 @@ __all__ = [
     "Waiting",
     "address_of",
     "at",
+    "boot_id",
     "current_rank",
     "each",
     "empty",

@@ -1,10 +1,12 @@
 """Actors: plain classes with `@endpoint` methods that a mesh can call."""
 
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -43,6 +45,12 @@ class CollectiveActor(ABC):
 def free_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def boot_id() -> str:
+    """Identify this machine since its start. If that is unknown, identify this process."""
+    known = Path("/proc/sys/kernel/random/boot_id")
+    return known.read_text("ascii").strip() if known.is_file() else f"{socket.gethostname()} {os.getpid()}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from meshrl import log
 from meshrl.errors import ConfigError, DataError
-from meshrl.events import boot_id
+from meshrl.mesh import boot_id
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of a file system without locks."""

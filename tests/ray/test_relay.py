@@ -17,8 +17,7 @@ from meshrl.engines.ray.cluster import Home
 from meshrl.engines.ray.refs import LARGE, Flow, Handle, Stop, near, unless_silent
 from meshrl.engines.remote import HealthPort, Place, ProcessExited
 from meshrl.errors import RankDied
-from meshrl.events import boot_id
-from meshrl.mesh import EVERY, Same, pool
+from meshrl.mesh import EVERY, Same, boot_id, pool
 from tests.processes.conftest import Numbered
 from tests.ray.conftest import NO_CORE
 

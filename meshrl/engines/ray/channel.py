@@ -51,8 +51,7 @@ from meshrl.engines.remote import (
     socket_folder,
     work_as,
 )
-from meshrl.events import boot_id
-from meshrl.mesh import NotHere, Share, pool
+from meshrl.mesh import NotHere, Share, boot_id, pool
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -22,8 +22,7 @@ from meshrl import log
 from meshrl.engines.ray.code import Versions
 from meshrl.engines.remote import HealthPort, Reply, is_reachable, monitor_of
 from meshrl.errors import ConfigError, NoRoom
-from meshrl.events import boot_id
-from meshrl.mesh import Resources, free_cores
+from meshrl.mesh import Resources, boot_id, free_cores
 
 Amounts: TypeAlias = Mapping[str, float]
 """The amount of each of Ray's resources."""

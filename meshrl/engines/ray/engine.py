@@ -34,8 +34,7 @@ from meshrl.engines.remote import (
     clock_ahead,
 )
 from meshrl.errors import ConfigError, MeshStopped, OtherVersions
-from meshrl.events import boot_id
-from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources, Share, sweep
+from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources, Share, boot_id, sweep
 
 _NODE: Final = "ray.io/node-id"
 """Ray's own label of each node."""

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from meshrl.engines.remote import Process, RankLog
-from meshrl.events import boot_id
+from meshrl.mesh import boot_id
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -27,8 +27,8 @@ from meshrl.engines.remote.messages import (
 )
 from meshrl.engines.remote.pool_ref import PoolRef
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
-from meshrl.events import boot_id, clock
-from meshrl.mesh import Member, OnSpan, Rank, Ref, Request
+from meshrl.events import clock
+from meshrl.mesh import Member, OnSpan, Rank, Ref, Request, boot_id
 
 if TYPE_CHECKING:
     from meshrl.engines.remote.logs import RankLog

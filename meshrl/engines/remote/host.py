@@ -28,8 +28,7 @@ from meshrl.engines.remote.messages import (
     pickled_error,
     reserved_port,
 )
-from meshrl.events import boot_id
-from meshrl.mesh import CollectiveActor, Put, Rank, fetch, pool, put_large, rank_context, resolve
+from meshrl.mesh import CollectiveActor, Put, Rank, boot_id, fetch, pool, put_large, rank_context, resolve
 from meshrl.user_code import copied
 
 
