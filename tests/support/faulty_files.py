@@ -15,7 +15,10 @@ Fault: TypeAlias = Literal["EIO", "ENOSPC", "EROFS", "short"]
 
 
 class FaultyFiles:
-    """Counts this process's writes and syncs below a folder. One of them fails, and all later ones work."""
+    """Counts this process's writes and syncs below a folder. One of them fails, and all later ones work.
+
+    Threads of a run write too, some of them once a second, so the same program may count one more or fewer.
+    """
 
     def __init__(self, folder: Path, at: int | None = None, fault: Fault = "EIO") -> None:
         """`at`: index of the operation that fails, from 0. None: none fails."""
@@ -23,6 +26,10 @@ class FaultyFiles:
         self._at = at
         self._fault: Fault = fault
         self.operations: int = 0
+
+    def fail_after(self, count: int) -> None:
+        """Let `count` operations work from now on, and the next one fail."""
+        self._at = self.operations + count
 
     @contextmanager
     def installed(self) -> Generator["FaultyFiles"]:

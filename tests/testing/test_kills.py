@@ -1,8 +1,8 @@
 """The moments at which a program can be killed, and what its disk holds then."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,9 +55,8 @@ def test_what_is_renamed_is_seen_whole_and_what_a_thread_of_its_own_changes_is_n
         part.rename(notes)
 
     async def threaded() -> None:
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write).result()
 
     points, texts = watch(main)
     assert dict.fromkeys(texts) == {None: None, "one": None, "another": None}
