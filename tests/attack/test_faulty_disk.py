@@ -32,11 +32,12 @@ async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, ever
         await train(tmp_path / "whole")
     assert whole.operations > 4 * STEPS
     told: list[str] = []
+    happened: set[Fault] = set()
     faults: dict[Fault, str] = {"EIO": "the disk failed", "ENOSPC": "the disk is full", "short": ""}
     for first, (fault, what) in enumerate(faults.items()):
         for at in range(first % every, whole.operations, every):
             folder = tmp_path / f"{fault}-{at}"
-            with FaultyFiles(folder, at, fault).installed():
+            with FaultyFiles(folder, at, fault).installed() as disk:
                 try:
                     await train(folder)
                 except DataError as error:
@@ -48,9 +49,12 @@ async def test_a_run_ends_in_words_and_goes_on_without_loss(tmp_path: Path, ever
                         assert f"the newest whole checkpoint is {written[-1]}, and run.resume=true" in told[-1]
                 except (OSError, MeshrlError):
                     assert fault != "short"
+            if disk.has_failed:
+                happened.add(fault)
             if fault != "short":
                 await train(folder)
             assert groups(folder) == [0, 2, 4], f"{fault} at operation {at}"
+    assert happened == set(faults)
     assert len(told) > STEPS
     assert any("step-000002" in each for each in told)
 
@@ -60,10 +64,9 @@ async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_p
         async with Run(RunConfig(folder=str(folder))) as run:
             await run.record(Metrics.of(loss=(1.0, 1.0)))
             disk.fail_after(count)
-            before.append(disk.operations)
             raise ValueError("of the script")
 
-    before, told = list[int](), list[bool]()
+    told = list[bool]()
     for count in range(100):
         disk = FaultyFiles(tmp_path / str(count), fault="ENOSPC")
         with capture_logs() as logs, disk.installed(), pytest.raises(ValueError, match="of the script"):
@@ -71,8 +74,8 @@ async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_p
         told.append(any("could not be written" in each["event"] for each in logs))
         async with Run(RunConfig(folder=str(tmp_path / str(count)), resume=True)):  # it is nobody's any more
             pass
-        if disk.operations <= before[-1] + count:
-            break  # nothing failed
+        if not disk.has_failed:
+            break  # the run has ended before
     assert not told[-1]
     assert any(told)
 

@@ -21,11 +21,12 @@ class FaultyFiles:
     """
 
     def __init__(self, folder: Path, at: int | None = None, fault: Fault = "EIO") -> None:
-        """`at`: index of the operation that fails, from 0. None: none fails."""
+        """`at`: how many operations work before the one that fails. None: none fails."""
         self._folder = folder.resolve()
         self._at = at
         self._fault: Fault = fault
         self.operations: int = 0
+        self.has_failed: bool = False
 
     def fail_after(self, count: int) -> None:
         """Let `count` operations work from now on, and the next one fail."""
@@ -55,7 +56,10 @@ class FaultyFiles:
 
     def _next(self) -> Fault | None:
         self.operations += 1
-        return self._fault if self.operations - 1 == self._at else None
+        if self.has_failed or self._at is None or self.operations <= self._at:
+            return None
+        self.has_failed = True
+        return self._fault
 
 
 def _error(fault: Fault, file: Any = None) -> OSError:
