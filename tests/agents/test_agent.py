@@ -180,9 +180,7 @@ def test_async_functions_in_other_shapes(tmp_path: Path) -> None:
         assert played(Agent(AgentConfig(source=f"{tmp_path / 'shapes.py'}:{name}"))).reward == 1.0
 
 
-async def test_a_plain_function_has_a_plain_client_that_asks_no_proxy(
-    agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_plain_client_asks_no_proxy(agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     solve = agent(ASK.replace("await ", "") + "return float(told.choices[0].message.content == '2')", "def")
@@ -197,9 +195,7 @@ async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -
             await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
 
 
-async def test_plain_functions_that_hang_hold_up_no_other_and_no_end(
-    agent: Callable[..., Agent], tmp_path: Path
-) -> None:
+async def test_plain_functions_that_hang_hold_up_no_other_or_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
     last, before = tmp_path / "last", threading.enumerate()
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:

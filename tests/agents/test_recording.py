@@ -68,9 +68,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_what_is_recorded_of_a_model_is_added_and_learnt_by_sft(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_model_said_is_added_and_learnt_by_sft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file, said = tmp_path / "model", tmp_path / "rows.jsonl", list[list[Any]]()
     tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
     tokenizer.chat_template = TEMPLATE

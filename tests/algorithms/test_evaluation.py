@@ -36,9 +36,7 @@ ROLES: dict[str, object] = {**FAKES, "sampling": {"n": 2, "max_tokens": 16}}  # 
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-async def test_it_is_recorded_by_the_steps_that_were_done_and_in_the_end_for_each_prompt(
-    tmp_path: Path, ahead: int
-) -> None:
+async def test_it_is_recorded_by_the_steps_done_and_in_the_end_for_each_prompt(tmp_path: Path, ahead: int) -> None:
     every = {"every": 4, "n": 3, "rows": 5}
     folder = await trained(tmp_path, "mine", ROLES, {}, ahead=ahead, steps=12, evaluation=every)
     found = lines(folder / "evaluations.jsonl")

@@ -131,9 +131,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     assert content() == before
 
 
-def test_a_step_that_the_run_has_not_made_and_a_folder_in_the_way_are_refused_with_what_to_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_step_that_was_not_made_and_a_folder_in_the_way_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     def refuses(step: int) -> str:
         assert meshrl("fork", "earlier", "--step", str(step)) != 0
         return capsys.readouterr().err

@@ -209,9 +209,7 @@ class Recorded(FakeRun):
 
 
 @pytest.mark.parametrize("asked", [0, 8])
-def test_a_step_in_which_all_programs_fail_ends_no_run(
-    asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_of_failed_programs_ends_no_run(asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = Task(train=numbers(10, 40), held_out=numbers(60, 2))
     _, second = islice(task.batches(4, seed=0), 2)
     down = f"    if row['prompt'] in {second.objects('prompt')}:\n        raise OSError('a tool is down')\n"

@@ -353,9 +353,7 @@ def test_an_algorithm_gives_its_sampler_what_it_needs() -> None:
     ],
     ids=str,
 )
-async def test_nothing_is_compiled_after_the_second_step(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+async def test_nothing_compiles_after_the_second_step(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     layers = 9  # more than torch compiles one function for
     counter = CompileCounterWithBackend("aot_eager")  # which compiles to the same operations: without a compiler of C++
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))

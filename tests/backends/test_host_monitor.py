@@ -55,9 +55,7 @@ def new_store() -> Any:
 
 @pytest.mark.process
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_hear_of_a_rank_that_is_killed(
-    victim: int, watching: Watching, losses: Losses, tmp_path: Path
-) -> None:
+def test_the_others_hear_of_a_killed_rank(victim: int, watching: Watching, losses: Losses, tmp_path: Path) -> None:
     store, (reading, writing) = vars(dist)["FileStore"](str(tmp_path / "store"), 3), os.pipe()
     process = os.fork()
     if not process:

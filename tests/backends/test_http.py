@@ -290,9 +290,7 @@ def test_a_row_that_leaves_while_old_weights_are_given_holds_no_new_ones_up(serv
     assert str(server.tag).endswith("-version-4")
 
 
-def test_weights_that_cannot_be_given_are_refused_and_can_be_given_again(
-    server: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_weights_can_be_given_again(server: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sampling(server.url) as sampler:
         with pytest.raises(ModelError, match=r"sampler\.http\.weights is not set"):
             asyncio.run(sampler.load(new_weights(2)))

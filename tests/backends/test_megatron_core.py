@@ -56,9 +56,7 @@ def test_a_use_of_cuda_takes_its_cpu_form_on_its_line_and_an_unknown_one_is_refu
         assert f"megatron.core.part, line 4: `{unknown}` has no CPU form" in str(refused.value)
 
 
-def test_where_torch_has_a_gpu_nothing_is_rewritten_and_what_was_imported_as_it_is_cannot_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_a_gpu_nothing_is_rewritten_and_plain_imports_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", finders := list[object]())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cpu.install()

@@ -76,9 +76,7 @@ async def test_every_token_that_was_read_has_its_experts(model: str) -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN, UNSCALED, MIXTRAL], ids=["qwen3", "unscaled", "mixtral"])
-async def test_followed_experts_change_nothing_but_help_another_dtype(
-    config: PretrainedConfig, model_of: ModelOf
-) -> None:
+async def test_followed_experts_help_another_dtype_alone(config: PretrainedConfig, model_of: ModelOf) -> None:
     model = model_of(config)
     batch = await rows(model)
     for kind in (TorchPolicy, FsdpPolicy):

@@ -16,9 +16,7 @@ LISTS = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=8)
 
 
 @given(LISTS, st.data())
-def test_rows_come_back_as_they_went_in_and_are_selected_in_any_order(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
+def test_rows_come_back_as_they_went_in_and_selected_in_any_order(rows: list[list[int]], data: st.DataObject) -> None:
     ragged = Ragged.of(rows, np.int32)
     assert len(ragged) == len(rows)
     assert [row.tolist() for row in ragged] == rows

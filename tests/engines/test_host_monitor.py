@@ -137,9 +137,7 @@ async def test_what_this_process_sleeps_is_no_silence_of_the_host() -> None:
     reply.arrive(None)
 
 
-async def test_a_probe_is_a_connection_even_one_that_this_process_hears_of_too_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_probe_is_a_connection_even_one_that_is_heard_of_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes meanwhile: what the kernel has heard is no silence of the host."""
 
     async def connect_and_compute(probe: socket.socket, address: tuple[str, int]) -> None:

@@ -162,9 +162,7 @@ def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_nothing(monke
         assert len(silent.paths) == 1
 
 
-def test_a_collector_that_refuses_is_sent_what_comes_next(
-    collector: Collector, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusing_collector_is_sent_what_comes_next(collector: Collector, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = begun(collector.address.replace("//", "//me:secret@"))
     for step, status in enumerate((400, 413, 200, 500)):
         collector.status = status

@@ -40,9 +40,7 @@ def resolved(*overrides: str) -> str:
     return str(load_job(Path("mine/mine.toml"), overrides).resolved)
 
 
-def test_a_configuration_runs_and_is_judged_anywhere(
-    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_made_and_judged_anywhere(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done("run", "mine/mine.toml")
     assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in refused("eval", "runs/mine", "nowhere.jsonl")
     for task in ("mine/data/sums.jsonl", "mine/mine.toml"):

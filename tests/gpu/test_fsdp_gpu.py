@@ -46,9 +46,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU
         pytest.param({}, 2, 1e-3, id="two GPUs over NCCL", marks=TWO),
     ],
 )
-async def test_it_trains_as_one_gpu_does_in_float32(
-    tmp_path: Path, changes: dict[str, object], ranks: int, tolerance: float
-) -> None:
+async def test_it_trains_as_one_gpu(tmp_path: Path, changes: dict[str, object], ranks: int, tolerance: float) -> None:
     plain, expected = await trained(tmp_path / "plain")
     changed, found = await trained(tmp_path / "changed", ranks, **changes)
     for step, wanted in zip(changed, plain, strict=True):

@@ -143,9 +143,7 @@ async def test_conversations_are_recorded_token_for_token(backend: Any, sampler:
     await publishing
 
 
-async def test_a_killed_engine_is_told_and_another_reads_the_weights_of_ranks_and_ends_with_its_sampler(
-    backend: Any,
-) -> None:
+async def test_a_killed_engine_is_told_and_another_reads_ranks_weights_and_ends_with_its_sampler(backend: Any) -> None:
     engine, no_core = ProcessEngine(), Resources(cpus=0)
     ranks = await Mesh.reserve(engine, 2, no_core)
     config = PolicyConfig(backend="fsdp", model=MODEL, seed=1, weight_sync="broadcast", bucket_mib=1)

@@ -240,9 +240,7 @@ esac
 
 
 @pytest.mark.parametrize("shell", [each for each in ("sh", "bash", "zsh", "fish", "tcsh") if shutil.which(each)])
-def test_each_login_shell_runs_a_command_as_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
-) -> None:
+def test_each_login_shell_runs_a_command_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     folder = tmp_path / "it's mine! $HOME"
     folder.mkdir()
     monkeypatch.chdir(folder)

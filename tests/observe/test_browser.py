@@ -75,9 +75,7 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
     assert [url for url in requests if not url.startswith((f"http://127.0.0.1:{watcher.port}/", "data:"))] == []
 
 
-async def test_what_somebody_chose_stays_while_the_page_goes_on_which_is_as_wide_as_its_window(
-    run: Path, browser: "Browser"
-) -> None:
+async def test_what_was_chosen_stays_and_the_page_is_as_wide_as_its_window(run: Path, browser: "Browser") -> None:
     append(run / "metrics.jsonl", *metrics(28, first=3))
     append(run / "events.jsonl", *events(28, first=3))
     append(run / "samples.jsonl", {"step": 20, "prompt": "newer", "completion": "ok", "reward": 0.0})

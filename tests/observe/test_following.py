@@ -124,9 +124,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert shown(followed)["status"] == "interrupted"
 
 
-def test_whether_a_run_lives_is_seen_here_whatever_its_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whether_a_run_lives_is_seen_whatever_its_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, clock = write(tmp_path / "mine"), [5.0]
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
     seen = LiveRun(folder)

@@ -249,9 +249,7 @@ def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own(some: list[tup
     assert len(threads) == max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
 
 
-def test_report_and_trace_write_into_the_runs_folder_or_tell_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_and_trace_write_to_the_runs_folder_or_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there are no runs under"):
         find_run("mine")

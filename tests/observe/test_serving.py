@@ -62,9 +62,7 @@ async def test_pages_are_sent_the_whole_and_then_what_changed_at_once_if_they_ar
         await page.aclose()
 
 
-async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_look_is_told_and_followed_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "mine"
     append(run / "metrics.jsonl", {"step": 0, "reward": 0.125})
     watcher = observe.Watcher(run)

@@ -24,9 +24,7 @@ def asked(labels: list[int]) -> rl.Batch:
 
 
 @given(COUNTS, LOADS, st.integers(0, 100), st.data())
-def test_a_division_is_level_and_loses_nothing(
-    costs: list[int], loads: list[int], slack: int, data: st.DataObject
-) -> None:
+def test_divisions_are_level_and_whole(costs: list[int], loads: list[int], slack: int, data: st.DataObject) -> None:
     drawn = data.draw(st.none() | st.lists(st.integers(-1, len(loads) - 1), min_size=len(costs), max_size=len(costs)))
     homes = None if drawn is None else np.array(drawn, np.int64)
     owners = lightest(np.array(costs, np.int64), np.array(loads, np.int64), homes, slack)

@@ -42,9 +42,7 @@ def test_each_extra_is_here_or_elsewhere() -> None:
 @pytest.mark.parametrize(
     "extra", [pytest.param(extra, marks=[pytest.mark.wide] if extra in NIGHTLY else []) for extra in USES]
 )
-def test_an_extra_is_enough_for_its_use(
-    extra: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_suffices_alone(extra: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     meshrl = run_in(install(wheel, tmp_path / "venv", extra), tmp_path)

@@ -182,9 +182,7 @@ def of_memory(gib: float) -> object:
 GPUS = ["policy.backend=fsdp", "sampler.backend=vllm"]
 
 
-def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_is_kept(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_layouts_that_fit_are_kept_with_the_largest_budget(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
     made = make_plan(
         source, GPUS, PlanOptions(Devices(4, "gpus"), rollout=8, train=8, memory=42.1, aheads=(1,), best=2)

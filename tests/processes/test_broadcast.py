@@ -205,9 +205,7 @@ async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: rl.Mesh, re
 
 
 @pytest.mark.parametrize("way", [pytest.param(GLOO, marks=[pytest.mark.wide, pytest.mark.slow]), MEMORY])
-async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whole(
-    engine: ProcessEngine, way: str
-) -> None:
+async def test_a_rank_that_dies_as_it_sends_is_told_and_the_next_load_is_whole(engine: ProcessEngine, way: str) -> None:
     mesh, other = await rl.Mesh.reserve(engine, 2, NO_CORE), await rl.Mesh.reserve(engine, 1, NO_CORE)
     policy = await mesh.spawn(Sender, config(seed=2))
     reader = await other.spawn(Reader, rl.SamplerConfig(model=MODEL, seed=5))

@@ -43,9 +43,7 @@ class Rows(Numbered):
             await asyncio.Event().wait()
 
 
-async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
-    engine: ProcessEngine, mesh: Mesh
-) -> None:
+async def test_columns_of_a_killed_rank_are_read_while_a_batch_names_them(engine: ProcessEngine, mesh: Mesh) -> None:
     rows = await mesh.spawn(Rows)
     pids = (await rows.pid()).tolist()
     batch, spare = await rows.make(1), await rows.make(2)
@@ -82,9 +80,7 @@ async def test_what_a_killed_reader_had_leased_is_written_again(engine: ProcessE
     assert (await again.load()).rewards[0] == 3
 
 
-async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_new_processes(
-    engine: ProcessEngine, tmp_path: Path
-) -> None:
+async def test_a_mesh_stopped_while_it_is_made_again_gets_no_processes(engine: ProcessEngine, tmp_path: Path) -> None:
     mesh = await Mesh.reserve(engine, 2, NO_CORE)
     rows = await mesh.spawn(Rows)
     pids = (await rows.pid()).tolist()

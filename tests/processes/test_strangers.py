@@ -76,9 +76,7 @@ class Touches:
         return Path.touch, (self.path,)
 
 
-async def test_who_does_not_know_the_secret_is_refused_logged_and_holds_nobody_up(
-    started: Started, tmp_path: Path
-) -> None:
+async def test_who_lacks_the_secret_is_refused_logged_and_holds_nobody_up(started: Started, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     question = framed(pickle.dumps(Touches(touched)))
     strangers = {

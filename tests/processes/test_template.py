@@ -45,9 +45,7 @@ class Rank(Numbered):
         print(text)  # noqa: T201 -- what is tested
 
 
-async def test_ranks_have_what_the_user_has_set_and_numbers_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ranks_have_what_the_user_set_and_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (long := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))  # longer than the path of a socket may be
     monkeypatch.setenv("PYTHONPATH", "/the/users/own")

@@ -39,9 +39,7 @@ def written(folder: Path, **files: str) -> None:
         (folder / name).write_text(text, "utf-8")
 
 
-def test_code_and_what_configures_it_are_carried_also_by_a_link_and_no_data(
-    project: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_code_and_its_settings_are_carried_and_no_data(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert names(project) == ["0/letters.toml", "0/train.py"]
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "own.py").write_text("", "utf-8")
@@ -76,9 +74,7 @@ def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: 
         packaged([project], {})
 
 
-def test_large_files_of_data_are_left_out_and_named_and_do_not_end_the_run(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_large_files_are_left_out_and_named_and_end_no_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("rows.json", "words.txt", "kernels.so", "rows.jsonl", "rows.parquet"):
         with (project / name).open("wb") as file:
             file.truncate(code.MOST if name[0] in "rw" else code.MOST_OF_A_TEXT + 1)
@@ -87,9 +83,7 @@ def test_large_files_of_data_are_left_out_and_named_and_do_not_end_the_run(
     assert f"files='{project}/rows.json, {project}/words.txt'" in capsys.readouterr().err
 
 
-def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packages_folder_is_carried_and_all_beside_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("lib/meshrl_test_mine/__init__.py", "lib/meshrl_test_mine/words.py", "lib/other.py", "apart/one.py")
     written(tmp_path, **dict.fromkeys(files, ""))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "lib")])
@@ -106,9 +100,7 @@ def test_what_is_installed_and_meshrl_itself_are_not_carried() -> None:
     assert packaged([Path(pytest.__file__).parent], theirs) is None
 
 
-def test_an_imported_module_is_carried_whatever_is_ignored_and_not_all_that_lies_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_imported_module_is_carried_if_ignored_and_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("one.py", "site-packages/six.py", "kept/conda-meta/history", "kept/other.py")
     written(tmp_path / "mine", **{**dict.fromkeys(files, ""), ".gitignore": "one.py\n"})
     written(tmp_path / "home", **{"reward.py": "", "other.py": ""})

@@ -100,9 +100,7 @@ async def writes(process: Process, folder: Path, text: str) -> None:
     await until(lambda: text in (folder / f"main-{number}.log").read_text())
 
 
-async def test_a_new_rank_on_a_node_whose_reader_has_died_gets_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_new_rank_whose_nodes_reader_died_gets_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[FakeReader] = []
 
     def make(_: str) -> FakeReader:

@@ -43,9 +43,7 @@ class Meets(rl.Actor, CollectiveActor):
 
 
 @pytest.mark.usefixtures("from_afar")
-async def test_a_death_elsewhere_is_told_for_the_failure_that_it_causes(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_death_elsewhere_is_told_for_what_it_causes(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The news of it waits for the last output, which comes from the other machine."""
     monkeypatch.setattr("meshrl.engines.remote.caller.boot_id", lambda: "another machine")
     slots = await engine.reserve(2, NO_CORE)
@@ -116,9 +114,7 @@ async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> 
     await engine.close()
 
 
-async def test_a_closed_engine_joins_no_other_cluster(
-    from_afar: None, mesh: rl.Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closed_engines_join_no_cluster(from_afar: None, mesh: rl.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = await mesh.spawn(Probe)
     batch = await probe.make(50_000)
     with monkeypatch.context() as patched:

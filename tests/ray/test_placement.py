@@ -98,9 +98,7 @@ async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_fro
     assert "free=" not in last
 
 
-async def test_a_node_that_is_lost_before_its_ranks_have_started_leaves_no_room(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nodes_lost_before_ranks_start_leave_no_room(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     found, asked = Cluster.nodes, list[object]()
 
     async def nodes(cluster: Cluster) -> list[Node]:
@@ -222,9 +220,7 @@ async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(m
         await versions.check({"n1": "10.0.0.2"}, have_ranks=True)
 
 
-async def test_no_rank_runs_on_a_node_that_does_not_tell_its_versions(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_rank_runs_on_a_node_of_unknown_versions(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Versions, "_ask", AsyncMock(return_value=None))
     with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not report the versions"):
         await Mesh.reserve(engine, 1, Resources(cpus=0))

@@ -94,9 +94,7 @@ class Model(rl.Actor):
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="nothing is shared")
-async def test_weights_go_from_rank_to_rank_by_the_shortest_way(
-    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_go_between_ranks_by_the_shortest_way(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayEngine, "shares_memory", True)
     made = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)
     taken = await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Model)

@@ -75,9 +75,7 @@ def count(config):
 }
 
 
-async def test_a_role_divides_its_calls_by_what_its_backend_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_role_divides_calls_by_what_its_backend_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(FILES, tmp_path / "site", monkeypatch)
     monkeypatch.chdir(tmp_path)
     batch = batch_of([4, 4, 4, 4, 8, 8])

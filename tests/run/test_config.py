@@ -211,9 +211,7 @@ class Trained(AlgorithmConfig):
     either: CriticConfig | RewardConfig | None = None
 
 
-def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_without_a_model_has_the_policys_but_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.toml"
     monkeypatch.chdir("/")
     for reward, expected in {

@@ -137,9 +137,7 @@ def told(folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-async def test_a_resumed_run_makes_the_choices_of_one_without_a_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
+async def test_resumed_runs_choose_as_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     monkeypatch.chdir(tmp_path)
     sums = (json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(10))
     Path("sums.jsonl").write_text("\n".join(sums), "utf-8")

@@ -64,9 +64,7 @@ def test_a_run_that_is_killed_at_any_await_goes_on(settings: list[Setting], most
 @some_or_all(
     [Setting("ppo", 0, False)], 10, all=[Setting(name, ahead, False) for name in ("grpo", "ppo") for ahead in (0, 3)]
 )
-def test_a_run_that_goes_on_and_is_killed_again_at_any_await_goes_on(
-    settings: list[Setting], most: int | None, tmp_path: Path
-) -> None:
+def test_a_run_killed_twice_at_any_await_goes_on(settings: list[Setting], most: int | None, tmp_path: Path) -> None:
     for number, setting in enumerate(settings):
         runs, again = tmp_path / f"{number}", tmp_path / f"{number}-again"
         runs.mkdir()
@@ -102,9 +100,7 @@ def interrupted(main: Coroutine[object, object, None], at: int, stood: list[str]
 
 @pytest.mark.slow
 @SOME_OR_ALL
-def test_a_run_that_is_interrupted_at_any_await_goes_on(
-    settings: list[Setting], most: int | None, tmp_path: Path
-) -> None:
+def test_a_run_interrupted_at_any_await_goes_on(settings: list[Setting], most: int | None, tmp_path: Path) -> None:
     def run(setting: Setting, folder: Path, at: int = 0) -> int:
         stood: list[str] = []
 

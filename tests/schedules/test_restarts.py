@@ -134,9 +134,7 @@ def machine_fails(faults: Faults, monkeypatch: pytest.MonkeyPatch, seconds: floa
     faults.at, faults.calls, faults.error = 40, 0, fail
 
 
-def test_a_restart_waits_for_the_machine_that_failed(
-    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_wait_for_the_failed_machine(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = SETTINGS[0]
     setting.simulate(tmp_path / "whole", restarts=1)
     machine_fails(faults, monkeypatch, seconds=100)

@@ -26,9 +26,7 @@ def watch(tmp_path: Path) -> Watch:
     return watched
 
 
-def test_what_is_written_in_place_is_seen_half_written_and_a_line_that_does_not_wait_is_a_moment(
-    tmp_path: Path, watch: Watch
-) -> None:
+def test_a_write_in_place_is_seen_half_done_and_a_line_without_a_wait_is_a_moment(tmp_path: Path, watch: Watch) -> None:
     async def main() -> None:
         for text in ("one", "another"):
             await asyncio.sleep(1)
@@ -40,9 +38,7 @@ def test_what_is_written_in_place_is_seen_half_written_and_a_line_that_does_not_
     assert points.lines[__file__, main.__code__.co_firstlineno + 3] == 2
 
 
-def test_what_is_renamed_is_seen_whole_and_what_a_thread_of_its_own_changes_is_no_moment(
-    tmp_path: Path, watch: Watch
-) -> None:
+def test_what_is_renamed_is_seen_whole_and_what_a_thread_changes_is_no_moment(tmp_path: Path, watch: Watch) -> None:
     part, notes = tmp_path / "here/part", tmp_path / "here/notes"
 
     async def main() -> None:
