@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import sys
 import textwrap
 import threading
@@ -400,3 +401,29 @@ def test_an_image_that_nothing_here_runs(docker: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(docker))
     with pytest.raises(ConfigError, match="there is no program 'podman'"):
         Agent(AgentConfig(image="node:22", runtime="podman"))
+
+
+HERE = Path(__file__).parent / "node"
+PAGE = Path(__file__).parents[2] / "docs" / "agent-programs.md"
+CALL = '<tool_call>{"name": "add", "arguments": {"numbers": [2, 3]}}</tool_call>'
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
+@pytest.mark.skipif(
+    not (HERE / "node_modules/openai").exists(),
+    reason="the package openai of npm is not installed: npm ci --prefix tests/agents/node",
+)
+async def test_the_agent_in_javascript_that_the_page_shows(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^```js\n(// agent\.js\n.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "agent.mjs").write_text(shown, "utf-8")
+    (tmp_path / "node_modules").symlink_to(HERE / "node_modules")
+    agent = Agent(AgentConfig(command=("node", str(tmp_path / "agent.mjs"))))
+    says = ScriptedSampler(lambda prompt: "5" if CALL in prompt else CALL)
+    async with Gateway(says, ScriptedChat()).serving() as gateway:
+        rows = [{"prompt": "2 + 3?", "answer": answer} for answer in ("5", "6")]
+        right, wrong = await asyncio.gather(*(agent.play(gateway, row, Sampling(max_tokens=200)) for row in rows))
+    assert (right.error, wrong.error) == (None, None)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert int(right.rows.loss_mask[0].sum()) == len(CALL) + len("5") + 2
+    assert len(right.rows) == 1

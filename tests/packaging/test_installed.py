@@ -1,4 +1,4 @@
-"""The wheel in an environment that has what the core needs and nothing else, outside the repository."""
+"""The wheel in environments that have what the core needs, and one extra or none: outside the repository."""
 
 import json
 import re
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.first_hour.terminal import FAKES
-from tests.packaging.conftest import ROOT, Meshrl
+from tests.first_hour.terminal import FAKES, SMALL
+from tests.packaging.conftest import ROOT, Meshrl, install, run_in
+from tests.packaging.test_contents import EXTRAS
 
 pytestmark = pytest.mark.process
 
@@ -91,3 +92,47 @@ def test_each_module_is_there_without_an_extra_and_what_needs_one_says_what_to_t
     for extra, status, err in told:
         assert (status, "Traceback" in err) == (1, False), err
         assert f"pip install 'meshrl[{extra}]'" in err, err
+
+
+RUN = ("run", "grpo/quickstart", *SMALL, "steps=1", "prompts=2", "evaluation=false", "policy.optimizer.total_steps=1")
+MODEL = (
+    "policy.model={characters='abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>', hidden_size=8, ffn_size=8, "
+    "layers=1, heads=1, max_tokens=32}"
+)
+USES = {
+    "agents": ("python", "-c", "from meshrl.agents import Gateway; import meshrl.agents.recording"),
+    "fsdp": (*RUN, MODEL, "policy.backend=fsdp"),
+    "http": ("python", "-c", "import meshrl_http.sampler"),
+    "megatron": (*RUN, MODEL, "policy.backend=megatron", "sampler.backend=torch"),
+    "mlflow": (*RUN, *FAKES, "run.log=mlflow"),
+    "otlp": (*RUN, *FAKES, "run.otlp=http://127.0.0.1:9"),
+    "ray": (*RUN, *FAKES, "run.engine=ray"),
+    "tasks": (*RUN, *FAKES, "task.source=reasoning_gym:spell_backward", "task.prompt={question}"),
+    "torch": (*RUN, MODEL),
+    "trackio": (*RUN, *FAKES, "run.log=trackio"),
+    "wandb": (*RUN, *FAKES, "run.log=wandb"),
+    "watch": ("python", "-c", "from meshrl.observe import Watcher; Watcher"),
+}
+NIGHTLY = USES.keys() - {"torch"}
+"""What `make test` leaves to `make test-all`."""
+ELSEWHERE = {"all", "dev", "docs", "gpu", "sglang", "verifiers", "vllm"}
+"""Extras that are several of the others, for contributors, or whose packages this environment lacks."""
+
+
+@pytest.mark.slow
+def test_each_extra_is_here_or_elsewhere() -> None:
+    assert USES.keys() | ELSEWHERE == EXTRAS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "extra", [pytest.param(extra, marks=[pytest.mark.wide] if extra in NIGHTLY else []) for extra in USES]
+)
+def test_an_extra_suffices_alone(extra: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    meshrl = run_in(install(wheel, tmp_path / "venv", extra), tmp_path)
+    program, *arguments = USES[extra] if USES[extra][0] == "python" else ("meshrl", *USES[extra])
+    done = meshrl(*arguments, program=program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "receives nothing more" not in done.stderr, done.stderr
