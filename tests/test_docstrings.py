@@ -30,7 +30,6 @@ class Public(NamedTuple):
     name: str
     node: Function | ast.AnnAssign
     docstring: str
-    """Its own, or that of the method that it overrides, or else those of its class and of the classes above."""
 
     def types(self) -> dict[str, ast.expr]:
         """The types of the parameters and the result, or of the attribute."""
@@ -165,7 +164,6 @@ def check_shapes(public: Public) -> Iterator[str]:
 
 
 def mistakes(public: Iterable[Public]) -> list[str]:
-    """What is missing, and where."""
     found = ((each, check) for each in public for check in (check_errors, check_units, check_shapes))
     wrong = ((each, said) for each, check in found for said in check(each))
     return [f"{os.path.relpath(each.path, ROOT)}:{each.node.lineno}: {each.name} {said}" for each, said in wrong]

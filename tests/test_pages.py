@@ -159,7 +159,6 @@ def test_the_keys_of_configurations_on_pages_exist(tmp_path: Path) -> None:
 
 
 def over(base: Table, table: Table) -> Table:
-    """One configuration put over another."""
     merged = {**base, **table}
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(own := base.get(key), dict):
@@ -168,7 +167,6 @@ def over(base: Table, table: Table) -> Table:
 
 
 def mistakes(table: Table, file: Path) -> str:
-    """What `meshrl check` says of the keys of a configuration. Empty if they are right."""
     try:
         make_job(file, table, file.parent)
     except ConfigError as error:

@@ -55,7 +55,6 @@ def serving(folder: Path) -> Generator[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The site."""
     ours = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
     subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", tmp_path], cwd=ROOT, env=os.environ | ours, check=True)
     return tmp_path

@@ -35,7 +35,6 @@ def turn(conversation: Conversation, chat: ShownChat, messages: Sequence[Message
 
 
 def test_a_prompt_reads_as_the_template_has_the_whole(each_chat: ShownChat) -> None:
-    """Also after a turn that was cut short, which the template closes."""
     chat = each_chat
     conversation = Conversation(chat)
     messages = turn(conversation, chat, [Message("system", "be brief"), USER], "on the mat")
@@ -192,7 +191,6 @@ class Client:
     def __init__(self, chat: ShownChat, seed: int) -> None:
         self.chat, self.random, self.conversation = chat, Random(seed), Conversation(chat)
         self.histories: list[list[Message]] = []
-        """Each ends with an answer, as it was told."""
         self.sampled: dict[float, tuple[int, int, list[int]]] = {}
         """By its log-prob, which no other has: each token, its version, and all before it."""
 
@@ -249,7 +247,6 @@ def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
 
 @pytest.mark.parametrize("count", [200, pytest.param(3400, marks=pytest.mark.wide)])
 def test_what_is_trained_on_is_what_was_sampled(each_chat: ShownChat, count: int) -> None:
-    """Each sampled token is learnt once, after the tokens that it was drawn after, with its version."""
     for seed in range(count):
         client = Client(each_chat, seed)
         for _ in range(client.random.randint(1, 5)):

@@ -29,7 +29,6 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.
 
 
 def recorded_of(program: Callable[[openai.OpenAI], None], *arguments: object) -> None:
-    """Let the command, in this process, record a program, and end it as Ctrl-C does."""
     read, write = os.pipe()
 
     def talk() -> None:

@@ -93,8 +93,6 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
 
 
 def test_the_age_of_an_episode_is_that_of_its_tokens(agent: Agent) -> None:
-    """Also where the weights went to the sampler itself; without tokens, the last that `Agents` were given."""
-
     async def main() -> rl.Batch:
         sampler, policy = ScriptedSampler(lambda prompt: "ok"), fake_policy()
         agents = agents_of(agent, sampler)

@@ -139,8 +139,6 @@ class Learner(testing.FakePolicy):
 
 
 class Sleeper(testing.FakeSampler):
-    """A sampler that sleeps where it has nothing to do, `late` only after its last rows are told."""
-
     ledger: Ledger
     random: Random
     late: bool

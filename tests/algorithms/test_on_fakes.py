@@ -164,8 +164,6 @@ async def solve(client, row):
 
 
 class Learning(ScriptedSampler):
-    """Says the number after the prompt's as often as the policy's skill has it, else nothing."""
-
     def __init__(self) -> None:
         random = Random(0)
         super().__init__(lambda prompt: str(int(prompt[6:8]) + 1) if random.random() < self.skill else "?")

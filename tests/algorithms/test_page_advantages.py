@@ -20,7 +20,6 @@ MAX_TOKENS, OVERLONG = 8, 4
 
 
 def logprobs(tokens: ArrayLike, of: str) -> NDArray[np.float32]:
-    """A log-prob of each token that is neither the same for all nor for both models."""
     numbers = np.asarray(tokens, np.int64) * {"policy": 7, "reference": 5}[of]
     return ((numbers + np.arange(len(numbers))) % 11 / -10).astype(np.float32)
 
@@ -57,8 +56,6 @@ class Graded(FakeReward):
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was trained on: its texts, and of its learned tokens the log-ratio and the advantage."""
-
     group: int
     prompt: str
     answer: str
@@ -116,7 +113,6 @@ def remax(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
 
 
 def whitened(values: Sequence[Floats]) -> list[Floats]:
-    """Less the mean over all tokens of the batch, over their standard deviation."""
     tokens = np.concatenate(values)
     return [(each - tokens.mean()) / tokens.std() for each in values]
 
@@ -186,7 +182,6 @@ PAPERS: Mapping[str, Paper] = {paper.__name__: paper for paper in OWN} | dict.fr
 
 @pytest.mark.parametrize("name", PAPERS)
 async def test_a_pages_advantages_are_the_papers(name: str) -> None:
-    """Without and with a KL in the reward, and where the greedy completion is wrong and where it is right."""
     table: dict[str, Any] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": MAX_TOKENS}}
     if name == "dapo":
         table["overlong_buffer"] = OVERLONG

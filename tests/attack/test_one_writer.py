@@ -60,15 +60,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
-    """Make this process another host's, on a file system that tells hosts of no locks."""
     monkeypatch.setattr("meshrl.run.lock.boot_id", lambda: "another")
     monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
     monkeypatch.setattr("meshrl.run.lock._LEASE", lease)
 
 
 def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system with locks, on one without, which has the lease, and on another host, told of no locks."""
-
     def none(descriptor: int, _: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -126,7 +123,6 @@ def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_run_stopped_beyond_its_lease_writes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped as by SIGSTOP or a host that hangs, and going on when another host has taken its folder."""
     be_elsewhere(monkeypatch, lease=0.5)
     with holder(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
@@ -156,7 +152,6 @@ def test_who_was_stopped_while_it_watched_looks_once_more(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("what", ["taken", "moved", "replaced"])
 async def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path, what: str) -> None:
-    """To another host, which is now in its lock, or because somebody moved it and perhaps put another in its place."""
     lock, kept = tmp_path / ".mine.lock", tmp_path / ("mine" if what == "taken" else "elsewhere")
 
     async def train() -> None:

@@ -105,11 +105,9 @@ LIES: dict[str, Outcome] = {
     f"{JOB}\nimport os\nwhile True: os.write(job['result'], b'x' * 4096)": "timeout",
     f"{JOB}\nimport os\nos.close(job['result'])": "failed",
 }
-"""Code that lies to its judge, holds it up, or leaves something behind."""
 
 
 def harmless(mark: str) -> dict[str, str]:
-    """What may work, and leaves nothing."""
     wait = f"'-c', 'import time; time.sleep(600)', '{mark}'"
     return {
         "shared": f"open('/dev/shm/{mark}', 'w')",
@@ -132,7 +130,6 @@ def key(mark: str) -> int:
 
 
 def left_behind(mark: str) -> list[str]:
-    """Files, shared memory and processes that bear the mark."""
     found = [folder for folder in ("/tmp", "/dev/shm") if Path(folder, mark).exists()]  # noqa: S108
     if f" {key(mark)} " in Path("/proc/sysvipc/shm").read_text():
         found.append("a segment")

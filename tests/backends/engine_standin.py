@@ -19,8 +19,6 @@ used: list[str] = []
 
 
 class Linear(nn.Module):
-    """A linear layer on one rank."""
-
     def __init__(  # noqa: PLR0913, PLR0917 -- as many as the real one takes
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False, tp_group: dist.ProcessGroup | None = None, tp_size: int = 1,
@@ -56,8 +54,6 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight."""
-
     def __init__(
         self, normalized_shape: int | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
@@ -84,8 +80,6 @@ _NAMES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for 
 
 
 class _Absent(ModuleType):
-    """A module whose classes nobody uses."""
-
     def __getattr__(self, name: str) -> type[nn.Module]:
         if name.startswith("_"):
             raise AttributeError(name)

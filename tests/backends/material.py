@@ -27,7 +27,6 @@ GPT2: dict[str, Any] = {
     "vocab_size": 11, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48, "bos_token_id": None,
     "eos_token_id": 1,
 }  # fmt: skip
-"""The same of one with learned positions, and dropout in its configuration."""
 RANKS = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.process, pytest.mark.xdist_group("warm")]
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""

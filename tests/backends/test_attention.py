@@ -103,13 +103,10 @@ PLACES: Mapping[str, tuple[str, str, Callable[[SimpleNamespace], object]]] = {
     "flash-attn-4": ("flash_attn.cute", "flash_attn_varlen_func", _flash_attn_4),
     "varlen": ("torch.nn.attention.varlen", "varlen_attn", _varlen),
 }
-"""By setting: the module, the function in it, and what it computes."""
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes this a machine with a GPU of a capability, and stand-ins for what is installed."""
-
     def make(installed: Sequence[str], capability: tuple[int, int] = (9, 0), cuda: str | None = "13.0") -> None:
         def version(name: str) -> str:
             if name not in installed:
@@ -176,7 +173,6 @@ def test_a_kernel_is_taken_where_it_is_asked_for_or_an_error_says_why_not(machin
 async def test_kernels_for_gpus_are_asked_for_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None], backend: str, name: Attention, model_of: ModelOf
 ) -> None:
-    """Also of a model with a window, which Megatron does not have, and fewer key heads than query heads."""
     role, model = (
         BACKENDS[backend],
         MODEL if backend == "megatron" else model_of(MistralConfig(**SHAPE, sliding_window=5)),

@@ -52,7 +52,6 @@ GLOO, MEMORY = "by gloo", "through shared memory"
 
 
 def received(reader: Reader, weights: LiveWeights, places: Mapping[str, Tensor]) -> str:
-    """How a reader got weights, at its first attempt."""
     failed: list[str] = []
     model = live_weights.InPlace(places, lambda: None)
     way = reader.read(weights.manifest, 1, model, lambda _, error: failed.append(error))
@@ -73,7 +72,6 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def tensors(version: int, ranks: int) -> dict[str, Tensor]:
-    """Tensors in many buckets, in one that is not full, in none of some ranks, and of no dimension's usual size."""
     torch.manual_seed(version)
     shapes = {
         "many": (7 * ranks, LIMIT // 4), "nearly a bucket": (ranks, LIMIT // 4 // 6), "few": (2, 5), "number": (1,),
@@ -268,7 +266,6 @@ def test_an_engine_gets_matrices_in_fp8_with_their_layers_and_others_refuse_them
 
 CPU = torch.device("cpu")
 LONG = 600.0
-"""Seconds that nothing takes."""
 places = st.builds(
     lambda machine, gpu, seen: Locality(machine, machine + gpu, [machine + each for each in {gpu, *seen}]),
     st.sampled_from(["", "host1", "host2"]),
@@ -309,8 +306,6 @@ def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
 
 
 class Ranks(NamedTuple):
-    """Servers of a policy's ranks in this process, each of which admits in a thread."""
-
     names: str
     threads: ThreadPoolExecutor
 
@@ -322,7 +317,6 @@ class Ranks(NamedTuple):
         return self.threads.submit(server.admit, "key", tokens, slots, seconds)
 
     def client(self, token: str) -> BucketClient:
-        """A reader at the first rank's server."""
         made = BucketClient(server_name(self.names, 0), "key", token, CPU, LONG)
         made.open()
         return made

@@ -141,7 +141,6 @@ def test_for_a_fingerprint_the_host_reads_nothing_of_a_tensor_elsewhere() -> Non
 
 
 def tiled(draw: st.DrawFn, ranges: Ranges, depth: int) -> list[Ranges]:
-    """A rectangle cut in two, and each part again."""
     dim = draw(st.integers(0, len(ranges) - 1))
     start, end = ranges[dim]
     if not depth or end - start < 2:
@@ -163,7 +162,6 @@ def boxed(name: str, whole: Tensor, tile: Ranges) -> Box:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[list[Box]], list[Box]]:
-    """Tensors; the boxes of each file, some cut further; boxes of NaN to read into."""
     tensors: dict[str, Tensor] = {}
     files: list[list[Box]] = [[] for _ in range(9)]
     wanted: list[Box] = []
@@ -199,7 +197,6 @@ def test_what_one_tiling_writes_another_reads(drawn: tuple[dict[str, Tensor], li
 def test_each_block_that_is_read_is_verified_in_any_layout(
     data: st.DataObject, drawn: tuple[dict[str, Tensor], list[list[Box]], list[Box]]
 ) -> None:
-    """With blocks of 4 numbers, of which rows are read 3 at a time."""
     tensors, files, wanted = drawn
     small = patch.multiple("meshrl_torch.checkpoint.boxes", SUMMED_BYTES=16, _STAGED=12)
     with tempfile.TemporaryDirectory() as name, patch("os.fsync"), small:
@@ -233,7 +230,6 @@ WHOLE = torch.arange(12.0).reshape(4, 3)
 
 @pytest.fixture
 def halves(tmp_path: Path) -> list[Path]:
-    """A tensor [4, 3] in two files."""
     files = [tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)]
     for number, file in enumerate(files):
         write_boxes(file, [Box("model/w", (4, 3), (2 * number, 0), WHOLE[2 * number : 2 * number + 2])])

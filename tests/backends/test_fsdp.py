@@ -70,7 +70,6 @@ async def test_options_for_speed_or_memory_keep_numbers(small: str, tmp_path: Pa
 
 
 def on_host(of: Trained) -> list[bool]:
-    """Of each moment, whether it lies in a buffer of the host's."""
     optimizer = of._trainable.optimizer
     assert isinstance(optimizer, ShardedOptimizer)
     hosts = {each.data_ptr() for each in optimizer._hosts.values()}
@@ -152,7 +151,6 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
 async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
 ) -> None:
-    """From a copy, or from the weights by a call that is cancelled, for which the update then waits."""
     begun, updated, waited = Event(), Event(), list[bool]()
 
     def later(*arguments: Any) -> None:
@@ -243,19 +241,15 @@ BACKENDS: Mapping[str, Callable[[PolicyConfig], Policy]] = {
     "torch": TorchPolicy, "fsdp": FsdpPolicy, "megatron": MegatronPolicy,
 }  # fmt: skip
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
-"""What makes the host wait until a device has computed."""
 
 
 class Curious(Counted):
-    """Looks at a number of each micro-batch."""
-
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         assert logprobs.sum().item() < 0
         return super().__call__(logprobs, columns)
 
 
 async def reads(backend: str, budget: int, loss: Counted) -> tuple[int, int]:
-    """How many micro-batches the second step makes, and what the host waits for in it."""
     table = {"model": MODEL, "backend": backend, "micro_batch_tokens": budget}
     trainer = BACKENDS[backend](PolicyConfig.model_validate(table))
     await trainer.update(rollouts(), ClippedLoss())
@@ -266,7 +260,6 @@ async def reads(backend: str, budget: int, loss: Counted) -> tuple[int, int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_step_waits_as_often_for_many_micro_batches_as_for_one(backend: str) -> None:
-    """Between them the host goes on."""
     once, often = await reads(backend, 4096, Counted()), await reads(backend, 20, Counted())
     curious = await reads(backend, 20, Curious())
     assert once[0] == 1

@@ -35,7 +35,6 @@ def losses() -> Losses:
 
 @pytest.fixture
 def watching(losses: Losses) -> Iterator[Watching]:
-    """`watching(store, size, *ranks)`: the monitors of some ranks, in this process."""
     made: list[HostMonitor] = []
 
     def make(store: Any, size: int, *ranks: int, **limits: float) -> list[HostMonitor]:

@@ -71,7 +71,6 @@ class Vllm(ThreadingHTTPServer):
 
 
 def chosen(*logprobs: float | None, **other: object) -> Answer:
-    """A completion of tokens with these log-probs."""
     told = {"token_ids": [3] * len(logprobs), "logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"}
     return 200, {"choices": [{**told, **other}]}
 
@@ -105,7 +104,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Generator[Vllm]:
-    """A server that answers from another thread."""
     with Vllm() as made, ThreadPoolExecutor() as thread:
         thread.submit(made.serve_forever, 0.01)
         try:
@@ -127,7 +125,6 @@ def config(*urls: str, **options: object) -> SamplerConfig:
 
 
 def sampling(*urls: str, **options: object) -> closing[HttpSampler]:
-    """A sampler before these servers."""
     return closing(HttpSampler(config(*urls, **options)))
 
 
@@ -310,7 +307,6 @@ def test_refused_weights_can_be_given_again(server: Vllm, tmp_path: Path, monkey
 
 
 def test_a_server_that_never_answers_ends_the_sampler(server: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked whether it lives when an answer has been under way for a minute, which is short here."""
     monkeypatch.setattr("meshrl_http.client.SHORT", 0.2)
 
     def stopped(_body: object, _number: int) -> Answer:

@@ -74,7 +74,6 @@ def critic_of(model: str) -> rl.CriticConfig:
 
 
 def rollouts(seed: int = 0) -> rl.Batch:
-    """Rows for policies and critics."""
     batch = material.rollouts(rows=9, seed=seed)
     rng, count, offsets = np.random.default_rng(seed), len(batch.tokens.values), batch.tokens.offsets
     return batch.assign(
@@ -153,7 +152,6 @@ async def test_roles_of_several_layouts_equal_those_of_one_rank(warm: Warm, tmp_
 
 
 async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, model_of: ModelOf) -> None:
-    """In each element, and in sums over ranks."""
     config = policy_of(model_of(MODELS["llama"]), dtype="bfloat16")
     halves, plain = await (await warm(4)).shape(dp=2, tp=2).spawn(MegatronPolicy, config), TorchPolicy(config)
     found, one = [(await each.update(rollouts(), rl.ClippedLoss())).means() for each in (halves, plain)]
@@ -282,8 +280,6 @@ def check(group: ProcessGroup, dtype: torch.dtype, tempered: bool) -> None:
 
 
 class Sharer(rl.Actor):
-    """A rank that has a part of the vocabulary."""
-
     def __init__(self) -> None:
         self._group = World.of(rl.current_rank(), 1, 1).groups.tp
 

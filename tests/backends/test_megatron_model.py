@@ -62,7 +62,6 @@ def folder(request: pytest.FixtureRequest, model_of: ModelOf) -> str:
 
 
 def cases() -> Iterator[tuple[str, int]]:
-    """Each dtype with one thread and with two."""
     for dtype, threads in product(("float32", "bfloat16"), (1, 2)):
         rank_context.set(Rank(threads=threads))
         torch.set_num_threads(threads)
@@ -81,14 +80,12 @@ def built(folder: str, dtype: str) -> Model:
 
 
 def scored(model: Model, batch: Batch) -> Tensor:
-    """The log-probs of all tokens."""
     pipeline = Pipeline(model.stages, model)
     found = logprobs(pipeline.passes(1000), batch, Source.trainer(0))
     return torch.from_numpy(found.values.copy())
 
 
 def reference(folder: str, dtype: str) -> PreTrainedModel:
-    """The model as transformers computes it."""
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     for parameter in network.parameters():
         parameter.data = parameter.data.clone()  # in a mapped file they lie askew, which tells in products of one row
@@ -97,7 +94,6 @@ def reference(folder: str, dtype: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def of_transformers(network: PreTrainedModel, batch: Batch) -> Tensor:
-    """The log-probs of the tokens of one row."""
     ids = torch.from_numpy(batch.tokens[0].astype(np.int64))
     logits = network(input_ids=ids[None, :-1], use_cache=False).logits[0]
     scaled = logits / torch.full((len(ids) - 1, 1), float(batch.row("temperature")[0]))

@@ -41,7 +41,6 @@ QWEN = Qwen3Config(
 
 
 def rollouts(rows: int = ROWS) -> rl.Batch:
-    """Rows of the lengths that `WORK` names."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, 11, (rows // N, PROMPT))
     pairs = [(prompts[row // N], rng.integers(2, 11, COMPLETION)) for row in range(rows)]
@@ -82,7 +81,6 @@ def most(profiled: Any) -> int:
 
 
 async def measured(work: Coroutine[None, None, None]) -> int:
-    """The most bytes that tensors took while this ran."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         await work
@@ -90,7 +88,6 @@ async def measured(work: Coroutine[None, None, None]) -> int:
 
 
 def told(memory: MemoryEstimate | None) -> int:
-    """What is held always, and the call that takes most."""
     assert memory is not None
     assert min(term.nbytes for term in memory.terms) > 0
     assert len({term.during for term in memory.terms} - {""}) == 1
@@ -98,8 +95,6 @@ def told(memory: MemoryEstimate | None) -> int:
 
 
 async def taken_by(role: type[TorchPolicy | FsdpPolicy | MegatronPolicy], config: rl.PolicyConfig, rows: int) -> int:
-    """The most bytes of a policy, from its making on."""
-
     async def run() -> None:
         policy = role(config)
         for _ in range(2):  # the moments are there from the first one on
@@ -148,7 +143,6 @@ PRINT_THE_PAGE = 'import runpy, sys; sys.stdout.write(runpy.run_path("docs/memor
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_page_says_what_is_told() -> None:
-    """In a process of its own, which is in no process group."""
     printed = subprocess.run([sys.executable, "-c", PRINT_THE_PAGE], cwd=ROOT, capture_output=True, check=True).stdout
     assert printed.decode() == (ROOT / "docs/gpu.md").read_text("utf-8"), "run python docs/memory.py"
 
@@ -206,7 +200,6 @@ ROUTER = 2 * 64 * 4 * 2
 
 
 def counted(shape: transformers.PretrainedConfig, length: int) -> int:
-    """Operations of a pass over one row, with attention from each token to all of the row."""
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(shape, **plain)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -255,15 +248,12 @@ RARE = ["dp", "cp", "virtual stages", "tp, recomputed"]
 
 
 class Measured(rl.Actor):
-    """A rank of a policy, and a process that is in no group."""
-
     @rl.endpoint
     async def taken(self, config: rl.PolicyConfig, rows: int) -> rl.Gather[np.ndarray]:
         return np.array([await taken_by(MegatronPolicy, config, rows)])
 
     @rl.endpoint
     async def before(self, config: rl.PolicyConfig, work: Workload) -> Same[int]:
-        """What is told of a policy before it is made."""
         return told(memory_of(config, work))
 
 
@@ -277,7 +267,6 @@ async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[i
 @on_ranks
 @pytest.mark.megatron
 async def test_each_layer_of_a_stage_takes_as_much_of_what_is_told(warm: Callable[[int], Awaitable[rl.Mesh]]) -> None:
-    """Scratch memory, too, is counted for stages of any depth."""
     teller = await (await warm(1)).spawn(Measured)
     told: list[int] = []
     for layers in (2, 3, 4, 5):
@@ -295,7 +284,6 @@ async def test_each_layer_of_a_stage_takes_as_much_of_what_is_told(warm: Callabl
 async def test_a_split_policys_memory_is_told_within_a_tenth(
     warm: Callable[[int], Awaitable[rl.Mesh]], model_of: ModelOf, cases: Sequence[str]
 ) -> None:
-    """Of the rank that took most; with experts of the mean, as their load is uneven."""
     four, apart = await warm(4), dict[str, tuple[int, int]]()
     teller = await (await warm(1)).spawn(Measured)
     folders = {name: model_of(shape, noise=0) for name, shape in SHAPES.items()}

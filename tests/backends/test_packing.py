@@ -112,7 +112,6 @@ def test_what_branches_share_is_read_once() -> None:
 
 
 def test_branches_meet_wherever_they_are_in_the_batch() -> None:
-    """Neither other conversations of the same system message, nor a budget for few whole rows, part them."""
     random = Random(0)
     system, *histories = ([random.randrange(99) for _ in range(size)] for size in (80, 200, 200, 200, 200))
     rows = [[*system, *histories[row % 4], *[100 + row] * 20] for row in range(12)]
@@ -144,7 +143,6 @@ def balanced(pairs: Sequence[tuple[int, int]], budget: int) -> list[MicroBatch]:
 
 
 def seen_by(part: MicroBatch | Part) -> float:
-    """How many keys all queries see together."""
     groups = part.attend.groups
     return sum(each.count * (each.queries * each.keys - each.queries * (each.queries - 1) / 2) for each in groups)
 
@@ -168,7 +166,6 @@ HEADS, GROUPS, DIMS = 4, 2, 8
 
 @st.composite
 def packings(draw: st.DrawFn) -> list[MicroBatch]:
-    """Micro-batches of rows with shared prompts, for training and for scoring, and perhaps a system message of all."""
     prompts = draw(st.lists(st.integers(1, 12), min_size=4, max_size=4))
     rows = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=8))
     system = draw(st.sampled_from([0, 40]))
@@ -179,7 +176,6 @@ def packings(draw: st.DrawFn) -> list[MicroBatch]:
 def packed(
     prompts: list[int], rows: list[tuple[int, int]], training: bool, budget: int, system: int = 0
 ) -> list[MicroBatch]:
-    """`rows`: which of the prompts each has, and how many tokens follow."""
     rng = np.random.default_rng(0)
     heads = [np.append(np.ones(system), rng.integers(2, 99, length - system)) for length in prompts]
     tokens = Ragged.of([np.append(heads[head], rng.integers(2, 99, tail)) for head, tail in rows], np.int32)
@@ -189,7 +185,6 @@ def packed(
 
 
 def attended(attend: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[tokens, heads, dims] from the same."""
     q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
     return attend(0, q, k, v, DIMS**-0.5, None)[0]
 

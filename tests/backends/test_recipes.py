@@ -23,11 +23,9 @@ RECIPES: Mapping[str, str] = {
     "grpo/qwen3-32b-64gpu": "Qwen/Qwen3-32B",
     "grpo/qwen3-30b-a3b-64gpu": "Qwen/Qwen3-30B-A3B",
 }
-"""By its name, the model of each."""
 
 
 def save_models(folder: Path) -> None:
-    """Write each recipe's model below a folder, under its name on the hub: no weights, and a tokenizer of ours."""
     for model in RECIPES.values():
         own = folder / model
         own.mkdir(parents=True)

@@ -56,7 +56,6 @@ def values(batch: Batch, name: str) -> NDArray[np.float32]:
 
 
 async def apart(made: TrainedPolicy, batch: Batch) -> float:
-    """The mean difference of the policy's log-probs from the sampler's."""
     told = await made.logprobs(batch)
     return float(np.abs(values(told, "logprobs") - values(batch, "sampler_logprobs")).mean())
 

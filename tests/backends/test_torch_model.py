@@ -29,7 +29,6 @@ SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden
 
 @pytest.fixture
 async def folder(tmp_path: Path) -> Path:
-    """A good folder, for a test to spoil."""
     await TorchPolicy(PolicyConfig(model=MODEL)).save(str(tmp_path / "model"))
     return tmp_path / "model"
 
@@ -73,7 +72,6 @@ def spoil(file: Path) -> None:
 
 
 def pickle_weights(folder: Path) -> None:
-    """The same weights as torch pickles them, which would be unpickled."""
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
@@ -114,7 +112,6 @@ def test_what_is_no_model_is_refused_with_the_reason(folder: Path, tmp_path: Pat
 
 
 def write_gguf(path: Path) -> None:
-    """A Llama of one layer, quantised, with a byte-pair tokenizer."""
     writer = GGUFWriter(path, "llama")
     sizes = {"context_length": 48, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
     heads = {"head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-6, "rope_dimension_count": 16}
@@ -231,7 +228,6 @@ def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
 
 
 async def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion_and_a_policy_takes_more() -> None:
-    """What is trained is what is sampled: `encode` of a chat's prompt and completion gives the same tokens."""
     one = chatting()
     (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
     prompt = encode_prompts(one.tokenizer, ["ab"], chat={})[0]

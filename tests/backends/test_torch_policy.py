@@ -28,7 +28,6 @@ def policy(model: object = MODEL, **changes: object) -> TorchPolicy:
 
 
 def columns_of(batch: rl.Batch, names: Iterable[str], row: int) -> dict[str, Tensor]:
-    """Ragged columns of one row, as a loss is given them."""
     return {name: torch.from_numpy(batch.ragged(name)[row].copy()) for name in names}
 
 
@@ -146,7 +145,6 @@ def learner(micro_batch_tokens: int = 1000) -> TorchPolicy:
 
 
 def sampled(seed: int = 0) -> rl.Batch:
-    """Rows of a sampler, whose log-probs are near those of a new model."""
     batch = rollouts(seed=seed)
     logprobs = np.random.default_rng(seed).normal(-2.3, 0.4, len(batch.tokens.values)).astype(np.float32)
     return batch.assign(sampler_logprobs=rl.Ragged(logprobs, batch.tokens.offsets, source=Source("sampler")))
@@ -162,8 +160,6 @@ async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
 
 
 class Named(rl.ClippedLoss):
-    """Has a metric of this name."""
-
     name: str
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
@@ -223,7 +219,6 @@ async def test_the_diagnostics_tell_the_anchor_from_the_sampler() -> None:
 
 
 async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches(small: str) -> None:
-    """The rows of a pair lie far apart; in one pair neither is preferred."""
     pairs, beta = 10, 0.5
     preferred = np.repeat(np.array([1, -1], np.int8), pairs)
     preferred[[3, 3 + pairs]] = 0
@@ -257,7 +252,6 @@ def critic(model: object = MODEL, **changes: object) -> TorchCritic:
 
 
 def with_head(model: str, folder: Path) -> str:
-    """A critic's folder: a model with a head that is not zero."""
     shutil.copytree(model, folder)
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)) / 4
     save_file({"weight": head, "bias": torch.tensor([0.3])}, folder / "value_head.safetensors")
@@ -270,7 +264,6 @@ def folder(small: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def judged() -> rl.Batch:
-    """Rows with shared prompts, some of two turns: what stands between them is not learned."""
     batch = rollouts()
     masks = [mask.copy() for mask in batch.loss_mask]
     for mask in masks[::3]:
@@ -279,15 +272,12 @@ def judged() -> rl.Batch:
 
 
 class PlainCritic:
-    """A critic of transformers' model with its own attention, and a linear layer."""
-
     def __init__(self, folder: str) -> None:
         self.network: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         self.head = torch.nn.Linear(32, 1)
         self.head.load_state_dict(load_file(Path(folder) / "value_head.safetensors"))
 
     def by_row(self, batch: rl.Batch) -> list[Tensor]:
-        """The value before each token, one row at a time."""
         rows: list[Tensor] = []
         for tokens in batch.tokens:
             ids = torch.from_numpy(tokens.astype(np.int64))

@@ -120,7 +120,6 @@ PREFIX = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
 async def weights(version: int) -> Weights:
-    """Of another model for each version, far from the initialisation."""
     plain = await TorchPolicy(PolicyConfig(model=LONGER, seed=version)).weights()
     scaled = {name: floats(array) * np.float32(8 if array.ndim == 2 else 1) for name, array in plain.tensors.items()}
     return Weights(version, scaled)

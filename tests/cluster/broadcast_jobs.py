@@ -14,8 +14,6 @@ MODEL = NewModel(characters="abcdefgh>", hidden_size=512, ffn_size=2048, layers=
 
 
 class Sampler(TorchSampler):
-    """Says how weights came."""
-
     @endpoint
     async def ways(self) -> Same[str]:
         return ", ".join(sorted(self._arrivals.routes))

@@ -44,12 +44,10 @@ max_tokens = 5
 [reward]
 function = "rewards.py:right_letters"
 """
-"""What a configuration of the task of `folder` says of it. The policy is on the mesh `train`."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With rows of a task, of which eight may be held out, and their reward."""
     words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
     rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
     (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
@@ -59,7 +57,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three hosts with a node of Ray each: two to train on, one for rollouts."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed")
     resources = [{"train": 1}, {"train": 1}, {"rollout": 2}]
@@ -69,7 +66,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def healed(three: Cluster) -> Iterator[Cluster]:
-    """The same; a test may cut and slow them."""
     yield three
     for host in three.hosts:
         host.heal()

@@ -35,13 +35,11 @@ LOGS = Path("/tmp/meshrl-test-logs")  # noqa: S108 -- each host's own
 
 
 def started(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> "subprocess.Popen[str]":
-    """A job on a host, the first if none is named."""
     command = [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
     return (host or cluster.hosts[0]).start(command, stdout=PIPE, stderr=STDOUT)
 
 
 def begun(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> "subprocess.Popen[str]":
-    """A job that has said that it is ready."""
     controller = started(cluster, job, *arguments, host=host)
     wait_for(controller, "ready")
     return controller
@@ -58,7 +56,6 @@ def wait_for(controller: "subprocess.Popen[str]", words: str) -> str:
 
 
 def answered(controller: "subprocess.Popen[str]", status: int = 0) -> Any:
-    """What a job returns in the end, with the status of its process."""
     said = controller.communicate()[0]
     assert controller.returncode == status, said
     (told,) = (line.removeprefix(ANSWER) for line in said.splitlines() if line.startswith(ANSWER))
@@ -66,28 +63,22 @@ def answered(controller: "subprocess.Popen[str]", status: int = 0) -> Any:
 
 
 def do(cluster: Cluster, job: Job, *arguments: object, host: Host | None = None) -> Any:
-    """Run a job; what it returns."""
     return answered(started(cluster, job, *arguments, host=host))
 
 
 def traffic(cluster: Cluster) -> NDArray[np.float64]:
-    """The MiB that each host has sent, and received."""
     return np.array([host.traffic() for host in cluster.hosts]) / MIB
 
 
 def say(words: str) -> None:
-    """Tell the test, which waits for it."""
     print(words, flush=True)  # noqa: T201
 
 
 def on(host: str, cpus: int = 0) -> rl.Resources:
-    """A place on the host of this name."""
     return rl.Resources(cpus=cpus, custom={host: 1})
 
 
 class Traveller(rl.Actor):
-    """Makes rows and weights, takes them, writes, dies, and tells where it is."""
-
     def __init__(self) -> None:
         self._counted = 0
 
@@ -115,13 +106,11 @@ class Traveller(rl.Actor):
 
     @rl.endpoint
     async def way(self, weights: rl.Weights) -> Same[str]:
-        """How they came."""
         assert not any(bucket.damaged() for bucket in weights.buckets)
         return ", ".join(weights.ways)
 
     @rl.endpoint
     async def count(self) -> rl.Gather[np.ndarray]:
-        """How many times this rank was asked."""
         self._counted += 1
         return np.array([self._counted])
 
@@ -148,7 +137,6 @@ async def told(call: Awaitable[object]) -> str:
 
 
 async def on_and_on(one: Traveller) -> None:
-    """Call a rank again and again."""
     while True:
         await one.count()
         await asyncio.sleep(0.05)
@@ -186,7 +174,6 @@ async def crowded(engine: RayEngine) -> object:
 
 
 async def calls(engine: RayEngine, host: str) -> object:
-    """Call a rank of a host again and again."""
     one = await made(engine, host)
     await one.count()
     say("ready")
@@ -194,7 +181,6 @@ async def calls(engine: RayEngine, host: str) -> object:
 
 
 async def revived(engine: RayEngine, host: str) -> object:
-    """Call a rank until it dies, make it again, and ask where it is."""
     one = await made(engine, host)
     say("ready")
     say(await told(on_and_on(one)))

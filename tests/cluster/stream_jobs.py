@@ -13,8 +13,6 @@ from tests.cluster.jobs import say
 
 
 class PlacedSampler(FakeSampler):
-    """Takes its time, and says on which host."""
-
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
             await asyncio.sleep(0.02)

@@ -35,7 +35,6 @@ lr = 1e-2
 mesh = "rollout"
 """
 ALGORITHMS = {"grpo": "", "ppo": '[critic]\nbackend = "fsdp"\nmesh = "train"\n[critic.optimizer]\nlr = 1e-2\n'}
-"""What each has of its own, after its name."""
 PLACES = ["run.meshes.train.custom={train=1}", "run.meshes.rollout.custom={rollout=1}"]
 """Two hosts of the fixture have one of `train`, the third has two of `rollout`."""
 
@@ -50,7 +49,6 @@ def own_names(three: Cluster) -> Cluster:
 
 
 def run(cluster: Cluster, algorithm: str, name: str, *overrides: str) -> None:
-    """The command on the first host, in the current folder."""
     try:
         cluster.hosts[0].run(
             ["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", "policy.backend=fsdp", *overrides]
@@ -60,7 +58,6 @@ def run(cluster: Cluster, algorithm: str, name: str, *overrides: str) -> None:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that a run leaves but for times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     return {
         "metrics": [{key: line[key] for key in line if key not in ("seconds", "step_s")} for line in lines],
@@ -79,7 +76,6 @@ def outcome(folder: Path) -> dict[str, Any]:
 def test_three_hosts_compute_the_bits_of_one(
     own_names: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, ahead: int
 ) -> None:
-    """With `ahead` the one follows the schedule of the three."""
     monkeypatch.chdir(folder)
     (folder / f"{algorithm}.toml").write_text(
         f'algorithm = "{algorithm}"\n{CONFIG}{TASK}\n{ALGORITHMS[algorithm]}', "utf-8"

@@ -43,7 +43,6 @@ def shell(host: Host, line: str) -> str:
 
 
 def sent(host: Host, to: Host, size: int = 1, patience: float = 600) -> str:
-    """What a client says that sends bytes to another host's server: how many seconds that took, or its error."""
     return host.run([sys.executable, "-c", CLIENT, to.name, str(size), str(patience)]).strip()
 
 
@@ -110,7 +109,6 @@ time.sleep(1000)
 
 
 def with_mark(mark: str) -> int:
-    """How many processes have this variable."""
     return sum(mark in (process.info["environ"] or {}) for process in psutil.process_iter(["environ"]))
 
 

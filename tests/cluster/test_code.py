@@ -64,12 +64,10 @@ mesh = "reward"
 function = "rewards/letters.py:letters"
 """,
 }
-"""Files by their place."""
 PLACE = "/tmp/project"  # noqa: S108 -- each host's own
 
 
 def bring(host: Host, files: dict[str, str], shared: Path) -> None:
-    """Write a host's own project, by way of a folder that it shares."""
     for name, text in files.items():
         (shared / name).parent.mkdir(exist_ok=True)
         (shared / name).write_text(text, "utf-8")
@@ -78,7 +76,6 @@ def bring(host: Host, files: dict[str, str], shared: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Hosts of which the first has a project in its own /tmp."""
     with Cluster(2, shared=[tmp_path_factory.getbasetemp()]) as cluster:
         bring(cluster.hosts[0], PROJECT, tmp_path_factory.mktemp("project"))
         yield cluster
@@ -97,7 +94,6 @@ def test_what_is_on_the_first_host_alone_is_found_on_the_second(two: Cluster) ->
 
 
 def test_the_controllers_files_are_used_where_the_other_host_has_older_ones(two: Cluster, tmp_path: Path) -> None:
-    """Of the same path, and of another content than the run before."""
     older = {name: text.replace("'helper'", "'old'").replace("'word'", "'old'") for name, text in PROJECT.items()}
     bring(two.hosts[1], older, tmp_path)
     two.hosts[0].run(["sh", "-c", f"echo \"VALUE = 'newer'\" > {PLACE}/helper.py"])

@@ -25,7 +25,6 @@ def two() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("cause", ["cut off", "killed and booted at once"])
 def test_a_mesh_is_made_again_on_a_host_that_has_come_back(two: Cluster, cause: str) -> None:
-    """Also where Ray does not know yet that the host has died."""
     host = two.hosts[1]
     controller = begun(two, revived, host.name)
     if cause == "cut off":
@@ -46,7 +45,6 @@ def streams(cluster: Cluster, steps: list[str], changes: list[Callable[[], objec
 
 
 def test_samplers_shrink_and_grow_with_the_hosts_that_are_there() -> None:
-    """The run begins with one of two; a host joins, and one dies and comes back."""
     resources = [{}, {"rollout": 1}, {"rollout": 1}]
     with Cluster(2, resources=resources, environment=QUICKLY) as cluster:
         second = cluster.hosts[1]

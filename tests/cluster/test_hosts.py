@@ -7,7 +7,6 @@ from tests.support.cluster import Cluster, Host
 
 
 def left(host: Host) -> list[str]:
-    """Ranks and what they keep on a host."""
     line = "cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -a ^ray::Rank; ls /dev/shm /tmp | grep meshrl"
     return host.run(["sh", "-c", f"{line}; true"]).split()
 
@@ -18,7 +17,6 @@ def nothing_is_left(cluster: Cluster) -> None:
 
 
 def test_spread_ranks_are_on_hosts_with_clocks_of_their_own(three: Cluster) -> None:
-    """Each is the first of its host, and finds the others."""
     hosts, told, ahead = do(three, places)
     assert len(set(hosts)) == 2
     first = three.hosts[int(hosts[0].removeprefix("node")) - 1]

@@ -47,7 +47,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a configuration, and a program `enter` in ssh's place."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "where.py").write_text(SCRIPT)
     (tmp_path / "where.toml").write_text('algorithm = "where.py"\n[run]\nname = "where"\n')
@@ -65,7 +64,6 @@ def launched(folder: Path, *arguments: str, hosts: str = "node1,node2") -> "subp
 
 
 def nothing_runs(cluster: Cluster) -> None:
-    """Nothing beside a host's first process and the shell that is asked."""
     while any(len(host.run(["sh", "-c", "echo /proc/[0-9]*"]).split()) > 2 for host in cluster.hosts):
         time.sleep(0.2)
 

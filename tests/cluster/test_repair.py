@@ -51,7 +51,6 @@ def has_a_rank(host: Host) -> bool:
 
 
 def begun(cluster: Cluster, folder: Path, *overrides: str) -> "subprocess.Popen[str]":
-    """A run that has made some steps."""
     (folder / "mine.toml").write_text(CONFIG + TASK, "utf-8")
     command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={cluster.address}", *overrides]
     controller = cluster.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)

@@ -9,7 +9,6 @@ from tests.support.cluster import Cluster, Host
 
 
 def make_older(host: Host) -> str:
-    """Let a host have another version of torch; the one that others have."""
     files = importlib.metadata.distribution("torch").files or []
     metadata = next(Path(str(file.locate())) for file in files if file.name == "METADATA")
     text = re.sub(r"^Version: .*$", "Version: 1.2.3", metadata.read_text("utf-8"), count=1, flags=re.MULTILINE)

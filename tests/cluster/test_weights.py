@@ -34,7 +34,6 @@ def test_a_broadcast_comes_to_each_host_once_however_many_samplers_open_it(three
 
 
 def started(cluster: Cluster) -> "subprocess.Popen[str]":
-    """A controller whose weights begin to go over slow cables, by way of the second host to the third."""
     for host in cluster.hosts:
         host.slow(rate=1e8)
     controller = begun(cluster, ways, "node1", ["node2", "node3"], 32, 2)

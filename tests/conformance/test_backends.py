@@ -23,8 +23,6 @@ WITHOUT_A_MODEL: Sequence[Check] = [
 
 
 class Fragile(ClippedLoss):
-    """Raises at one row, which one rank has."""
-
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         if float(columns["advantages"].max()) > 50:
             raise ZeroDivisionError("an advantage above 50")

@@ -32,7 +32,6 @@ MODELS = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def two(warm: Warm) -> rl.Mesh:
-    """Two ranks."""
     return (await warm(2)).shape(dp=2)
 
 
@@ -75,8 +74,6 @@ async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: rl.Me
 
 
 class Threads(rl.Actor):
-    """Counts those of a rank's process."""
-
     @rl.endpoint
     async def carriers(self) -> rl.Gather[np.ndarray]:
         """How many carry what its process groups send."""
@@ -140,7 +137,6 @@ def rows(count: int) -> rl.Batch:
 
 @pytest.fixture
 def judge_of(random_model: Callable[..., str], tmp_path: Path) -> Callable[[str], str]:
-    """Makes the folder of a judge."""
     return lambda kind: random_model(JUDGES[kind], tmp_path / kind, AutoModelForSequenceClassification)
 
 

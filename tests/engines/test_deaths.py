@@ -20,8 +20,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Trouble(Exception):
-    """Cannot be pickled."""
-
     def __reduce__(self) -> str:
         raise TypeError("not me")
 
@@ -127,7 +125,6 @@ async def test_ranks_that_wait_for_a_dead_one_hold_nobody_up(
     monkeypatch.setattr("meshrl.engines.remote.engine.GRACE", 0.5)
 
     async def blocked(probe: Probe, name: str) -> list[int]:
-        """A call in which every rank waits for good, and one dies."""
         pids: list[int] = (await probe.pid()).tolist()
         call = asyncio.create_task(probe.block(str(tmp_path / name)))
         await until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)

@@ -17,8 +17,6 @@ Probe = Callable[[HealthPort], Awaitable[bool]]
 
 
 class Rank:
-    """What is on the host."""
-
     lost: float | None = None
 
     def __init__(self) -> None:
@@ -50,8 +48,6 @@ def host(*away: tuple[float, float], delay: float = 0.0) -> Probe:
 
 
 def watched(probe: Probe, seconds: float) -> float | None:
-    """When one call that lasts so long was given up."""
-
     async def scenario() -> float | None:
         monitor, rank = HostMonitor(PORT, probe), Rank()
         reply = rank.ask(monitor)

@@ -25,7 +25,6 @@ class Threads(rl.Actor):
 class Rows(rl.Actor):
     @rl.endpoint
     async def come_inside(self, rows: rl.Shard[rl.Batch]) -> Same[bool]:
-        """Whether the rewards came with the call."""
         return isinstance(rows.stored["rewards"], np.ndarray)
 
 

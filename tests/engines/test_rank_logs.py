@@ -19,8 +19,6 @@ MIB = 2**20
 
 
 class Talks(Actor):
-    """Writes, and dies on rank 1."""
-
     @endpoint
     async def say(self, text: str) -> None:
         print(f"{text} of rank {current_rank().index}")  # noqa: T201 -- what is tested
@@ -48,7 +46,6 @@ class Talks(Actor):
 @in_one_loop
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 async def test_a_rank_that_dies_leaves_its_last_lines(reserve: Reserve, tmp_path: Path) -> None:
-    """In whatever way; in a folder that is renamed meanwhile."""
     before, logs = tmp_path / "before", tmp_path / "after" / "logs"
     mesh = await reserve(2, NO_CORE, "main", str(before / "logs"))
     talks = await mesh.spawn(Talks)

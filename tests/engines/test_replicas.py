@@ -21,14 +21,11 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), on_processes]
 
 
 def prompts(batches: int, size: int) -> Iterator[rl.Batch]:
-    """Batches of so many prompts, each a group."""
     for first in range(0, batches * size, size):
         yield rl.Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
 
 
 class SlowSampler(FakeSampler, Numbered):
-    """Takes its time, and says in which process."""
-
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         async for chunk in super().generate(prompts, sampling):
             yield chunk.assign(pid=np.full(len(chunk), os.getpid()))

@@ -121,7 +121,6 @@ async def _played(*turns: str, row: dict[str, str]) -> str:
 
 
 def _verifiers(version: str | None) -> None:
-    """An environment of that library, where this version of it is installed, or none."""
     module = ModuleType("verifiers")
     vars(module)["__version__"] = version
     with patch.dict(sys.modules, {"verifiers": module if version else None}):

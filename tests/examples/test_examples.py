@@ -17,7 +17,6 @@ Printed: TypeAlias = Callable[..., str]
 
 @pytest.fixture
 def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
-    """What a script prints."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *arguments: str) -> str:

@@ -23,7 +23,6 @@ def save_tokenizer(folder: Path) -> int:
 
 
 def save_model(folder: Path, longest: int = 2048) -> Path:
-    """Write a model of bfloat16 that takes so many tokens, with the tokenizer."""
     folder.mkdir(parents=True)
     shape = LlamaConfig(
         vocab_size=save_tokenizer(folder), hidden_size=16, intermediate_size=32, num_hidden_layers=1,

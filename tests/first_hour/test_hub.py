@@ -49,7 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture
 def hub(model: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with a model and a dataset, an empty cache, and a configuration that names them."""
     Path("mine.toml").write_text(TABLE, "utf-8")
     rows = [{"question": f"{one}+{other}", "answer": str(one + other)} for one in range(9) for other in range(9)]
     with serving() as served:

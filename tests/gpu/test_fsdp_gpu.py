@@ -24,7 +24,6 @@ GPU = torch.device("cuda")
 
 
 async def trained(folder: Path, ranks: int = 1, **changes: object) -> tuple[list[dict[str, float]], Tensor]:
-    """The metrics of three steps, and the log-probs after them."""
     mesh = MeshConfig(ranks=ranks, cpus=1, gpus=1 if ranks > 1 else 0)
     engine = "processes" if ranks > 1 else "local"
     table = {"model": MODEL, "backend": "fsdp", "mesh": "train", "micro_batch_tokens": 64, **changes}
@@ -56,7 +55,6 @@ async def test_it_trains_as_one_gpu(tmp_path: Path, changes: dict[str, object], 
 
 
 def attended(packed: Callable[..., Tensor], states: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values, in float32."""
     given = [each.to(dtype).requires_grad_() for each in states]
     output = packed(*given)
     weights = torch.linspace(-1, 1, output.numel(), device=GPU).reshape(output.shape)

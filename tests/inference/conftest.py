@@ -28,11 +28,8 @@ MODEL = NewModel(
 
 
 class Told(EngineSampler):
-    """Tells where its engine is."""
-
     @endpoint
     async def pid(self) -> Gather[np.ndarray]:
-        """Of each rank."""
         return np.array([self.engine_pid])
 
 
@@ -48,7 +45,6 @@ TOLD: dict[str, type[Told]] = {"vllm": ToldVllm, "sglang": ToldSglang}
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has, or nobody has asked yet how."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -56,8 +52,6 @@ def ended(pid: int) -> bool:
 
 
 class Backend(NamedTuple):
-    """A backend, and where its engine is."""
-
     name: str
 
     @property
@@ -71,14 +65,12 @@ class Backend(NamedTuple):
         return str(own) if own.exists() else None
 
     def config(self, *, keys: dict[str, object] | None = None, **table: object) -> SamplerConfig:
-        """The table of a sampler, with further options of the backend."""
         config = SamplerConfig.model_validate({"backend": self.name, **table})
         own = {"python": self.python, "kv_cache_mib": 32, **(keys or {})}
         return with_options(config, self.sampler.options.model_validate(own))
 
 
 def environment(name: str) -> Path:
-    """The interpreter of the environment that `make test-...` makes."""
     return ROOT / f".venv-{name}" / "bin" / "python"
 
 

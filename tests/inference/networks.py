@@ -33,7 +33,6 @@ _IDS = [_TOKENIZER.encode(str(text)) for text in PROMPTS.objects("prompt")]
 
 
 def saved(config: PretrainedConfig, seed: int, folder: Path) -> PreTrainedModel:
-    """A network far from its initialisation, and in a folder."""
     torch.manual_seed(seed)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -51,7 +50,6 @@ async def two(config: PretrainedConfig, folder: Path) -> tuple[list[PreTrainedMo
 
 
 def offer(senders: Senders, weights: Weights, version: int) -> LiveWeights:
-    """Weights that ranks broadcast, in place of what they did before."""
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.tensors.items()}
     return senders.offer(tensors, version, weights.probe)
 
@@ -65,18 +63,15 @@ def config_of(
 
 
 async def drawn(sampler: EngineSampler) -> Batch:
-    """Greedy completions."""
     return await (await rollout(sampler, PROMPTS, GREEDY)).load()
 
 
 async def completions(sampler: EngineSampler) -> list[list[int]]:
-    """Their tokens."""
     batch = await drawn(sampler)
     return [tokens[mask.astype(np.bool_)].tolist() for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True)]
 
 
 def greedy(network: PreTrainedModel, prompts: Sequence[list[int]] = _IDS) -> list[list[int]]:
-    """The completions that transformers generates."""
     found: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -29,8 +29,6 @@ LIMIT = 1 << 14
 
 
 class Source(NamedTuple):
-    """Ranks that broadcast either of two models, and their weights as they come another way."""
-
     senders: Senders
     weights: list[Weights]
     folder: str
@@ -49,7 +47,6 @@ async def source(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sour
 
 @pytest.fixture(scope="module")
 def sampler(backend: Any, source: Source) -> Iterator[EngineSampler]:
-    """Over two processes along tp, which both read."""
     before = rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
     made = backend.sampler(backend.config(model=source.folder, slots=16))
     rank_context.reset(before)

@@ -102,7 +102,6 @@ def test_an_environment_without_the_engine_is_said(backend: Any, tmp_path: Path)
 
 
 async def test_conversations_are_recorded_token_for_token(backend: Any, sampler: EngineSampler) -> None:
-    """Eight conversations at once; the weights of the policy's second version come between two turns of each."""
     policy = TorchPolicy(PolicyConfig(model=MODEL))
     later = TorchPolicy(PolicyConfig(model=MODEL, seed=1))
     weights = Weights(1, (await later.weights()).tensors)

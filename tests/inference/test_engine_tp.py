@@ -23,7 +23,6 @@ CONFIG = LlamaConfig(**SHAPE, tie_word_embeddings=True)
 
 
 def versions_of(batch: Batch) -> set[int]:
-    """Of all new tokens."""
     return set(batch.versions.values[batch.loss_mask.values.astype(np.bool_)].tolist())
 
 
@@ -55,7 +54,6 @@ async def shared(
 
 
 async def begun(sampler: Told) -> tuple[Batch, AsyncIterator[Batch]]:
-    """The rows that ended first, and those that are still drawn."""
     stream = aiter(sampler.generate(ENDLESS, LONG))
     return await anext(stream), stream
 

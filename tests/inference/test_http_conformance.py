@@ -31,8 +31,6 @@ OTHERS = [check for check in SAMPLER if check not in COVERING]
 
 
 class Server(NamedTuple):
-    """One that runs, and a folder that it sees too."""
-
     name: str
     url: str
     weights: Path
@@ -40,7 +38,6 @@ class Server(NamedTuple):
 
 
 def command(name: str, python: str | None, folder: Path, port: int) -> list[str]:
-    """What starts a server, as its own users do, and what a CPU asks for besides."""
     here = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     vllm = (
         f"vllm.entrypoints.openai.api_server --model {folder} --logprobs-mode processed_logprobs --max-num-seqs {SLOTS}"
@@ -79,7 +76,6 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests: of a model of the suite's shape, with other weights."""
     place = tmp_path_factory.mktemp("server")
     asyncio.run(TorchPolicy(PolicyConfig(model=SAMPLED, seed=7)).save(str(place / "model")))
     untied(place / "model")

@@ -86,7 +86,6 @@ def test_its_memory_is_not_written_anew_while_it_lives_or_is_read() -> None:
     assert pool.copied == 0
 
     def kept(value: float) -> int:
-        """How much more is taken for the next array, while or after this one is held."""
         gc.collect()
         made(value)
         return pool.share.taken() - taken

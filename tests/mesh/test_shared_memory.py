@@ -137,7 +137,6 @@ def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatc
     lock = fcntl.flock
 
     def late(file: int, how: int) -> None:
-        """The owner writes it anew between the reader's opening and his lease."""
         monkeypatch.undo()
         written(pool, 2)
         gc.collect()

@@ -19,7 +19,6 @@ def append(file: Path, *values: object) -> None:
 
 
 def metrics(steps: int, first: int = 0) -> list[Line]:
-    """Of steps of a second, whose rewards rise by eighths."""
     numbers: Line = {"tokens": 30.0, "staleness": 1.5, "step_s": 1.0}
     return [
         {"step": at, "seconds": 1.0 + at, "reward": at / 8, "loss": at / 4, "lr": None if at else 0.5, **numbers}

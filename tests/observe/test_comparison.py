@@ -22,7 +22,6 @@ HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=
 
 
 def a_run(folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0, source: str = "words") -> Path:
-    """The files of a run whose reward rises to .5 and by `better` more, on prompts that are easy or hard."""
     luck, hard = np.random.default_rng(seed + 1), np.random.default_rng(7).uniform(0.0, 1.0, 200)
     rewards = (0.5 + better) * np.arange(STEPS) / STEPS + luck.uniform(-0.05, 0.05, STEPS)
     right = (hard + luck.uniform(-0.1, 0.1, 200) < 0.5 + better).astype(float)

@@ -55,7 +55,6 @@ PLANTED: Mapping[str, Mapping[str, At]] = {
     "stale rows": {"effective_sample_size": lambda done: 1 - 0.8 * done, "staleness": lambda _: 7.0},
     "length growth": {"truncated": lambda done: 0.5 * done, "completion_tokens": lambda done: 100 + 900 * done},
 }
-"""By the sign, what is otherwise in a run that has it."""
 
 
 def run_of(folder: Path, otherwise: Mapping[str, At], *, noise: float = 0.1, seed: int = 0, count: int = COUNT) -> Path:

@@ -48,7 +48,6 @@ def run(code: str, *files: str) -> object:
 
 
 def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> None:
-    """Ticks are 1, 2 or 5 times a power of ten, or round times, and an axis ends at them."""
     rough = [0.00013, 0.1, 0.11, 0.3, 1, 3.2, 7, 40, 1234]
     times = [0.03, 4, 11, 25, 31, 61, 200, 700, 1700, 2000, 4000, 30000]
     ranges = [[0, 0.21], [-0.0107, 0.0064], [6.93, 7.9], [0, 1]]

@@ -27,7 +27,6 @@ def write(folder: Path, steps: int = 6) -> Path:
 
 
 def shown(run: LiveRun) -> Any:
-    """What the page has after all that is new was read."""
     while run.look()[1]:
         pass
     return run.content()

@@ -29,7 +29,6 @@ def span(mesh: str, endpoint: str, began: float, ended: float, rank: int = 0, ca
 
 
 def synchronous(rollout: float, training: float, swap: float, steps: int = 3) -> list[Event]:
-    """Steps of one script that generates, trains and publishes in turn, on one mesh."""
     events: list[Event] = []
     now = 1.0
     for step in range(steps):

@@ -25,7 +25,6 @@ difference = pytest.importorskip("meshrl.observe.server", exc_type=ImportError).
 
 
 async def sent(page: AsyncIterator[bytes], part: str) -> Any:
-    """The data of the first message to a page with a text in it."""
     async for message in page:
         if part in message.decode():
             return json.loads(message.removeprefix(b"data: "))
@@ -179,7 +178,6 @@ columns = st.lists(st.integers(0, 9), max_size=12)
 
 @st.composite
 def slid(draw: st.DrawFn) -> tuple[object, object]:
-    """A table of columns, of which some leave at the beginning and some come at the end."""
     whole = draw(columns)
     first, last = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
     return {"x": whole[:last], "y": [whole]}, {"x": whole[first:], "y": [whole[first:]]}

@@ -17,8 +17,6 @@ SLOW = delayed(FakeSampler, generate=1.0)
 
 
 class Mortal(FakeSampler):
-    """Its engine ends when it is given a certain prompt."""
-
     killer = "5+1="
 
     async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
@@ -60,8 +58,6 @@ def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
 
 
 def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
-    """Between two of them the row was drawn."""
-
     async def script() -> set[int]:
         engine = FragileEngine(0)
         sampler = await spawned(SLOW, engine, 2, min_ranks=1)
@@ -79,8 +75,6 @@ def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
 
 @pytest.mark.parametrize("min_ranks", [0, 1])
 def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(min_ranks: int) -> None:
-    """Also where all replicas had died when it closed, and were about to be made again."""
-
     async def script() -> rl.Batch:
         engine = FragileEngine(0)
         sampler, policy = await spawned(SLOW, engine, 2, min_ranks), FakePolicy(POLICY)
@@ -101,8 +95,6 @@ def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(min_ranks: int) -
 
 
 def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() -> None:
-    """Between `rollouts(...)` and its first batch the sampler itself is given weights."""
-
     async def script() -> rl.Batch:
         engine = FragileEngine(0, missing=1)
         sampler, policy = await spawned(delayed(FakeSampler, generate=50.0), engine, 2, 1), FakePolicy(POLICY)

@@ -80,7 +80,6 @@ async def test_more_steps_follow_a_schedule_to_its_end_and_go_on(tmp_path: Path)
 
 
 async def test_a_batch_comes_though_the_call_that_is_drawn_before_it_stands_still(tmp_path: Path) -> None:
-    """What the trainer waits for is ready; that it is its turn says the draw alone, whose rows wait for new weights."""
     first = await streamed(tmp_path, 3, name="first", deterministic=True)
     file = tmp_path / "first/schedule.jsonl"
     entries = read_schedule(file.parent)

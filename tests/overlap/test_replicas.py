@@ -17,7 +17,6 @@ from tests.overlap.streams import POLICY, SAMPLER, FragileEngine, labels, noted,
 async def outlives(
     role: type[FakeSampler], engine: FragileEngine, min_ranks: int = 0, policy: FakePolicy | None = None, die: int = 2
 ) -> list[rl.Batch]:
-    """The batches of a stream; after so many, one of its two replicas dies."""
     sampler = await spawned(delayed(role, generate=1.0), engine, 2, min_ranks)
 
     def then(step: int) -> None:
@@ -70,8 +69,6 @@ def test_a_needed_replica_waits_for_another_node_if_the_first_is_refused() -> No
 
 
 class Passing(rl.Weights):
-    """Weights that are gone after the next update."""
-
     @property
     def lasts(self) -> bool:
         return False
@@ -86,8 +83,6 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
             return Passing.of(made.version, made.buckets)
 
     class Late(FakeSampler):
-        """Its third life comes too late."""
-
         def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
             self._life = next(lives)
@@ -119,15 +114,12 @@ def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> N
 
 
 class Together(FakeSampler, CollectiveActor):
-    """Its ranks wait for each other."""
-
     def agree(self, work: object) -> list[object]:  # type: ignore[override]
         return []
 
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
-    """As where the host of a reward cannot reach that of a sampler, and the controller reaches both."""
     lost = DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
     failed = RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
     failed.__cause__ = lost

@@ -97,7 +97,6 @@ async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
 
 
 def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
-    """A replica whose rows never end gets no more of them, and a row counts with the most tokens that it may have."""
     drawn: list[tuple[int, list[int]]] = []
 
     class Stuck(FakeSampler):

@@ -17,8 +17,6 @@ from tests.overlap.streams import POLICY, SAMPLER, labels, prompts, train
 
 @dataclass
 class FirstIsSlow(Latency):
-    """Group 0 takes long."""
-
     def draw(self, random: Random, batch: Batch | None) -> float:
         return 10.0 if batch is not None and 0 in batch.groups else 0.1
 
@@ -83,7 +81,6 @@ def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_as_many_prompts_are_drawn_as_the_bound_allows_and_no_more(ahead: int) -> None:
-    """However often weights are published between two batches, and not before they have come."""
     drawn: list[int] = []
 
     class Noting(FakeSampler):
@@ -114,8 +111,6 @@ def test_as_many_prompts_are_drawn_as_the_bound_allows_and_no_more(ahead: int) -
 
 
 def test_a_publication_that_is_on_its_way_counts_for_the_bound() -> None:
-    """The policy is ahead of what the sampler has: rows that the bound allowed before are too old."""
-
     async def script() -> tuple[list[int], list[int], dict[str, int]]:
         policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, load=5.0)(SAMPLER)
         await publish(policy, sampler)

@@ -32,7 +32,6 @@ async def train(policy: rl.Policy, batch: rl.Batch) -> None:
 
 
 async def streamed(steps: int, size: int = 4, sampler: rl.Sampler | None = None, **chosen: object) -> list[rl.Batch]:
-    """The batches of so many steps."""
     policy, sampler = FakePolicy(POLICY), sampler or FakeSampler(SAMPLER)
     reward = FakeReward(REWARD)
     batches: list[rl.Batch] = []
@@ -47,7 +46,6 @@ async def streamed(steps: int, size: int = 4, sampler: rl.Sampler | None = None,
 
 
 def same(one: rl.Batch, other: rl.Batch) -> bool:
-    """Whether all columns have the same bits, in whatever order they stand."""
     return set(one.names) == set(other.names) and one.to_wire() == other.only(*one.names).to_wire()
 
 
@@ -154,8 +152,6 @@ def test_a_sampler_whose_engine_died_is_respawned(during: str) -> None:
     lives = count()
 
     class Mortal(FakeSampler):
-        """Its first life ends in its third call, or with the third weights."""
-
         def __init__(self, config: rl.SamplerConfig) -> None:
             super().__init__(config)
             self._left = 2 if next(lives) == 0 else 1000

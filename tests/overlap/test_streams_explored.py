@@ -144,14 +144,12 @@ class Replicas(World):
 
 
 async def one_death(seed: int) -> None:
-    """One of the replicas dies before some operation: a call on it, or a value of a stream."""
     world = Replicas(seed % 7, min_ranks=1)
     world.engine.kill_at = 37 * seed % 400  # each number once in 400 seeds, and any few of them well spread
     await world.run(steps=3)
 
 
 async def deaths(seed: int, sampler: type[FakeSampler] = TellingSampler) -> None:
-    """Any of them die, now and then, also several at once, or while they are made again; some come late."""
     random = Random(f"deaths {seed}")
     min_ranks, missing = random.randint(0, 2), random.randint(0, 2)
     # Without `min_ranks` a mesh begins with all ranks, and weights are not kept for all.

@@ -16,7 +16,6 @@ Meshrl: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def build(source: Path, target: str, into: Path) -> Path:
-    """Build a wheel or an sdist of the project in the folder `source`. Needs no network."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(into)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     (built,) = into.glob("*.whl" if target == "wheel" else "*.tar.gz")
@@ -32,8 +31,6 @@ def uv(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_in(environment: Path, folder: Path) -> Meshrl:
-    """Runs the command `meshrl` of an environment in a folder, as a shell does that knows nothing of this project."""
-
     def run(*arguments: str, program: str = "meshrl") -> subprocess.CompletedProcess[str]:
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [str(environment / "bin" / program), *arguments]
@@ -44,7 +41,6 @@ def run_in(environment: Path, folder: Path) -> Meshrl:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
     return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
@@ -63,7 +59,6 @@ def install(wheel: Path, folder: Path, *extras: str) -> Path:
 
 
 def dependencies(*extras: str) -> Iterator[Distribution]:
-    """The packages that meshrl needs with these extras, and those that they need."""
     wanted: list[tuple[str, set[str]]] = [("meshrl", {"", *extras})]
     seen = set[str]()
     while wanted:
@@ -79,11 +74,9 @@ def dependencies(*extras: str) -> Iterator[Distribution]:
 
 @pytest.fixture(scope="session")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment without an extra."""
     return install(wheel, tmp_path_factory.mktemp("environment") / "venv")
 
 
 @pytest.fixture
 def meshrl(environment: Path, tmp_path: Path) -> Meshrl:
-    """Runs the command `meshrl` of that environment in an empty folder."""
     return run_in(environment, tmp_path)

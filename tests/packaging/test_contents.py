@@ -76,7 +76,6 @@ def test_the_extras_that_texts_name_are_there() -> None:
 
 
 def pins(name: str) -> dict[str, Version]:
-    """The versions that a file of requirements has."""
     lines = (ROOT / name).read_text("utf-8").splitlines()
     found = dict(line.split("==") for line in lines if "==" in line)
     return {package.lower().replace("_", "-"): Version(version) for package, version in found.items()}

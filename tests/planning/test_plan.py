@@ -50,7 +50,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def record(
     source: str, name: str, draw: float, train: float, *, cpus: int | None = 1, steps: Sequence[float] = (1.0,) * 9
 ) -> Path:
-    """A run on one mesh whose steps draw and train so many seconds, times their own factor, and do nothing else."""
     folder = Path(name)
     job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"] if cpus else [])
     Recorder(folder, job.resolved).close(None)

@@ -317,7 +317,6 @@ def test_a_record_on_the_same_kind_of_device_comes_first() -> None:
 
 
 def test_calls_of_other_numbers_of_rows_are_compared_at_the_same() -> None:
-    """A call takes 1 s and .1 s a row on one core, and half of both on four."""
     few, many = recorded({"cpus": 1}, 0.0), recorded({"cpus": 4}, 0.0)
     few = replace(few, pace=paced({rows: 1 + 0.1 * rows for rows in (8, 16)}))
     for sizes in ((40, 80), (40,)):

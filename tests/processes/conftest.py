@@ -66,7 +66,6 @@ def _broken(how: str) -> None:
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start their own processes, as outside of tests, and not by way of a warm one."""
     monkeypatch.setattr(
         subprocess, "Popen", next(kind for kind in subprocess.Popen.mro() if kind.__module__ == "subprocess")
     )

@@ -41,15 +41,12 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 MODULES = (__name__,)
 """Without them, each new rank would import torch and the backends anew."""
 MODEL: Final = rl.NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
-"""5 MiB, in buckets of the smallest size."""
 ODD: Final = rl.NewModel(characters="abcdefgh>", hidden_size=252, ffn_size=509, layers=2, heads=3, max_tokens=48)
 """Two ranks have different numbers of rows of some matrices."""
 COLUMNS = ("o_proj.weight", "down_proj.weight")
-"""The ends of names of matrices that `tp` splits along their columns."""
 
 
 def die_in_flight() -> None:
-    """Kill this process at its second bucket, sent or taken."""
     did = list[int]()
 
     def once(do: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 COUNT = 1 << 18
 NBYTES = COUNT * 8
-"""Of the column `hidden`."""
 
 
 class Rows(Actor):
@@ -51,7 +50,6 @@ class Rows(Actor):
 
 
 def memory_of(pid: int) -> int:
-    """The bytes of shared memory that a process has made."""
     return sum(path.stat().st_size for path in segments(pid))
 
 
@@ -91,7 +89,6 @@ async def test_what_columns_share_is_copied_once(mesh: Mesh) -> None:
 async def test_what_a_reader_joins_is_handed_on_as_it_lies_there(
     engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the controller and on a rank: nobody copies it again, and it outlives those that made the pieces."""
     monkeypatch.setattr(pool, "hands_on", True)  # as `make_engine` does
     makers, taker = [await (await Mesh.reserve(engine, n, NO_CORE)).spawn(Rows) for n in (2, 1)]
     pids = [await at(makers, dp=rank).pid() for rank in range(2)]

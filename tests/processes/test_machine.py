@@ -43,7 +43,6 @@ async def gpus_of(mesh: Mesh) -> list[str]:
 
 
 async def test_the_port_of_a_ranks_store_is_its_own_before_it_listens(engine: ProcessEngine) -> None:
-    """Where ranks compute together, `torch.distributed` listens there."""
     mesh = await Mesh.reserve(engine, 1, NO_CORE)
     has = await mesh.spawn(Has)
     for _ in range(2):

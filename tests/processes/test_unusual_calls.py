@@ -30,8 +30,6 @@ class Other(Actor):
 
 
 class Late(Batch):
-    """Takes a while to be read."""
-
     async def load(self, *names: str) -> Self:
         for _ in range(100):
             await asyncio.sleep(0)
@@ -85,12 +83,10 @@ async def test_handles_leave_no_connection_behind(engine: ProcessEngine, mesh: M
 
 @wraps(overlong_penalty)
 def doubled(*arguments: int) -> object:
-    """What has the name of meshrl's own."""
     return 2 * overlong_penalty(*arguments)
 
 
 def nameless() -> FunctionType:
-    """A function of no module."""
     return FunctionType((lambda: 7).__code__, {})
 
 
@@ -111,7 +107,6 @@ async def test_what_breaks_where_it_is_read_fails_its_call_alone(mesh: Mesh) -> 
 
 
 async def test_bytes_of_any_size_arrive_whole_however_many_are_under_way(mesh: Mesh) -> None:
-    """They are more than a socket takes, and come in pieces that begin and end anywhere."""
     guest, random = await mesh.spawn(Guest), Random(0)
     sizes = [3, 5_000_000, 0, 2_000_000, *(random.randrange(3000) for _ in range(300)), 1]
     sent = [random.randbytes(size) for size in sizes]

@@ -17,7 +17,6 @@ from meshrl.user_code import import_file
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The folder of a script."""
     for name in ("train.py", "letters.toml", "big.safetensors", "notes.md"):
         (tmp_path / name).write_text("", "utf-8")
     return tmp_path

@@ -66,7 +66,6 @@ async def test_a_death_elsewhere_is_told_for_what_it_causes(engine: RayEngine, m
 
 
 def present() -> set[object]:
-    """The placement groups of this test's cluster, and the processes of its ranks."""
     groups = ray.util.placement_group_table().items()
     found: set[object] = {name for name, group in groups if group["state"] != "REMOVED"}
     for process in psutil.Process().children(recursive=True):
@@ -79,7 +78,6 @@ def present() -> set[object]:
 
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_mesh_a_run_and_a_start_leave_nothing_behind(tmp_path: Path) -> None:
-    """A mesh that is stopped while it is called, a run that ends by a death, a start that is cancelled."""
     before = present()
     engine, pids = RayEngine(), list[int]()
     mesh = await rl.Mesh.reserve(engine, 2, NO_CORE)
@@ -131,7 +129,6 @@ async def until_it_fails(policy: rl.Policy, batch: rl.Batch) -> None:
 
 
 async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
-    """And a policy trains on ranks of Ray, and on new ones after one has died."""
     engine = RayEngine(inline_bytes=0)
     mesh = (await rl.Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
     policy, killer = await mesh.spawn(FsdpPolicy, rl.PolicyConfig(model=MODEL)), await mesh.spawn(Probe)
@@ -175,7 +172,6 @@ asyncio.run(main())
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_controller_that_is_killed_takes_its_ranks_and_its_own_cluster_with_it(tmp_path: Path) -> None:
-    """Its classes are a script's own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["env", "-u", "RAY_ADDRESS", sys.executable, str(script)]

@@ -44,7 +44,6 @@ class Probe(Actor):
 
 
 async def test_a_rank_finds_what_torch_distributed_needs_and_a_thread_where_no_core_is_free(engine: RayEngine) -> None:
-    """As on the local engine, the first mesh takes all cores, and none is waited for."""
     mesh = await Mesh.reserve(engine, 2)
     probe = await mesh.spawn(Probe)
     found = [value for value in await each(probe.environment)() if isinstance(value, list)]

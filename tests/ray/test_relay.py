@@ -48,8 +48,6 @@ def _each_rank_has_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(Numbered):
-    """Makes weights, and takes them, on a machine of its own."""
-
     def __init__(self, *, has_torch: bool = True) -> None:
         boot = str(os.getpid())
         here = pytest.MonkeyPatch()  # of this process, for good
@@ -71,13 +69,11 @@ class Model(Numbered):
 
     @endpoint
     async def hands_on(self) -> Same[bool]:
-        """Whether this machine still has what came to it for the next one."""
         gc.collect()
         return any(isinstance(each, Flow) for each in gc.get_objects())
 
 
 async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died(mesh: Mesh, engine: RayEngine) -> None:
-    """They lie in its shared memory. A machine that comes late has them from one that has them, or had them."""
     made = at(await mesh.spawn(Model), dp=0)
     taken = await (await Mesh.reserve(engine, 3, NO_CORE)).spawn(Model)
     for number in range(2):
@@ -111,8 +107,6 @@ async def test_where_torch_is_not_installed_they_come_by_rays_store(mesh: Mesh, 
 
 
 def handle(*, answers: bool) -> Handle:
-    """Of the actor of a rank that answers, or does not."""
-
     async def remote(*_: object) -> None:
         if not answers:
             await asyncio.Event().wait()
@@ -134,7 +128,6 @@ HERE = "127.0.0.1"
 
 
 def flow(words: int, *, here: bool) -> Flow:
-    """Of two buffers, the first of some pieces and a part of one."""
     first = np.arange(words, dtype=np.uint32).view(np.uint8) if here else np.zeros(4 * words, np.uint8)
     first.flags.writeable = not here
     return Flow(b"head", [first, np.full(5, here, np.uint8)], here=here)
@@ -184,7 +177,6 @@ threading.Thread(target=link.send, args=(value, 0)).start()
 sys.stdin.readline()
 os._exit(1)
 """
-"""Sends two pieces of three, and ends when it is told to."""
 
 
 def test_a_sender_that_dies_fails_what_is_under_way_and_the_link() -> None:

@@ -34,22 +34,18 @@ class Rows(Probe):
 
 
 class Relay(rl.Actor):
-    """Calls another actor from its rank."""
-
     @rl.endpoint
     async def hand_on(self, batch: rl.Batch, rows: Rows) -> Same[rl.Batch]:
         return await rows.twice(batch)
 
 
 def held(batch: rl.Batch) -> list[object]:
-    """What the tokens are to be fetched by."""
     column = batch._columns["tokens"]
     assert isinstance(column, RemoteColumn)
     return [piece.held for piece in column.missing]
 
 
 async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(engine: RayEngine, mesh: rl.Mesh) -> None:
-    """What a rank has of Ray's store it hands on in its machine's memory, and what it makes goes back through Ray."""
     one, other = await mesh.spawn(Rows), await (await rl.Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
     relay = await mesh.spawn(Relay)
     batch = await one.make(50_000)
@@ -81,8 +77,6 @@ async def test_rows_stay_in_the_store_and_leave_it_and_go_past_the_controller(en
 
 
 class Model(rl.Actor):
-    """Each rank has a tensor."""
-
     @rl.endpoint
     async def weights(self) -> rl.Gather[rl.Weights, EVERY]:
         number = rl.current_rank().index

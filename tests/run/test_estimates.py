@@ -104,8 +104,6 @@ def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def steps(seconds: float, every: int, wait: bool = False) -> tuple[list[tuple[str, float]], list[int], float]:
-    """Six steps of a second each: what happened when, what was recorded, and how long it took."""
-
     async def script() -> tuple[list[tuple[str, float]], list[int], float]:
         happened: list[tuple[str, float]] = []
         recorded: list[int] = []

@@ -111,7 +111,6 @@ class Learner(FakePolicy):
 
 
 def early(batches: Iterator[rl.Batch]) -> Iterator[rl.Batch]:
-    """The same batches, each taken when the one before it is asked for."""
     coming = next(batches)
     while True:
         batch, coming = coming, next(batches)

@@ -56,8 +56,6 @@ class Diary(testing.FakePolicy):
 
 @dataclass
 class Faults(testing.Latency):
-    """What calls of the roles take; one of them fails."""
-
     at: int = 0
     error: Callable[[], Exception] = Exception
     lasts: bool = False

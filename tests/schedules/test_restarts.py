@@ -108,7 +108,6 @@ def test_a_run_ends_by_the_fault_that_no_restart_is_left_for(tmp_path: Path, fau
 
 
 def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Faults) -> None:
-    """Also where the fault comes before the first step, and the folder of the name is another run's."""
     setting = SETTINGS[0]
     for at in (1, 40):
         folder = tmp_path / f"{at}"
@@ -167,7 +166,6 @@ def from_cause(error: Exception, cause: Exception) -> Exception:
 
 
 def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
-    """What the script raises, and whether the run is begun again."""
     table: list[tuple[Exception, bool]] = [
         (rank_died(), True),
         (from_cause(RankFailed("Sampler", 0, {}, "generate", "", ""), died()), True),
@@ -182,7 +180,6 @@ def test_only_a_fault_of_a_machine_is_tried_again(tmp_path: Path) -> None:
     ]
 
     def lived(error: Exception, folder: Path, restarts: int = 1) -> tuple[int, Exception | None]:
-        """How often a run began whose first life ends so, and what it raised."""
         lives: list[object] = []
 
         async def fails_once(run: object, _: object) -> None:

@@ -190,8 +190,6 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
 
 
 def test_a_witness_tells_what_was_broken() -> None:
-    """Groups and how many of their rows are trained, one after the other, each followed by a publication."""
-
     async def trains(trained: list[tuple[int, int]], *, publishes_first: bool = True) -> None:
         witness = testing.Witness(testing.FakePolicy(POLICY))
         list(witness.prompts(iter([rows(1, group=0), rows(1, group=1)])))

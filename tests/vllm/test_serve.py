@@ -39,14 +39,11 @@ MESHRL = [sys.executable, "-c", "from meshrl.cli import main; main()"]
 
 
 class Served(NamedTuple):
-    """A run, and the server of it."""
-
     run: Path
     server: "subprocess.Popen[str]"
     port: int
 
     def says(self) -> str:
-        """Its next line."""
         assert self.server.stdout
         return self.server.stdout.readline().strip()
 
@@ -59,7 +56,6 @@ class Served(NamedTuple):
             return answer.status, answer.read()
 
     def ask(self, prompt: list[int], **asked: object) -> list[int]:
-        """The tokens of a completion."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
         _, content = self.post("v1/completions", {**body, **asked})
         tokens: list[int] = json.loads(content)["choices"][0]["token_ids"]

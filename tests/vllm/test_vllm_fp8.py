@@ -35,12 +35,10 @@ class InFp8(nn.Module):
 
     @staticmethod
     def rounded(rows: Tensor) -> Tensor:
-        """To FP8 and back, each row by its scale."""
         numbers, scales = fp8.quantized(rows.detach())
         return numbers.float() * scales
 
     def forward(self, states: Tensor) -> Tensor:
-        """Of float32[..., hidden]."""
         parts = states.reshape(-1, states.shape[-1]).chunk(self.processes, 1)
         rounded = torch.cat([self.rounded(part) for part in parts], 1).reshape(states.shape)
         return nn.functional.linear(rounded, self.matrix, self.bias)
@@ -74,7 +72,6 @@ def rank() -> None:
 
 
 def same(one: Batch, other: Batch) -> bool:
-    """Whether tokens and log-probs have the same bits."""
     pairs = [(each.tokens.values, each.ragged("sampler_logprobs").values) for each in (one, other)]
     return all(np.array_equal(*both) for both in zip(*pairs, strict=True))
 

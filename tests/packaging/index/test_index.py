@@ -35,7 +35,6 @@ requires-dist = ["torch"]
 
 @pytest.fixture(scope="session")
 def index() -> dict[str, str]:
-    """The environment in which uv uses pip's index, and takes the newest version of all its parts, as pip does."""
     told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for line in told.stdout.splitlines():
