@@ -1,5 +1,3 @@
-"""What holds for every test."""
-
 import asyncio
 import os
 import shutil

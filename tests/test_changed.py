@@ -1,5 +1,3 @@
-"""`make test-changed` runs what a change has to pass."""
-
 import re
 
 from tests.changed import ROOT, needed_parts, read_parts

@@ -1,5 +1,3 @@
-"""Every shipped configuration is right, as `meshrl check` would say, and is what a run of it records."""
-
 import sys
 from collections.abc import Iterator
 from functools import cache

@@ -1,5 +1,3 @@
-"""The public names, one by one: a name that comes or goes changes this list, on purpose."""
-
 import ast
 import importlib
 import subprocess

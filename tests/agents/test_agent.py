@@ -1,5 +1,3 @@
-"""Episodes of programs: functions and command lines, what they return, and what goes wrong with them."""
-
 import asyncio
 import os
 import re

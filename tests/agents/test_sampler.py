@@ -1,5 +1,3 @@
-"""Agents as a sampler: episodes in a stream, trained on under the bound."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

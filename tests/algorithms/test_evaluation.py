@@ -1,5 +1,3 @@
-"""Evaluation beside training: it is recorded, it overlaps, and what is trained is the same with and without it."""
-
 import asyncio
 import json
 import threading

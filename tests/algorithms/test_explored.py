@@ -1,5 +1,3 @@
-"""The shipped scripts keep their promises under any schedule, and divide batches as they say, on fake roles."""
-
 import asyncio
 import re
 from collections import Counter

@@ -1,5 +1,3 @@
-"""`meshrl fork`: a run that begins as an earlier one did, to the bit, and goes on otherwise."""
-
 import json
 import shutil
 from pathlib import Path

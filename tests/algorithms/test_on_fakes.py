@@ -1,5 +1,3 @@
-"""Each page, that of agents too, runs as it ships on fake roles and learns, whether columns travel or stay."""
-
 import json
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,5 +1,3 @@
-"""Folders of honest runs, and folders that somebody changed: what an audit of the files finds."""
-
 import json
 import secrets
 import shutil

@@ -1,5 +1,3 @@
-"""Checkpoints in which a bit has turned, or that somebody has edited."""
-
 import asyncio
 import hashlib
 import shutil

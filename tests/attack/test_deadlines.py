@@ -1,5 +1,3 @@
-"""Ranks that do not answer, rewards that hang, and the one Ctrl-C that ends such a run."""
-
 import asyncio
 import os
 import re

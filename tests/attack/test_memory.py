@@ -1,5 +1,3 @@
-"""What grows with a run's length, and what outlives it."""
-
 import asyncio
 from pathlib import Path
 

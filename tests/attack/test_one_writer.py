@@ -1,5 +1,3 @@
-"""Two runs of one name, on one host and over a file system that tells nobody of locks."""
-
 import asyncio
 import errno
 import os

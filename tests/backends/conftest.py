@@ -1,5 +1,3 @@
-"""What holds for every test of a backend."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""Weights that a policy's ranks broadcast: they come whole whatever the layout is, by each way, or it is told."""
-
 import json
 import os
 import secrets

@@ -1,5 +1,3 @@
-"""A rank that dies is heard of by the others at once, whatever they wait for."""
-
 import os
 import signal
 import socket

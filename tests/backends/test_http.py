@@ -1,5 +1,3 @@
-"""The http sampler before a server of this test: what it does when a server does not as it should."""
-
 import asyncio
 import json
 import threading

@@ -1,5 +1,3 @@
-"""What the backends tell of memory and operations before a run, against what torch itself counts in one, on a CPU."""
-
 import gc
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Packed rows: each token is read after the tokens that are before it in its row, and what rows share is read once."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random

@@ -1,5 +1,3 @@
-"""The configurations for GPUs: within their GPUs' memory, simulated, and built at their models' real sizes."""
-
 import json
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Reward models, trained and frozen: scores and gradients are transformers' own, and what is saved judges as it did."""
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""A mixture's experts: a sampler tells them, and a policy follows."""
-
 from typing import Any
 
 import httpx2

@@ -1,5 +1,3 @@
-"""Models by name, what each folder that is none is told, and how a chat template makes tokens of dialogues."""
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

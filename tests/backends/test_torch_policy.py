@@ -1,5 +1,3 @@
-"""The torch policy and critic: packed training equals what transformers computes row by row, with a head or a loss."""
-
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The torch sampler: what it draws, whatever its slots are; its calls: stopped, replayed bit for bit, and joined."""
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

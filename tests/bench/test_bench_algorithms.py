@@ -1,5 +1,3 @@
-"""The benchmark of all pages: budgets, counts and tables; what it measures is not run here."""
-
 from bench.algorithms import Result, budget, completions, config, figures, markdown, pages, ranked, seeds
 from meshrl.events import Call, Event, Step
 from meshrl.run import find_config, load_job

@@ -1,5 +1,3 @@
-"""The command line, from the files that a user writes to what it prints."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""Tests on several hosts of this machine: `make test-cluster`, as root."""
-
 import json
 import random
 from collections.abc import Iterator

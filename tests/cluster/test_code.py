@@ -1,5 +1,3 @@
-"""A user's script, modules and reward that lie on the controller's host alone are found by ranks on another."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

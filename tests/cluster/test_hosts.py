@@ -1,5 +1,3 @@
-"""Meshes over three hosts: where ranks are, what goes over whose cable, and what a controller leaves."""
-
 import time
 
 from tests.cluster.jobs import MIB, begun, calls, crowded, do, places, rows_between, traffic

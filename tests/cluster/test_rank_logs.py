@@ -1,5 +1,3 @@
-"""What a rank on another host writes, brought to the run's folder on the controller's."""
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,3 @@
-"""A node with another version of a package than the controller's is refused before any rank works there."""
-
 import importlib.metadata
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Weights from host to host: by whose cable they go, and what is told when one on the way is in trouble."""
-
 import time
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,3 @@
-"""Models that the suite is run with beside its own."""
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

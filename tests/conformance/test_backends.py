@@ -1,5 +1,3 @@
-"""The backends that train, against the suite that each of them must pass."""
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest

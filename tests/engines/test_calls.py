@@ -1,5 +1,3 @@
-"""What every engine promises of a call: order, isolation, cancellation, failures, streams, columns that stay."""
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator

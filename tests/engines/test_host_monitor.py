@@ -1,5 +1,3 @@
-"""When a host is given up: in virtual time, with hosts that are silent, slow or away for a moment."""
-
 import asyncio
 import socket
 import time

@@ -1,5 +1,3 @@
-"""The local engine: real overlap, order, isolation, cancellation, failures, and no thread left behind."""
-
 import asyncio
 import contextlib
 import threading

@@ -1,5 +1,3 @@
-"""Calls through a mesh: splitting, joining, views of ranks, and what goes wrong."""
-
 import copy
 from collections.abc import AsyncIterator
 from typing import Literal

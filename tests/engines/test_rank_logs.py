@@ -1,5 +1,3 @@
-"""What the processes of ranks write: kept in the run's folder, with the last lines in the error."""
-
 import ctypes
 import os
 import signal

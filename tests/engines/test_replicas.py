@@ -1,5 +1,3 @@
-"""A stream of rollouts goes on with the processes of a sampler that are left, and then with a new one."""
-
 import asyncio
 import os
 import signal

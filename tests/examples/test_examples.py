@@ -1,5 +1,3 @@
-"""Each script in examples/ runs as its first lines say, in an empty folder, and does what it promises."""
-
 import re
 import sys
 from collections.abc import Callable

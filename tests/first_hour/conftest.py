@@ -1,5 +1,3 @@
-"""Where the tests of a first hour stand."""
-
 import sys
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""A terminal in which `meshrl` is typed."""
-
 import sys
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout

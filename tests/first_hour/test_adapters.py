@@ -1,5 +1,3 @@
-"""Adapters after a run: judged, merged into their model, and trained on from, as any other model."""
-
 import json
 import warnings
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`meshrl check` says before a model loads what a run would say after: of keys, models, rewards and a task's rows."""
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A run that does not come to its first step leaves an earlier run's folder as it was."""
-
 import os
 import signal
 import subprocess

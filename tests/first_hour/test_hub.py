@@ -1,5 +1,3 @@
-"""Models and data by their names on the hub, and a model put there; the hub is a stand-in."""
-
 import asyncio
 import errno
 import json

@@ -1,5 +1,3 @@
-"""meshrl from a script: rows, a reward and a model in, a better model out."""
-
 import asyncio
 import itertools
 import json

@@ -1,5 +1,3 @@
-"""Where paths start: in a file at its folder, on the command line where one stands."""
-
 from pathlib import Path
 
 import pytest

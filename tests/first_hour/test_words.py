@@ -1,5 +1,3 @@
-"""What one types nearly right, and words of other projects, are answered with what is meant."""
-
 import re
 import shutil
 from fnmatch import fnmatchcase

@@ -1,5 +1,3 @@
-"""Engines whose processes read a policy's broadcast by themselves: what they draw from then, and what fails."""
-
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 

@@ -1,5 +1,3 @@
-"""The samplers of inference engines, on the real ones, against the suite that each sampler must pass."""
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Engines over two ranks along tp, on a CPU: their numbers are transformers', before new weights and after."""
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

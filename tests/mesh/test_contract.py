@@ -2,8 +2,6 @@
 # mypy: disable-error-code="empty-body, override, type-var, no-untyped-def"
 # pyright: reportReturnType=false, reportIncompatibleMethodOverride=false, reportInvalidTypeForm=false
 # pyright: reportInvalidTypeArguments=false, reportUnknownParameterType=false
-"""A contract is read once, when a class is spawned, and every mistake in it is told."""
-
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Literal

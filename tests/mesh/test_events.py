@@ -1,5 +1,3 @@
-"""Events: what a run notes of calls, ranks and steps."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

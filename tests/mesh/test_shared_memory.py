@@ -1,5 +1,3 @@
-"""Memory that processes share: leased while it is read, written anew when nobody reads it."""
-
 import fcntl
 import gc
 import subprocess

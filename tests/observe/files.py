@@ -1,5 +1,3 @@
-"""The files of a run that goes on."""
-
 from pathlib import Path
 
 import msgspec

@@ -1,5 +1,3 @@
-"""The page in a real browser: what it shows is what the files say, and it asks this machine alone."""
-
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,5 +1,3 @@
-"""`meshrl compare`: groups of seeds, what differs, whether chance explains it, and a page that shows it."""
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Signs that a run does not learn: each in a run that has it, none in runs that learn."""
-
 import json
 import math
 from collections.abc import Callable, Mapping

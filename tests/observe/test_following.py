@@ -1,5 +1,3 @@
-"""What the server reads of files that grow, keeps in bounded memory, and sends of what changed."""
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

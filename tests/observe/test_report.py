@@ -1,5 +1,3 @@
-"""The page and the trace of a run, where its seconds went, which side had a rank's time, and what bounded a step."""
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

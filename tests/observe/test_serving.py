@@ -1,5 +1,3 @@
-"""The server of a run's page: what it sends of a run that goes on, whom it answers, and what it lets be asked."""
-
 import asyncio
 import json
 import os

@@ -1,5 +1,3 @@
-"""What a stream says of replicas that do not come back, and of schedules in which they died."""
-
 import asyncio
 from collections.abc import Sequence
 from itertools import count

@@ -1,5 +1,3 @@
-"""Rows of a stream go to the replica with the least outstanding, and a group stays where it was."""
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,5 +1,3 @@
-"""How many prompts a stream draws, which groups make a batch, and how old it says that they are."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""A stream of rollouts, as an algorithm sees it."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from itertools import count, islice

@@ -1,5 +1,3 @@
-"""The wheel and the sdist, and environments to install them into."""
-
 import os
 import subprocess
 import sys

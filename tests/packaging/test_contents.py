@@ -1,5 +1,3 @@
-"""What a release consists of: what is in the wheel and the sdist, and that versions, extras and texts agree."""
-
 import re
 import subprocess
 import sys

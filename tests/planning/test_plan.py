@@ -1,5 +1,3 @@
-"""Plans: the best split of a planted run, what is left out, what is told, and what the command prints."""
-
 import random
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,3 @@
-"""Simulated runs: what a script's steps take, from guesses and from the events of a recorded run."""
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

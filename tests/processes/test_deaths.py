@@ -1,5 +1,3 @@
-"""What is left of a process that is killed, and who gives it back."""
-
 import asyncio
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Which rank has which cores and GPUs of this machine, and that they are given back."""
-
 import os
 import resource
 import socket

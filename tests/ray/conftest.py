@@ -1,5 +1,3 @@
-"""Tests of what only Ray has: placement, the way between machines, code that travels, faults of nodes."""
-
 from collections.abc import AsyncIterator
 
 import numpy as np

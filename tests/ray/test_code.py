@@ -1,5 +1,3 @@
-"""The code that is carried to other nodes: which files, how many of them, and under which name."""
-
 import io
 import sys
 import zipfile

@@ -1,5 +1,3 @@
-"""Events of ranks, measured there on the clock of the caller; output of ranks on a node whose reader dies."""
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

@@ -1,5 +1,3 @@
-"""What is left of a cluster when a mesh goes, and of ranks when a cluster does."""
-
 import asyncio
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""How Ray starts, which versions its nodes have, where ranks are, what they find there, and what cannot be met."""
-
 import asyncio
 import os
 import signal

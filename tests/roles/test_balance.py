@@ -1,5 +1,3 @@
-"""Rows are divided by the floating-point operations that a model needs for them."""
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

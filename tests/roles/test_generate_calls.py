@@ -1,5 +1,3 @@
-"""Calls, loads and aborts on a rank, and that a record brings each of them back to its place."""
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial

@@ -1,5 +1,3 @@
-"""A backend of somebody else's, installed beside meshrl, with options of its own."""
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast

@@ -1,5 +1,3 @@
-"""Checkpoints of a run: whole or not there, and what a run that goes on finds, does again and leaves out."""
-
 import asyncio
 import math
 from collections.abc import Callable, Coroutine

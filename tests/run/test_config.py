@@ -1,5 +1,3 @@
-"""Configuration: TOML, overrides, and mistakes told all at once."""
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

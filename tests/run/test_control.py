@@ -1,5 +1,3 @@
-"""What somebody asks of a run by a file, and what a run says of itself each second."""
-
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable

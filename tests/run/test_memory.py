@@ -1,5 +1,3 @@
-"""`meshrl memory`: what the roles of a rank come to, whether it fits, and what would save."""
-
 import string
 from collections.abc import Sequence
 from pathlib import Path

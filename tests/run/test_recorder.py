@@ -1,5 +1,3 @@
-"""A run and its files."""
-
 import asyncio
 import io
 import tomllib

@@ -1,5 +1,3 @@
-"""Virtual time: jumps, order, deadlocks and leftovers."""
-
 import asyncio
 import gc
 import threading

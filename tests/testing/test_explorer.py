@@ -1,5 +1,3 @@
-"""Latencies, crashes and the explorer, without a stream."""
-
 import asyncio
 import itertools
 import subprocess

@@ -1,5 +1,3 @@
-"""The moments at which a program can be killed, and what its disk holds then."""
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""Matrices in FP8 in vLLM: what it computes, and weights that come whole or in FP8."""
-
 from pathlib import Path
 from typing import Any
 
