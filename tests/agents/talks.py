@@ -58,11 +58,7 @@ def talking(says: Any) -> Callable[[Program], Callable[[], None]]:
                 await program(talk)
             await gateway.aclose()
 
-        def test() -> None:
-            simulate(main)
-
-        test.__doc__ = program.__doc__
-        return test
+        return lambda: simulate(main)
 
     return made
 

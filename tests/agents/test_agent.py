@@ -188,12 +188,6 @@ async def test_a_plain_client_asks_no_proxy(agent: Callable[..., Agent], monkeyp
     assert len(episode.rows) == 1
 
 
-async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -> None:
-    for solve in (agent("return 1", "def"), Agent(AgentConfig(command=(sys.executable,)))):
-        with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
-            await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
-
-
 async def test_plain_functions_that_hang_hold_up_no_other_or_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
     last, before = tmp_path / "last", threading.enumerate()
@@ -209,7 +203,10 @@ async def test_plain_functions_that_hang_hold_up_no_other_or_end(agent: Callable
         assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
 
 
-def test_configurations_that_are_refused(tmp_path: Path) -> None:
+async def test_what_is_refused_and_what_needs_a_server(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    for solve in (agent("return 1", "def"), Agent(AgentConfig(command=(sys.executable,)))):
+        with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
+            await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
     mine = tmp_path / "mine.py"
     mine.write_text("solve = 3\ndef other(client):\n    pass\n", "utf-8")
     with pytest.raises(ValidationError, match="give one of source"):

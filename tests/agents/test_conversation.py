@@ -65,7 +65,7 @@ def test_a_row_has_its_source_texts_for_people_and_the_one_temperature_of_its_tu
         conversation.answer(conversation.ask([USER, said, USER]), wrote(chat, "mat"), said)
 
 
-def test_a_history_that_was_rewritten_and_other_tools_branch(chat: ShownChat) -> None:
+def test_a_rewritten_history_other_tools_and_a_template_that_refuses_branch(chat: ShownChat) -> None:
     edits: list[list[Message]] = [
         [Message("system", "another"), USER],
         [Message("user", "the dog?")],
@@ -83,8 +83,13 @@ def test_a_history_that_was_rewritten_and_other_tools_branch(chat: ShownChat) ->
         assert conversation.ask([*messages, USER], [TOOL]).before is None
         assert conversation.ask([*messages, USER]).before is not None
 
+    conversation = Conversation(chat)
+    said = Message("assistant", "", tool_calls=(ToolCall(id="c", function=Function("add", "{}")),))
+    conversation.answer(conversation.ask([USER]), wrote(chat, "call"), said)
+    assert conversation.ask([USER, said, Message("tool", "3")]).before is None, "the template refuses a stand-in"
 
-def test_calls_come_back_in_other_spaces(qwen: ShownChat) -> None:
+
+def test_calls_in_other_spaces_and_thoughts_stay_as_they_were_sampled(qwen: ShownChat) -> None:
     conversation = Conversation(qwen)
     written = '<tool_call>\n{"name":"add","arguments":{"a":1,"b":2}}\n</tool_call>'
     said = Message("assistant", "", tool_calls=(ToolCall(id="c1", function=Function("add", '{"a":1,"b":2}')),))
@@ -96,20 +101,11 @@ def test_calls_come_back_in_other_spaces(qwen: ShownChat) -> None:
     assert written in shown
     assert shown.endswith("\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
-
-def test_thoughts_stay_where_they_were_sampled(qwen: ShownChat) -> None:
     conversation = Conversation(qwen)
     messages = turn(conversation, qwen, [USER], "<think>\nhm\n</think>\n\non")
     asked = conversation.ask([*messages, USER])
     assert "hm" in qwen.shown(asked.tokens)
     assert "hm" not in qwen.render([*messages, USER], ())
-
-
-def test_a_template_that_refuses_what_stands_for_an_answer_branches(chat: ShownChat) -> None:
-    conversation = Conversation(chat)
-    said = Message("assistant", "", tool_calls=(ToolCall(id="c", function=Function("add", "{}")),))
-    conversation.answer(conversation.ask([USER]), wrote(chat, "call"), said)
-    assert conversation.ask([USER, said, Message("tool", "3")]).before is None
 
 
 def test_texts_without_messages(chat: ShownChat) -> None:

@@ -197,16 +197,14 @@ def test_a_disk_that_is_full_costs_no_row(
     assert [row["messages"][0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
 
 
-def test_a_line_without_an_end_is_cut_off(tmp_path: Path) -> None:
+def test_a_line_without_an_end_is_cut_off_and_one_process_alone_records_in_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for before, after in ((b"{}\n{}\n{1", b"{}\n{}\n"), (b"{1" * (1 << 20), b""), (b"{}\n", b"{}\n")):
         file.write_bytes(before)
         with Recording(file, ScriptedChat()):
             assert file.read_bytes() == after
 
-
-def test_one_process_records_in_a_folder(tmp_path: Path) -> None:
-    one, other = (Recording(tmp_path / "rows.jsonl", ScriptedChat()) for _ in range(2))
+    one, other = (Recording(file, ScriptedChat()) for _ in range(2))
     with one, pytest.raises(ConfigError, match="another process records there"), other:
         pass
     with other:

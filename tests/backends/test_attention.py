@@ -87,9 +87,8 @@ def _flash_attn_4(given: SimpleNamespace) -> tuple[Tensor, None]:
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
     assert left is None or left >= 0
-    return _flash_attn(
-        given, (-1 if left is None else left, 0 if given.causal else -1 if right is None else right)
-    ), None
+    window = -1 if left is None else left, 0 if given.causal else -1 if right is None else right
+    return _flash_attn(given, window), None
 
 
 def _varlen(given: SimpleNamespace) -> Tensor:
@@ -173,10 +172,8 @@ def test_a_kernel_is_taken_where_it_is_asked_for_or_an_error_says_why_not(machin
 async def test_kernels_for_gpus_are_asked_for_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None], backend: str, name: Attention, model_of: ModelOf
 ) -> None:
-    role, model = (
-        BACKENDS[backend],
-        MODEL if backend == "megatron" else model_of(MistralConfig(**SHAPE, sliding_window=5)),
-    )
+    role = BACKENDS[backend]
+    model = MODEL if backend == "megatron" else model_of(MistralConfig(**SHAPE, sliding_window=5))
     table = {"backend": backend, "optimizer": SGD, "micro_batch_tokens": 64, "model": model}
     batch, plain = rollouts(), role(PolicyConfig.model_validate(table))
     expected = floats((await plain.logprobs(batch)).ragged("logprobs").values)

@@ -84,9 +84,8 @@ def test_weights_come_whole_to_readers_in_turn_and_at_once_into_tensors_of_any_s
     versions = [tensors(version, len(policy.each)) for version in range(2)]
     for version, known in enumerate(versions):
         weights = policy.offer(known, version)
-        assert (
-            max(layout.nbytes for each in weights.manifest.sources for layout in each.layouts) <= 2 * LIMIT // IN_FLIGHT
-        )
+        sizes = [layout.nbytes for each in weights.manifest.sources for layout in each.layouts]
+        assert max(sizes) <= 2 * LIMIT // IN_FLIGHT
         for number, reader in enumerate([*readers, Reader()]):
             places = {name: torch.zeros_like(each) for name, each in known.items()}
             if number % 2:

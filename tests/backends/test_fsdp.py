@@ -105,12 +105,14 @@ def test_the_neighbours_that_keep_parameters_divide_the_ranks() -> None:
 
 
 async def test_a_step_that_was_given_up_leaves_no_gradient_behind() -> None:
-    for sync in ("each", "last"):
-        made, fresh = (policy(micro_batch_tokens=20, fsdp={"gradient_sync": sync}) for _ in range(2))
+    for backend, sync in ((TorchPolicy, "each"), (FsdpPolicy, "each"), (FsdpPolicy, "last")):
+        options = {} if backend is TorchPolicy else {"fsdp": {"gradient_sync": sync}}
+        made, fresh = (policy(backend, micro_batch_tokens=20, **options) for _ in range(2))
         with pytest.raises(ZeroDivisionError):
             await made.update(rollouts(), Late())
         told = await updated(made, fresh, seed=1)
-        assert told[0] == told[1], sync
+        assert told[0] == told[1], (backend, sync)
+        assert await made.weights() == await fresh.weights()
 
 
 async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:

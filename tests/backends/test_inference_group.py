@@ -30,12 +30,9 @@ from meshrl_sglang.transfer import read_back
 from tests.backends.material import on_ranks
 
 
-def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:
+def test_an_engine_has_the_gpus_of_its_ranks_in_their_order_or_ranks_that_cannot_share_it_are_told() -> None:
     assert join_gpus({0: RankGpus("a", ("3",)), 1: RankGpus("a", ("0",))}) == ["3", "0"]
     assert join_gpus({0: RankGpus("a", ()), 1: RankGpus("a", ())}) == []
-
-
-def test_ranks_that_cannot_share_an_engine_are_told() -> None:
     for one, other, message in (
         (RankGpus("a 1", ("0",)), RankGpus("b 1", ("0",)), "rank 2 is on a; rank 5 is on b: use a smaller tp"),
         (RankGpus("a 1", ("0",)), RankGpus("a 2", ("0",)), "on one machine"),  # machines of one name

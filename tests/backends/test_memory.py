@@ -109,9 +109,7 @@ async def taken_by(role: type[TorchPolicy | FsdpPolicy | MegatronPolicy], config
 async def test_a_policys_memory_is_told_within_a_tenth(
     changes: Mapping[str, object], model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "meshrl_torch.model.network.MAX_LOGITS", 1500 * 150
-    )  # so that a micro-batch's logits are made in chunks
+    monkeypatch.setattr("meshrl_torch.model.network.MAX_LOGITS", 1500 * 150)  # a micro-batch's are made in chunks
     model = model_of(changes["model"]) if "model" in changes else LLAMA
     config = rl.PolicyConfig.model_validate({**changes, "model": model, "micro_batch_tokens": 500})
     files = Path(model).glob("*.safetensors") if isinstance(model, str) else []

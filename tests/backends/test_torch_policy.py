@@ -18,7 +18,7 @@ from meshrl.mesh import Rank, rank_context
 from meshrl.roles import OptimizerConfig
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference, TorchRewardModel
 from meshrl_torch.train.optimizer import learning_rate
-from tests.backends.material import GPT2, MODEL, SGD, SHAPE, Late, ModelOf, by_row, floats, near, norm_of, rollouts
+from tests.backends.material import GPT2, MODEL, SGD, SHAPE, ModelOf, by_row, floats, near, norm_of, rollouts
 
 
 def policy(model: object = MODEL, **changes: object) -> TorchPolicy:
@@ -146,15 +146,6 @@ def sampled(seed: int = 0) -> rl.Batch:
     batch = rollouts(seed=seed)
     logprobs = np.random.default_rng(seed).normal(-2.3, 0.4, len(batch.tokens.values)).astype(np.float32)
     return batch.assign(sampler_logprobs=rl.Ragged(logprobs, batch.tokens.offsets, source=Source("sampler")))
-
-
-async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
-    failed, fresh = learner(40), learner(40)
-    with pytest.raises(ZeroDivisionError):
-        await failed.update(sampled(), Late())
-    for trainer in (failed, fresh):
-        await trainer.update(sampled(), rl.ClippedLoss())
-    assert (await failed.weights()) == (await fresh.weights())
 
 
 class Named(rl.ClippedLoss):

@@ -26,21 +26,11 @@ def right_letters(prompt, completion, row):
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
 TASK = """
-[task]
-source = "words.jsonl"
-held_out = 8
-held_out_fraction = 0.2
-
-[policy]
-mesh = "train"
-model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }
-
-[sampling]
-n = 4
-max_tokens = 5
-
-[reward]
-function = "rewards.py:right_letters"
+task = { source = "words.jsonl", held_out = 8, held_out_fraction = 0.2 }
+policy.mesh = "train"
+policy.model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }
+sampling = { n = 4, max_tokens = 5 }
+reward.function = "rewards.py:right_letters"
 """
 
 

@@ -15,26 +15,13 @@ from tests.support.cluster import Cluster
 CONFIG = """
 steps = 4
 prompts = 8
-
-[run]
-samples_every = 1
-
-[run.meshes.train]
-ranks = 2
-axes = { dp = 2 }
-cpus = 1
-
-[run.meshes.rollout]
-ranks = 2
-cpus = 1
-
-[policy.optimizer]
-lr = 1e-2
-
-[sampler]
-mesh = "rollout"
+run.samples_every = 1
+run.meshes.train = { ranks = 2, axes = { dp = 2 }, cpus = 1 }
+run.meshes.rollout = { ranks = 2, cpus = 1 }
+policy.optimizer.lr = 1e-2
+sampler.mesh = "rollout"
 """
-ALGORITHMS = {"grpo": "", "ppo": '[critic]\nbackend = "fsdp"\nmesh = "train"\n[critic.optimizer]\nlr = 1e-2\n'}
+ALGORITHMS = {"grpo": "", "ppo": 'critic = { backend = "fsdp", mesh = "train", optimizer.lr = 1e-2 }\n'}
 PLACES = ["run.meshes.train.custom={train=1}", "run.meshes.rollout.custom={rollout=1}"]
 """Two hosts of the fixture have one of `train`, the third has two of `rollout`."""
 
@@ -49,10 +36,9 @@ def own_names(three: Cluster) -> Cluster:
 
 
 def run(cluster: Cluster, algorithm: str, name: str, *overrides: str) -> None:
+    command = ["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", "policy.backend=fsdp", *overrides]
     try:
-        cluster.hosts[0].run(
-            ["meshrl", "run", f"{algorithm}.toml", f"run.name={name}", "policy.backend=fsdp", *overrides]
-        )
+        cluster.hosts[0].run(command)
     except subprocess.CalledProcessError as error:
         raise AssertionError(error.output) from None
 
@@ -77,9 +63,8 @@ def test_three_hosts_compute_the_bits_of_one(
     own_names: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, ahead: int
 ) -> None:
     monkeypatch.chdir(folder)
-    (folder / f"{algorithm}.toml").write_text(
-        f'algorithm = "{algorithm}"\n{CONFIG}{TASK}\n{ALGORITHMS[algorithm]}', "utf-8"
-    )
+    config = f'algorithm = "{algorithm}"\n{CONFIG}{TASK}{ALGORITHMS[algorithm]}'
+    (folder / f"{algorithm}.toml").write_text(config, "utf-8")
     follows = ["run.deterministic=true"], ["run.replay=runs/three"]
     keeps, follow = follows if ahead else ([], [])
     run(own_names, algorithm, "three", f"ahead={ahead}", f"run.engine={own_names.address}", *PLACES, *keeps)

@@ -49,17 +49,8 @@ async def train(run: rl.Run, config: TrainConfig) -> None:
     "rewards/scale.py": "HALF = 0.5\n",
     "my.toml": """
 algorithm = "train.py"
-
-[run]
-name = "mine"
-
-[run.meshes.reward]
-cpus = 0
-custom = { node2 = 1 }
-
-[reward]
-mesh = "reward"
-function = "rewards/letters.py:letters"
+run = { name = "mine", meshes.reward = { cpus = 0, custom = { node2 = 1 } } }
+reward = { mesh = "reward", function = "rewards/letters.py:letters" }
 """,
 }
 PLACE = "/tmp/project"  # noqa: S108 -- each host's own

@@ -21,19 +21,11 @@ algorithm = "grpo"
 steps = 100
 prompts = 8
 ahead = 2
-
-[run]
-name = "mine"
-checkpoint_every = 5
-restarts = 1
-
-[run.meshes.main]
-cpus = 1
-custom = { node1 = 1 }
-
-[run.meshes.train]
-cpus = 1
-custom = { train = 1 }
+run.name = "mine"
+run.checkpoint_every = 5
+run.restarts = 1
+run.meshes.main = { cpus = 1, custom = { node1 = 1 } }
+run.meshes.train = { cpus = 1, custom = { train = 1 } }
 """
 
 

@@ -192,9 +192,6 @@ async def test_a_stream_waits_for_its_reader_closes_with_it_and_says_where_it_fa
         await anext(failing)
 
 
-# --- what is large stays where it was made
-
-
 def layers() -> rl.Weights:
     return rl.Weights(7, {f"layer{number}": np.full((64, 64), number, np.float32) for number in range(16)})
 

@@ -137,14 +137,12 @@ def test_what_is_typed_nearly_right() -> None:
     assert [path.name for path in Path().iterdir()] == ["mine"]
 
 
-def test_evaluation_is_left_out_by_the_command_line() -> None:
+def test_evaluation_is_left_out_by_the_command_line_and_an_earlier_one_is_kept() -> None:
     done(*SHORT, "evaluation=false")
     assert not Path("runs/quickstart/evaluations.jsonl").exists()
     assert "[evaluation]" not in Path("runs/quickstart/config.toml").read_text("utf-8")
     assert "command line: evaluation = true: must be a table" in refused(*SHORT, "evaluation=true")
 
-
-def test_an_earlier_evaluation_is_kept() -> None:
     done(*SHORT, "run.checkpoint_every=1")
     run, before = Path("runs/quickstart"), b""
     for n, kept in (("2", []), ("2", []), ("1", ["eval-1.json"]), ("3", ["eval-1.json", "eval-2.json"])):

@@ -111,9 +111,7 @@ def test_an_interval_covers_the_true_difference_as_often_as_it_says_and_calls_no
             wrong += low > 0 or high < 0
         assert 1 <= wrong <= 14  # of percentiles alone about 36
 
-
-def test_seeds_that_differ_widen_the_interval() -> None:
-    luck = np.random.default_rng(0)
+    luck = np.random.default_rng(0)  # seeds that differ widen the interval
     base = np.array([[0.2] * 50, [0.8] * 50, [0.5] * 50]) + luck.normal(0, 0.01, (3, 50))
     _, low, high = bootstrap(base, base[:1] + 0.3, 0, paired=True)
     _, alone, narrow = bootstrap(base[2:], base[:1] + 0.3, 0, paired=True)

@@ -125,7 +125,7 @@ def test_what_the_trainer_waits_for_tells_rollouts_from_weights_on_their_way_and
     assert [(reason.why.split()[0], reason.seconds) for reason in policy.reasons] == [("trainer", 3), ("between", 3)]
 
 
-def test_why_each_rank_was_idle() -> None:
+def test_why_each_rank_was_idle_also_one_that_generates_and_trains() -> None:
     policy, other, sampler = idleness(a_run())
     told = [[(reason.why, reason.seconds) for reason in each.reasons] for each in (policy, other, sampler)]
     own = "between calls: the script's own work"
@@ -139,8 +139,6 @@ def test_why_each_rank_was_idle() -> None:
         assert each.idle == pytest.approx(sum(reason.seconds for reason in each.reasons))
         assert each.busy + each.idle == pytest.approx(8.5)
 
-
-def test_a_rank_that_generates_and_trains_is_idle_for_what_the_script_does() -> None:
     waits = [Wait("rollout", "capacity", "", 5, 7), Wait("trainer", "a batch", "", 5, 6)]
     (shared,) = idleness([*synchronous(2, 1, swap=1, steps=1), Step(1, 5, 7), *waits])
     whys = ["trainer waits for a batch", "between calls: the script's own work"]

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -71,15 +72,9 @@ FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), 
 
 
 def start(folder: Path, *command: Path | str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
+    own = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *command], **pipes, text=True, env=own, start_new_session=True)
 
 
 @contextmanager

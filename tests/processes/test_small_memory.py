@@ -86,13 +86,9 @@ def output(folder: Path, steps: str, mounts: str = "", mib: int | None = None) -
     (folder / "script.py").write_text(SCRIPT.replace("{steps}", steps.strip()).replace("{mib}", str(mib)))
     files = folder / "files"
     files.mkdir()
-    done = subprocess.run(
-        [*alone, "sh", "-c", MOUNTS.format(mounts), "sh", str(folder), sys.executable],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TMPDIR": str(files), "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "1000"},
-    )
+    command = [*alone, "sh", "-c", MOUNTS.format(mounts), "sh", str(folder), sys.executable]
+    own = {**os.environ, "TMPDIR": str(files), "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "1000"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

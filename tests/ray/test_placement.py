@@ -115,16 +115,6 @@ def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
     assert room_for({"GPU": 2, "CPU": 1}, {"GPU": 8, "CPU": 3}) == 3
 
 
-async def test_an_address_where_nothing_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    engine = RayEngine("127.0.0.1:9")
-    with pytest.raises(
-        ConfigError, match=r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
-    ):
-        await Mesh.reserve(engine, 1)
-    await engine.close()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems are not asked")
 def test_gloo_is_told_the_interface_of_an_address() -> None:
     name = interface_of("127.0.0.1")
@@ -162,19 +152,19 @@ def test_a_host_that_is_an_ipv6_address_has_brackets_only_in_the_address_of_the_
     assert host_and_port("10.0.0.2:6379") == ("10.0.0.2", 6379)
 
 
-async def test_a_ray_that_does_not_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ray_that_does_not_answer_or_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(*_: object, **__: object) -> None:
         raise Exception("The current node timed out during startup")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    engine = RayEngine()
-    with pytest.raises(
-        ConfigError, match=r"did not start .* within 0 s: The current node timed out .*`ray start --head`"
-    ):
-        await Mesh.reserve(engine, 1, Resources(cpus=0))
-    await engine.close()
+    nowhere = r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
+    late = r"did not start .* within 0 s: The current node timed out .*`ray start --head`"
+    for engine, told in ((RayEngine("127.0.0.1:9"), nowhere), (RayEngine(), late)):
+        with pytest.raises(ConfigError, match=told):
+            await Mesh.reserve(engine, 1, Resources(cpus=0))
+        await engine.close()
+        monkeypatch.setattr(ray, "init", init)
 
 
 HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}

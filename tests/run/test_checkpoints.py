@@ -225,9 +225,8 @@ async def test_a_script_of_two_loops_goes_on_in_either_with_rows_that_it_looks_a
 async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
     folder = await run(counting(9, dies_in=3), tmp_path)
     (folder / "metrics.jsonl").write_bytes(b"")
-    with pytest.raises(
-        DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint of the resumed run was written"
-    ):
+    told = r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint of the resumed run was written"
+    with pytest.raises(DataError, match=told):
         await run(counting(9), tmp_path)
 
 

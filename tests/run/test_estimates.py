@@ -131,15 +131,12 @@ def steps(seconds: float, every: int, wait: bool = False) -> tuple[list[tuple[st
     return simulate(script)
 
 
-def test_it_runs_beside_the_steps_which_may_wait() -> None:
+def test_it_runs_beside_the_steps_which_may_wait_one_at_a_time_and_none_is_left_out() -> None:
     happened, recorded, took = steps(2.5, 3)
     kinds = ["prepare", "begin", "end"]
     assert happened == [(kind, at) for now in (0, 3, 6) for kind, at in zip(kinds, (now, now, now + 2.5), strict=True)]
     assert (recorded, took) == ([0, 3, 6], 8.5)
     assert steps(2.5, 3, wait=True)[1:] == ([0, 3, 6], 6 + 3 * 2.5)
-
-
-def test_one_at_a_time_and_none_is_left_out() -> None:
     happened, recorded, took = steps(2.5, 2)
     for what in ("prepare", "begin"):
         assert [at for kind, at in happened if kind == what] == [0, 2.5, 5, 7.5]
@@ -159,7 +156,11 @@ async def failing() -> Mapping[str, float]:
     raise ValueError("no")
 
 
-async def test_an_error_is_raised_between_two_steps_and_once_or_told_at_the_end() -> None:
+async def cancelled() -> Mapping[str, float]:
+    raise asyncio.CancelledError
+
+
+async def test_an_error_is_raised_between_two_steps_and_once_or_told_at_the_end_and_so_is_a_cancellation() -> None:
     beside = await begun(failing)
     with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps failed: ValueError: no$"):
         await beside.turn(6)
@@ -170,12 +171,6 @@ async def test_an_error_is_raised_between_two_steps_and_once_or_told_at_the_end(
     with capture_logs() as logs:
         await unseen.close()
     assert [line["event"] for line in logs] == ["the evaluation after 5 steps failed: ValueError: no"]
-
-
-async def test_one_that_was_cancelled_is_not_passed_over() -> None:
-    async def cancelled() -> Mapping[str, float]:
-        raise asyncio.CancelledError
-
     with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps was cancelled, and has no numbers$"):
         await (await begun(cancelled)).settle()
 

@@ -1,6 +1,6 @@
-import asyncio
 import io
 import tomllib
+from asyncio import CancelledError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -42,28 +42,16 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
         "text": 'a "b"\n',
     }
     first_step = {"reward": 0.25, "loss": 0.123456, "tokens": 10, "unwatched": 1.0}
+    last_step = {"reward": 0.75, "loss": float("nan"), "tokens": 12}
     with capture_logs() as logs:
-        folder = await recorded(
-            tmp_path,
-            first_step,
-            {"reward": 0.5},
-            {"reward": 0.75, "loss": float("nan"), "tokens": 12},
-            resolved=resolved,
-        )
+        folder = await recorded(tmp_path, first_step, {"reward": 0.5}, last_step, resolved=resolved)
     first, _, last = lines(folder / "metrics.jsonl")
     assert (first["reward"], first["loss"], last["loss"]) == (0.25, 0.123456, None)
     found = summary(folder)
     assert isinstance(last["seconds"], float)
     assert last["seconds"] <= cast("float", found.pop("wall_s")) < last["seconds"] + 60
-    assert found == {
-        "status": "finished",
-        "steps": 3,
-        "tokens": 22,
-        "first_reward": 0.25,
-        "last_reward": 0.75,
-        "exact_match_before": 0.5,
-        "exact_match_after": 0.75,
-    }
+    ends = {"first_reward": 0.25, "last_reward": 0.75, "exact_match_before": 0.5, "exact_match_after": 0.75}
+    assert found == {"status": "finished", "steps": 3, "tokens": 22, **ends}
     assert not list(folder.glob("*.part"))
     written = tomllib.loads((folder / "config.toml").read_text("utf-8"))
     assert written == {"algorithm": "grpo", "policy": {"lr": 1e-4, "betas": [0.9, 0.95]}, "text": 'a "b"\n'}
@@ -104,11 +92,7 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [
-        (RuntimeError("no luck"), "failed"),
-        (KeyboardInterrupt(), "interrupted"),
-        (asyncio.CancelledError(), "interrupted"),
-    ],
+    [(ValueError("no luck"), "failed"), (KeyboardInterrupt(), "interrupted"), (CancelledError(), "interrupted")],
 )
 async def test_a_run_that_ends_early_says_how(tmp_path: Path, error: BaseException, status: str) -> None:
     async def script() -> None:

@@ -207,7 +207,6 @@ def test_a_witness_tells_what_was_broken() -> None:
     ):
         with pytest.raises(testing.PromiseBroken, match=broken):
             testing.simulate(partial(trains, trained))
-    with pytest.raises(
-        testing.PromiseBroken, match=r"2 rows were trained before any weights were published: .*publish\("
-    ):
+    told = r"2 rows were trained before any weights were published: .*publish\("
+    with pytest.raises(testing.PromiseBroken, match=told):
         testing.simulate(partial(trains, [(0, 2)], publishes_first=False))
