@@ -69,8 +69,6 @@ OF_SCORED_PAIRS: Columns = {"token_scores": SCORES, "least_margins": LEAST, "pre
 OF_SCORED_PAIRS["margins"] = pair_margins(SCORES, GROUPS, PREFERRED)
 OF_SCORED_PAIRS["pair_sums"] = np.bincount(_PAIR, SCORES)[_PAIR]
 
-# --- the papers
-
 
 def surrogate(ratio: Floats, low: float, high: float) -> Floats:
     """PPO's, arXiv:1707.06347, equation 7."""

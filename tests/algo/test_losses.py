@@ -42,9 +42,6 @@ def test_the_clipped_loss_by_hand_and_what_it_tells() -> None:
     assert set(loss.metrics) == {"ratio", "clip_fraction", "kl"}
 
 
-# --- estimators of the KL
-
-
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8))
 def test_estimators_of_the_kl_are_unbiased_or_have_its_gradient(rows: list[tuple[float, float]]) -> None:
     """Over the policy's tokens: k1, k3 and a loss of `reverse_kl` are the KL, k2 and `reverse_kl` have its gradient.
@@ -90,9 +87,6 @@ def test_distillation_tells_the_kl_and_its_ratio() -> None:
     assert not any(each.requires_grad for each in told.metrics.values())
 
 
-# --- critics and reward models
-
-
 def test_a_value_stops_where_it_has_moved_towards_the_return_by_more_than_the_clip() -> None:
     # Within the clip, beyond it, past the return, and beyond it the wrong way.
     predicted = column(0.1, 0.5, 3.0, -0.5).requires_grad_()
@@ -122,9 +116,6 @@ def test_a_step_is_told_right_where_its_score_is_on_the_labels_side() -> None:
     assert told.tolist() == [1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
 
 
-# --- numbers far from zero
-
-
 def test_numbers_far_apart_give_finite_numbers() -> None:
     logprobs = torch.zeros(3, requires_grad=True)
     far = {"sampler_logprobs": torch.tensor([-900.0, 900.0, -900.0]), "advantages": torch.tensor([-1.0, 1.0, 0.0])}
@@ -142,9 +133,6 @@ def test_numbers_far_apart_give_finite_numbers() -> None:
     of_margins = rl.PreferenceLoss(beta=1.0, smoothing=0.1).of_margins(margins)
     assert of_margins.tolist() == pytest.approx([0.9e6, 0.1e6])
     assert gradient(of_margins, margins) == pytest.approx([-0.9, 0.1])
-
-
-# --- what a loss says of itself, and what it refuses
 
 
 def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
@@ -214,8 +202,6 @@ def test_a_wrong_option_is_refused_in_words() -> None:
         with pytest.raises(ConfigError, match=re.escape(message)):
             validate(schema, table, "file.toml")
 
-
-# --- from tokens to one number
 
 MASK = Ragged.of([[False, True, True, True], [False, False], [False, True]], np.bool_)
 

@@ -27,8 +27,6 @@ SUMS = Batch.of(
     row=[{"worse": "3", "good": True}, {"worse": "4", "good": False}, {"worse": "7", "good": True}],
 )
 
-# --- what pairs and labels are made of
-
 
 def test_an_answer_and_what_is_worse_are_a_pair() -> None:
     pairs = answer_pairs(SUMS, rejected_answers(SUMS, "{worse}"))
@@ -111,8 +109,6 @@ def test_the_best_and_the_worst_of_each_group(rows: list[tuple[int, float]]) -> 
         assert found.row("preferred")[at : at + 2].tolist() == ([1, -1] if best > worst else [0, 0])
 
 
-# --- pairs under a policy and a reference
-
 MASK = Ragged.of([[0, 1, 1], [0, 0], [0, 1]], np.bool_)
 
 
@@ -158,9 +154,6 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
     own = [9, 1, 2, 9, 9, 9, 5]
     assert await reference_point(scored(MASK, own, [0, 2, 1, 0, 0, 0, 1])) == pytest.approx((0.0 + 0.0 + 4.0) / 3)
     assert await reference_point(scored(MASK, own, [0, 9, 1, 0, 0, 0, 1])) == 0.0
-
-
-# --- texts under a reward model
 
 
 async def test_the_columns_of_scored_pairs_are_of_both_texts() -> None:

@@ -105,8 +105,6 @@ async def test_trainers_of_several_versions_join_to_the_range_and_different_mode
             joined(role, None, Source.trainer(1))
 
 
-# --- what a loss takes
-
 PENALISED = ClippedLoss(anchor="trainer", kl=0.1)
 
 

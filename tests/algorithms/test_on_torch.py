@@ -32,8 +32,6 @@ def letter_b(folder: Path, characters: str = "abcd") -> dict[str, Any]:
     return {"task": write_task(folder, rows, held_out=0), "policy": POLICY, "reward": reward}
 
 
-# --- policy gradients
-
 GROUP: dict[str, Any] = {"sampling": {"n": 4, "max_tokens": 4}, "prompts": 16}
 SINGLE: dict[str, Any] = {"sampling": {"max_tokens": 4}, "prompts": 64}
 TWICE = {"minibatches": 2}
@@ -76,9 +74,6 @@ async def test_a_model_judges_completions(tmp_path: Path, random_model: Callable
     assert step["grad_norm"] > 0
 
 
-# --- supervised: what is kept of its own completions, and a teacher
-
-
 async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
     given = letter_b(tmp_path, "acd")
     four = {"max_tokens": 4, "ignore_eos": True}
@@ -100,8 +95,7 @@ async def test_expert_iteration_then_distill_learn(tmp_path: Path) -> None:
     assert written[20].count("b") > 0.8 * len(written[20])
 
 
-# --- preferences and reward models: words of a and b, of which those that are good are answered by b alone
-
+# Words of a and b, of which those that are good are answered by b alone.
 WORDS = [f"{number:06b}".replace("0", "a").replace("1", "b") for number in range(64)]
 OF_AB: dict[str, Any] = {"model": {**MODEL, "characters": "ab>"}, "optimizer": {"lr": 1e-2}}
 OF_ROWS: dict[str, Any] = {"policy": OF_AB, "sampler": {"model": OF_AB["model"]}, "sampling": {"max_tokens": 4}}
@@ -181,8 +175,6 @@ async def test_a_reward_model_learns_and_goes_on_from_a_checkpoint(name: str, tm
     assert len(later) == 30
 
 
-# --- those that are taught in `wide` alone
-
 GAME = """
 class game:
     def reset(self, row):
@@ -208,9 +200,6 @@ async def test_a_page_makes_a_step_of_a_model(name: str, tmp_path: Path) -> None
     _, _, (step,) = await run_page(name, tmp_path, {**table, "steps": 1})
     assert math.isfinite(step["loss"])
     assert step["grad_norm"] >= 0
-
-
-# --- what a student and its teacher share
 
 
 def check(policy: object, teacher: object) -> None:

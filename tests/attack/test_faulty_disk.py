@@ -1,7 +1,6 @@
 """A disk of which each write and each sync fails once: a run ends in words, and goes on without loss."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
@@ -9,10 +8,7 @@ from structlog.testing import capture_logs
 from meshrl import Metrics, Run, RunConfig
 from meshrl.errors import ConfigError, DataError, MeshrlError
 from tests.run.test_checkpoints import counting, lines, run
-from tests.support.faulty_files import FaultyFiles
-
-if TYPE_CHECKING:
-    from tests.support.faulty_files import Fault
+from tests.support.faulty_files import Fault, FaultyFiles
 
 STEPS = 3
 

@@ -1,31 +1,27 @@
 """Numbers that are no numbers, too large, without a sign, of a type that rounds, and log-probs of restricted draws."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import meshrl as rl
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import OptimizerConfig
-from meshrl.run import load_job
+from meshrl.run import find_doubts, load_job, shipped_configs
 from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
 from meshrl_torch.train.optimizer import Optimizer
+from meshrl_vllm.whole import tell_whole
 
 if TYPE_CHECKING:
     from meshrl.algo import Loss
-from types import SimpleNamespace
-
-from torch import Tensor
-
-from meshrl.run import find_doubts, shipped_configs
-from meshrl_vllm.whole import tell_whole
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)

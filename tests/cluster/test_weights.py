@@ -1,13 +1,10 @@
+import subprocess
 import time
-from typing import TYPE_CHECKING
 
 from meshrl.mesh import PATIENCE
 from tests.cluster.broadcast_jobs import broadcast
 from tests.cluster.jobs import MIB, answered, begun, do, traffic, ways
 from tests.support.cluster import Cluster
-
-if TYPE_CHECKING:
-    import subprocess
 
 COLLECTIVES, STORE = "collectives", "the object store"
 
@@ -31,7 +28,7 @@ def test_a_broadcast_comes_to_each_host_once_however_many_samplers_open_it(three
         assert 2 * lacking <= came < 2.4 * lacking  # FSDP gathers them once for the probe
 
 
-def started(cluster: Cluster) -> "subprocess.Popen[str]":
+def started(cluster: Cluster) -> subprocess.Popen[str]:
     for host in cluster.hosts:
         host.slow(rate=1e8)
     controller = begun(cluster, ways, "node1", ["node2", "node3"], 32, 2)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 import meshrl as rl
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import DataLost, RankDied, RankFailed
-from meshrl_inference.engine_side.loading import read_broadcast
+from meshrl_inference.engine_side.loading import Naming, read_broadcast
 from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
@@ -32,9 +32,6 @@ from meshrl_torch.wire.collective import InFlightBuckets
 from meshrl_torch.wire.manifest import SCALE
 from tests.backends.material import SHAPE, changed, updated
 from tests.processes.conftest import NO_CORE, Numbered, killed
-
-if TYPE_CHECKING:
-    from meshrl_inference.engine_side.loading import Naming
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
