@@ -184,6 +184,19 @@ def test_links_to_files_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_of_code_that_pages_name_exist() -> None:
+    folders = ("meshrl", "backends", "algorithms", "examples", "bench", "tests", "docs")
+    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    wrong = [
+        f"{page.name}: {name}"
+        for page in (ROOT / "CONTRIBUTING.md", *PAGES)
+        if not page.name.startswith("from-")  # these name other projects' files
+        for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text("utf-8"))
+        if "NAME" not in name and not name.startswith("mine/") and not any(each.endswith(f"/{name}") for each in files)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_each_page_is_in_the_list_once_which_is_the_navigation_of_the_site() -> None:
     listed = re.findall(r"^- \[.*?\]\((\w[^)#]*\.md)\)", TEXTS[DOCS / "README.md"], re.MULTILINE)
     pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}

@@ -1,8 +1,8 @@
 """OpenAI's protocol: requests of three kinds, read into one form, and the answers to them, whole or streamed.
 
-Unknown fields are ignored. `temperature`, `top_p` and `seed` are ignored too: the run sets them, because the policy
-learns from its log-probs. `/v1/responses` is another form of the same conversation: an assistant's message and the tool
-calls that follow it form one message, as they were drawn.
+Unknown fields are not read. `temperature`, `top_p` and `seed` are not read either: the run sets them, because the
+policy learns from its log-probs. `/v1/responses` is another form of the same conversation: an assistant's message and
+the tool calls that follow it form one message, as they were drawn.
 """
 
 import asyncio
@@ -318,7 +318,7 @@ class OpenAIRequest(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
 
-class _Completed(OpenAIRequest, kw_only=True):
+class _CompletionFields(OpenAIRequest, kw_only=True):
     n: _Choices | None = None
     stop: str | list[str] | None = None
     stream_options: _StreamOptions | None = None
@@ -332,7 +332,7 @@ class _Completed(OpenAIRequest, kw_only=True):
         return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs)
 
 
-class ChatRequest(_Completed, kw_only=True):
+class ChatRequest(_CompletionFields, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
@@ -353,7 +353,7 @@ class ChatRequest(_Completed, kw_only=True):
         return self._asked(messages, self.max_completion_tokens or self.max_tokens, tools, logprobs=bool(self.logprobs))
 
 
-class CompletionRequest(_Completed, kw_only=True):
+class CompletionRequest(_CompletionFields, kw_only=True):
     """`/v1/completions`."""
 
     prompt: str | list[str]

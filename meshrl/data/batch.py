@@ -34,12 +34,13 @@ class Batch(HasRefs):
     """Rows of named columns. Immutable: each change returns a new batch, which shares the unchanged columns.
 
     Standard row columns: `prompt`, `answer` and `completion` (text), `row` (the task's dict), `groups` int64 (the
-    number of the prompt), `temperature`, `rewards` and `advantages` float32, `truncated` bool, and `reward_error` (text
-    or None). Standard token columns, with the same lengths in each row: `tokens` int32 (prompt and completion),
-    `loss_mask` bool (True for learned tokens), `sampler_logprobs` float32, and `versions` int32 (the policy version
-    that sampled the token, -1 in a prompt). A sampler adds `oldest_version` int32, the oldest of the completion, and a
-    stream `staleness` int32, how many publications that is behind. `logprobs` and `reference_logprobs`, float32 by
-    token, come from the trainer and the reference. `source` says what computed such a column, also after rows moved.
+    number of the prompt), `temperature` and `rewards` float32, `advantages` float32 (by row or by token),
+    `truncated` bool, and `reward_error` (text or None). Standard token columns, with the same lengths in each row:
+    `tokens` int32 (prompt and completion), `loss_mask` bool (True for learned tokens), `sampler_logprobs` float32,
+    and `versions` int32 (the policy version that sampled the token, -1 in a prompt). A sampler adds
+    `oldest_version` int32, the oldest of the completion, and a stream `staleness` int32, how many publications that
+    is behind. `logprobs` and `reference_logprobs`, float32 by token, come from the trainer and the reference.
+    `source` says what computed such a column, also after rows moved.
 
         batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
 

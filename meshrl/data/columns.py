@@ -209,7 +209,7 @@ def _private(value: object) -> object:
     return value if type(value) in SCALARS else copy.deepcopy(value)
 
 
-class _Wire(msgspec.Struct, array_like=True):
+class _PackedColumn(msgspec.Struct, array_like=True):
     """One column in a header: the buffers that hold it, and how to read them."""
 
     name: str
@@ -224,14 +224,14 @@ class _Wire(msgspec.Struct, array_like=True):
 class _Header(msgspec.Struct, array_like=True):
     rows: int
     origins: int
-    columns: list[_Wire]
+    columns: list[_PackedColumn]
 
 
 def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[Array | bytes]]:
     """Return a msgpack header and the parts: arrays, not copied, and encoded values. Origins first, then columns."""
     parts: list[Array | bytes] = [*origins]
     known: dict[int, int] = {}
-    wires: list[_Wire] = []
+    packed: list[_PackedColumn] = []
     for name, column in columns.items():
         if isinstance(column, Ragged):
             values, bounds = column.values, column.offsets
@@ -239,15 +239,15 @@ def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> t
                 known[id(bounds)] = len(parts)
                 parts.append(bounds)
             place = len(parts), known[id(bounds)]
-            wires.append(_Wire(name, "ragged", dtype_name(values.dtype), values.shape, *place, column.source))
+            packed.append(_PackedColumn(name, "ragged", dtype_name(values.dtype), values.shape, *place, column.source))
             parts.append(values)
         elif isinstance(column, np.ndarray):
-            wires.append(_Wire(name, "row", dtype_name(column.dtype), column.shape, len(parts), -1))
+            packed.append(_PackedColumn(name, "row", dtype_name(column.dtype), column.shape, len(parts), -1))
             parts.append(column)
         else:
-            wires.append(_Wire(name, "objects", "", (), len(parts), -1))
+            packed.append(_PackedColumn(name, "objects", "", (), len(parts), -1))
             parts.append(_encoded(name, column))
-    return msgspec.msgpack.encode(_Header(rows, len(origins), wires)), parts
+    return msgspec.msgpack.encode(_Header(rows, len(origins), packed)), parts
 
 
 def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:

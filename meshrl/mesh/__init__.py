@@ -47,13 +47,12 @@ from meshrl.mesh.refs import (
 )
 from meshrl.mesh.scatter import Plan, Planner, even_plan, lightest, make_plan, plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
-from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
+from meshrl.mesh.sharding import CP, DP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Share, empty, is_in_place, pool, sweep
 
 __all__ = [
     "CP",
     "DP",
-    "EP",
     "EVERY",
     "INLINE_BYTES",
     "PATIENCE",

@@ -24,8 +24,6 @@ PP = Literal["pp"]
 """Pipeline parallel: ranks with different layers."""
 CP = Literal["cp"]
 """Context parallel: ranks with different parts of each row's tokens."""
-EP = Literal["ep"]
-"""Expert parallel: ranks with different experts."""
 
 EVERY = Literal["*"]
 """All ranks, regardless of the axes: `Gather[Weights, EVERY]`."""

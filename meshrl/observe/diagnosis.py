@@ -60,7 +60,7 @@ class _Numbers:
 
 
 def diagnose(record: Record) -> Sequence[Finding]:
-    """Find warning signs in a run, the most serious first. Empty if the run has fewer than `STEPS` steps."""
+    """Find warning signs in a run, the most serious first, as `_SIGNS` lists them. Empty before `STEPS` steps."""
     if len(record.metrics) < STEPS:
         return ()
     run = _Numbers(record)

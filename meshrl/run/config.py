@@ -119,7 +119,7 @@ class RunConfig(Config):
     """Seconds after which the log names a call that is still running, and its rank."""
     log: Annotated[str, CODE] | list[Annotated[str, CODE]] = "tensorboard"
     """One or several trackers that receive numbers, samples and the report: `tensorboard`, `wandb`, `mlflow`,
-    `trackio`, or your own as `file.py:Name` (see `meshrl.Tracker`)."""
+    `trackio`, or your own as `file.py:Name` (see `meshrl.Tracker`). OpenTelemetry has its own key, `otlp`."""
     otlp: str | None = Field(default=None, pattern=r"^https?://.+")
     """Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each step is sent as a trace of calls and
     waits, by OTLP over HTTP."""

@@ -41,14 +41,14 @@ class Piece(NamedTuple):
             fp8.write(self.tensor, self.dtype, scales, rows)
 
 
-class Bucket(NamedTuple):
+class OutgoingBucket(NamedTuple):
     """A bucket before it is sent."""
 
     layout: Layout
     pieces: Sequence[Piece]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> "Bucket":
+    def of(cls, pieces: Sequence[Piece]) -> "OutgoingBucket":
         """Make it of pieces with their offsets."""
         return cls(Layout(tuple(part for piece in pieces for part in piece.parts), pieces[-1].end), pieces)
 
@@ -60,26 +60,26 @@ class Bucket(NamedTuple):
 
 def make_buckets(
     boxes: Iterable[Box], dtype: torch.dtype, limit: int, matrices: Collection[str] = frozenset()
-) -> list[Bucket]:
+) -> list[OutgoingBucket]:
     """Make buckets of at most `limit` bytes. Larger tensors are split.
 
     `matrices`: names of those that are sent in FP8, where a box has whole rows of them. A piece of at least half of the
     limit is its own bucket: unless it is in FP8, it needs no staging on a side that has it contiguous.
     """
-    buckets, pieces, end = list[Bucket](), list[Piece](), 0
+    buckets, pieces, end = list[OutgoingBucket](), list[Piece](), 0
     for box in boxes:
         in_fp8 = box.name in matrices and _has_whole_rows(box, limit)
         for piece in _rows_in_fp8(box, dtype, limit) if in_fp8 else _cut(box, dtype, limit):
             if piece.end >= limit // 2:
-                buckets.append(Bucket.of([piece]))
+                buckets.append(OutgoingBucket.of([piece]))
                 continue
             start = aligned(end)
             if pieces and start + piece.end > limit:
-                buckets.append(Bucket.of(pieces))
+                buckets.append(OutgoingBucket.of(pieces))
                 pieces, start = [], 0
             pieces.append(piece.at(start))
             end = start + piece.end
-    return [*buckets, Bucket.of(pieces)] if pieces else buckets
+    return [*buckets, OutgoingBucket.of(pieces)] if pieces else buckets
 
 
 def _cut(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Piece]:

@@ -25,7 +25,7 @@ from meshrl.errors import ConfigError
 from meshrl.mesh import PATIENCE, Rank
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.ranks.process_group import RankGroup, are_processes, mesh_store, store_address
-from meshrl_torch.weights.buckets import Bucket, make_buckets
+from meshrl_torch.weights.buckets import OutgoingBucket, make_buckets
 from meshrl_torch.wire.bucket_bytes import ALIGNED, bytes_in_place, fingerprint
 from meshrl_torch.wire.bucket_server import BucketServer, ReaderConnections, server_name
 from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, Group, Groups, InFlightBuckets
@@ -101,7 +101,7 @@ class Sender:
             with suppress(RuntimeError):  # the store is gone, and with it everybody who waits there
                 self._unblocked.push_request(f"{self._prefix}/{self._offers}", "")
 
-    def _serve(self, key: str, buckets: Sequence[Bucket]) -> None:
+    def _serve(self, key: str, buckets: Sequence[OutgoingBucket]) -> None:
         planner = _Planner(self._connection, key, self._known, self._policy) if self.number == 0 else None
         number = 0
         try:
@@ -114,7 +114,7 @@ class Sender:
                 with suppress(RuntimeError):  # the others would wait for it, and readers too
                     planner.end(self._unblocked)
 
-    def _try_to_send(self, key: str, plan: BroadcastPlan, buckets: Sequence[Bucket]) -> None:
+    def _try_to_send(self, key: str, plan: BroadcastPlan, buckets: Sequence[OutgoingBucket]) -> None:
         """Send all buckets, then their fingerprints. Readers see an error too, and ask again."""
         try:
             self._send(key, plan, buckets)
@@ -124,7 +124,7 @@ class Sender:
             self._groups.drop(plan.group)
             self._known[:] = [each for each in self._known if each.group != plan.group]
 
-    def _send(self, key: str, plan: BroadcastPlan, buckets: Sequence[Bucket]) -> None:
+    def _send(self, key: str, plan: BroadcastPlan, buckets: Sequence[OutgoingBucket]) -> None:
         """Send this rank's buckets, and forward those that readers get from this rank."""
         me, device, readers = self.number, plan.device(self._device), plan.readers_at(self.number)
         sizes = self._sizes(key, plan, [bucket.layout for bucket in buckets])
@@ -196,7 +196,7 @@ class BucketForwarder:
         else:
             self._flight.add(work, copied_by_all, arrived=give)
 
-    def send_bucket(self, number: int, bucket: Bucket, device: torch.device) -> Tensor:
+    def send_bucket(self, number: int, bucket: OutgoingBucket, device: torch.device) -> Tensor:
         """Send a bucket of this rank, from its tensors' own memory if that is possible. Returns its fingerprint."""
         tensors = [piece.tensor for piece in bucket.pieces]
         content = None if self.rank in self._readers else bytes_in_place(bucket.layout, tensors, device)

@@ -29,7 +29,7 @@ from meshrl import log
 from meshrl.engines.ray.cluster import Home, home
 from meshrl.engines.ray.code import Method, settle_in
 from meshrl.engines.ray.refs import Handle, HostRef, Parcel, RayRef, Route, Stop, near, pack, unpack
-from meshrl.engines.ray.relay import RELAY, Key, Relay, Wire
+from meshrl.engines.ray.relay import RELAY, Key, LinkSlot, Relay
 from meshrl.engines.remote import (
     NO_ARGUMENTS,
     TOKEN_BYTES,
@@ -139,9 +139,9 @@ class RankProcess:
         return await self._relay.host_copy(key, route)
 
     @ray.method(concurrency_group=RELAY)
-    async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
+    async def hand_on(self, key: Key, route: Route, slot: LinkSlot) -> tuple[bytes, Sequence[int]] | None:
         """See `Relay`."""
-        return await self._relay.hand_on(key, route, wire)
+        return await self._relay.hand_on(key, route, slot)
 
     @ray.method(concurrency_group=RELAY)
     async def answers(self) -> None:

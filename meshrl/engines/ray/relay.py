@@ -43,7 +43,7 @@ Key: TypeAlias = "list[ObjectRef[object]]"
 """One reference, in a list. Ray would fetch a bare argument."""
 
 
-class Wire(NamedTuple):
+class LinkSlot(NamedTuple):
     """The link that carries a value."""
 
     meeting: "Meeting"
@@ -79,15 +79,15 @@ class Relay:
         with in_transit():
             return pickle.dumps(copy)
 
-    async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
+    async def hand_on(self, key: Key, route: Route, slot: LinkSlot) -> tuple[bytes, Sequence[int]] | None:
         """Start to send a value. Returns its pickle and the bytes of each buffer, or None if it is no longer here."""
         if not available():
             return None
         flow = await self._flow(key, route)
         if flow is None:
             return None
-        link = await _linked(self._from, wire.meeting.name, partial(_link, route[-1].home, wire.meeting), 2 * _IDLE)
-        _in_thread(link.send, flow, wire.number)
+        link = await _linked(self._from, slot.meeting.name, partial(_link, route[-1].home, slot.meeting), 2 * _IDLE)
+        _in_thread(link.send, flow, slot.number)
         return flow.head, flow.sizes
 
     async def _flow(self, key: Key, route: Route) -> Flow | None:
@@ -130,11 +130,11 @@ class Relay:
         for before in (route[:-1], route[:1]):
             stop = before[-1]
             link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
-            wire = Wire(link.meeting, next(link.numbers))
-            told = await unless_silent(stop, stop.handle.hand_on.remote(key, before, wire))
+            slot = LinkSlot(link.meeting, next(link.numbers))
+            told = await unless_silent(stop, stop.handle.hand_on.remote(key, before, slot))
             if told is not None:
                 arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", told))
-                _in_thread(link.receive, arrival.flow, wire.number)
+                _in_thread(link.receive, arrival.flow, slot.number)
                 return arrival
         raise DataError(f"{stop.home} cannot forward it by a collective: torch is not installed there")
 
