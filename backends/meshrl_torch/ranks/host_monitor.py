@@ -113,6 +113,10 @@ class HostMonitor:
                     selector.register(connection, selectors.EVENT_READ)
                     if not awaited:
                         selector.unregister(listening)
+            while awaited and any(key.fileobj is listening for key, _ in selector.select(0)):
+                if accepted := self._accept(listening, token):  # it has connected, and would hear of a death
+                    ranks[accepted[0]] = accepted[1]
+                    awaited.discard(accepted[1])
         for each in ranks:
             with each, suppress(OSError):
                 each.sendall(_REPORT.pack(gone, silent))
