@@ -5,7 +5,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 import torch
@@ -21,8 +20,9 @@ from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.shape import Decoder, Place, boxes_of
 from meshrl_megatron.stage import Stage, stages_of
 from meshrl_megatron.world import World
-from meshrl_torch.checkpoint.boxes import Box, Boxes
+from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.attention import Kernel, chosen
+from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of, predicts_of, value_head, with_score
 from meshrl_torch.model.loading import CLASSIFIER, load, outline
 from meshrl_torch.model.network import LanguageModel
@@ -213,7 +213,7 @@ class _Source(NamedTuple):
     rotary: nn.Module
     tensors: Mapping[str, Tensor] | None
     """In memory, whole. None: in files."""
-    files: Path | None
+    files: ModelFiles | None
     head: Mapping[str, Tensor]
     """A head of one number, by its name in a stage, if it is not among the others."""
 
@@ -221,7 +221,7 @@ class _Source(NamedTuple):
     def of(cls, config: ModelConfig, predicts: Predicts, kernel: Kernel | None) -> "_Source":
         whole = config.model_copy(update={"dtype": "float32"})
         kind = kind_of(whole)
-        words, folder = outline(whole, kind) or (load(whole, kind), None)
+        words, files = outline(whole, kind) or (load(whole, kind), None)
         rotary = copy.deepcopy(cast("nn.Module", words.network.base_model.rotary_emb))
         head: dict[str, Tensor] = {}
         if predicts == "values":
@@ -231,22 +231,16 @@ class _Source(NamedTuple):
             words = judge.model
             if kind is not CLASSIFIER:
                 head = judge.head.state_dict(prefix="score.")
-        tensors = None if folder else dict(words.tensors())
+        tensors = None if files else dict(words.tensors())
         nn.Module.to(words.network, "meta")
-        return cls(replace(words, kernel=kernel), rotary, tensors, folder, head)
+        return cls(replace(words, kernel=kernel), rotary, tensors, files, head)
 
     def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
         """Return a function that reads one tensor, whole, when it is called, and keeps no other."""
         if self.tensors is not None:
             return partial(dict, {name: self.tensors[name]})
-        return partial(_read, cast("Path", self.files), name)
-
-
-def _read(folder: Path, name: str) -> Mapping[str, Tensor]:
-    files = Boxes(folder)
-    whole = torch.empty(files.sizes[name])
-    files.read([Box(name, tuple(whole.shape), (0,) * whole.dim(), whole)])
-    return {name: whole}
+        files = cast("ModelFiles", self.files)
+        return lambda: {name: files.whole(name)}
 
 
 def _fill(model: Model, source: _Source) -> None:
@@ -257,7 +251,7 @@ def _fill(model: Model, source: _Source) -> None:
             held.parameter.copy_(source.head.get(held.name, torch.zeros(())))
     boxes = (box for held in body for box in model.boxes(held, held.parameter))
     if source.files is not None:
-        Boxes(source.files).read(boxes)
+        source.files.read(boxes)
         return
     with torch.no_grad():
         for box in boxes:

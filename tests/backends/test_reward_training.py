@@ -243,7 +243,7 @@ async def test_a_row_that_cannot_be_judged_costs_the_others_nothing(llama: str, 
         await made.score(batch)
     good = batch.select([0, 3])
     np.testing.assert_allclose(found.rewards[[0, 3]], judged(llama, chat, good), atol=1e-5)
-    assert found.rewards[[1, 2]].tolist() == [0, 0]
+    assert np.isnan(found.rewards).tolist() == [False, True, True, False]
     first, strange, long, last = found.objects("reward_error")
     assert "has '!', which the tokenizer does not know" in str(strange)
     assert f"the row has {53 if chat else 50} tokens and the model takes at most 48" in str(long)
@@ -262,7 +262,7 @@ async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> N
     batch = rl.Batch.of(prompt=["h", "a", "a"], completion=["a", "ABC", "b"])
     refused, unknown, none = (await reward(str(tmp_path), chat=True).score(batch)).objects("reward_error")
     assert "the chat template refuses a row: TemplateError: no turns" in str(refused)
-    assert "the row has the token 12 and the model knows 0 to 11" in str(unknown)
+    assert "the row has the token 12 (ABC) and the model knows 0 to 11" in str(unknown)
     assert none is None
     with pytest.raises(DataError, match="`completion` of row 1 is 3"):
         await reward(llama).score(rl.Batch.of(prompt=["a", "b"], completion=["a", 3]))

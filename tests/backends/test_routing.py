@@ -148,7 +148,7 @@ async def test_a_conversation_has_the_experts_that_read_each_turn(model: str) ->
     tokenizer = character_tokenizer("abcdefgh>", 64)
     tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{{ '>' if each.role == 'user' }}{% endfor %}"
     sampler = TorchSampler(SamplerConfig.model_validate({"model": model, "record_experts": True}))
-    gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), 64)))
+    gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), 64, known=len(tokenizer))))
     session, messages = gateway.open(Sampling(max_tokens=6, ignore_eos=True)), list[Any]()
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
     async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:

@@ -17,7 +17,8 @@ from meshrl.errors import DataError, ModelError
 from meshrl.roles import ModelConfig
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import ready
-from meshrl_torch.model.text import END, Words, character_tokenizer, encode_completions, encode_messages, encode_prompts
+from meshrl_torch.model.rows import encode_messages
+from meshrl_torch.model.text import END, Words, character_tokenizer, encode_prompts
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL
@@ -78,8 +79,16 @@ T5: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2
 MAMBA: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
 GEMMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 1}
 UNLOADED = "cannot be loaded as a causal language model"
+
+
+def take_ends(folder: Path) -> None:
+    rewrite(folder / "tokenizer_config.json", eos_token=None)
+    for file in ("config.json", "generation_config.json"):
+        rewrite(folder / file, eos_token_id=None)
+
+
 SPOILT: Sequence[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: rewrite(folder / "tokenizer_config.json", eos_token=None), "has no end-of-text token"),
+    (take_ends, "has no end-of-text token"),
     (lambda folder: spoil(folder / "model.safetensors"), f"{UNLOADED}: SafetensorError"),
     (pickle_weights, f"{UNLOADED}: .*safetensors"),
     (lambda folder: spoil(folder / "config.json"), UNLOADED),
@@ -186,7 +195,7 @@ FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.
 def chatting(template: str | None = TEMPLATE, max_tokens: int = 64) -> Words:
     tokenizer = character_tokenizer(CHARACTERS, max_tokens)
     tokenizer.chat_template = template
-    return Words(tokenizer, {}, frozenset({END}), max_tokens)
+    return Words(tokenizer, {}, frozenset({END}), max_tokens, known=len(tokenizer))
 
 
 def messages(*turns: str) -> list[dict[str, str]]:
@@ -228,8 +237,8 @@ def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
 async def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion_and_a_policy_takes_more() -> None:
     one = chatting()
     (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
-    prompt = encode_prompts(one.tokenizer, ["ab"], chat={})[0]
-    whole = [*prompt, *encode_completions(one.tokenizer, ["ba"])[0]]
+    prompt = encode_prompts(one, ["ab"])[0]
+    whole = [*prompt, *one.tokenizer("ba<eos>")["input_ids"]]
     assert found.tolist()[: len(whole)] == whole
     none = encode_messages(one, Batch.of(messages=[]))
     assert (len(none), len(none.tokens), len(none.loss_mask)) == (0, 0, 0)
@@ -244,7 +253,7 @@ def test_a_wrong_row_is_refused_in_words() -> None:
         (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
         (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
         ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
-        ([{"role": "user"}], "all", r"row 0: message 0 is \{'role': 'user'\}: give"),
+        ([{"role": "user"}], "all", r"row 0: `messages`: message 0 is \{'role': 'user'\}: give"),
         ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
         (messages("U:" + "ab" * 40, "A:b"), "all", "row 0 has 89 tokens and the model takes at most 64"),
         (messages("U:z", "A:b"), "all", "the text .* has 'z', which the tokenizer does not know"),

@@ -7,7 +7,7 @@ Whole tensors, as in a Hugging Face folder, are one part. Nothing is pickled. Wr
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -122,15 +122,15 @@ def write_boxes(file: Path, boxes: Iterable[Box]) -> None:
 class Boxes:
     """The parts of tensors in the safetensors files of a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Find the parts. SafetensorError, OSError, KeyError or ValueError if a file is not valid.
 
-        Damaged if the head of a file, which names its parts, differs from its sum.
+        Damaged if the head of a file, which names its parts, differs from its sum. `files`: of the folder, if not all.
         """
         self._folder = folder
         self._parts: dict[str, dict[Ranges, _Part]] = {}
         self._elements: Counter[str] = Counter()
-        self.files: Final = sorted(folder.glob("*.safetensors"))
+        self.files: Final = sorted(folder.glob("*.safetensors")) if files is None else list(files)
         for file in self.files:
             for name, part in _parts(file):
                 self._parts.setdefault(name, {}).setdefault(part.ranges, part)
@@ -140,6 +140,11 @@ class Boxes:
             for name, parts in self._parts.items()
         }
         """The size of each whole tensor, as far as its parts show."""
+        first = {name: next(iter(parts.values())) for name, parts in self._parts.items()}
+        self.forms: Final[Mapping[str, str]] = {name: part.form for name, part in first.items()}
+        """The name of each tensor's dtype in the files."""
+        self.where: Final[Mapping[str, Path]] = {name: part.file for name, part in first.items()}
+        """The first file with a part of each tensor."""
 
     def is_whole(self, name: str) -> bool:
         """True if the files contain each element of a tensor of `sizes` once."""

@@ -124,7 +124,7 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     prompts = replace(work, completion=1, rows=-(-work.rows // work.n), n=1)
 
     def laid_out(model: LanguageModel) -> Layout:
-        adapt(model, config.lora, config.seed)
+        model = adapt(model, config.lora, config.seed)
         return Layout(model.network, lambda _, micro: model.hidden(micro.ids, micro.positions, micro.attend))
 
     measured = figures(config, prompts, laid_out, PREFILL_TOKENS)

@@ -5,24 +5,23 @@ import contextlib
 import shutil
 import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftConfig, PeftModel
-from safetensors import safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -34,8 +33,13 @@ from transformers.utils import logging as transformers_logging
 from meshrl.errors import ModelError
 from meshrl.hub import Repository, download
 from meshrl.roles import ModelConfig, NewModel
+from meshrl_torch.model.adapters import is_adapter, merged, read_merged
+from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
+
+Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
+"""A model with transformers' report of its tensors."""
 
 _lock = threading.RLock()
 """One model at a time: construction seeds torch, and reading or writing quiets transformers, for all threads."""
@@ -46,29 +50,43 @@ def folder_of(model: str) -> Path:
 
     `package:NAME/FILE` is a file or folder inside an installed package. transformers dequantises a GGUF file into a
     temporary folder, which lasts as long as the process: that takes ten times as long as loading the folder, and each
-    role of a process loads the model. A peft folder with only adapters also becomes a temporary folder, in float32:
-    their base model with the adapters merged.
+    role of a process loads the model. A peft folder also becomes a temporary folder, in float32: its base model with
+    the adapters merged.
     """
     path = _located(model)
     if not path.exists():
-        if Repository.of(model):
-            return download(model)
-        raise ModelError(f"model {model!r}: {path.absolute()} does not exist")
+        if not Repository.of(model):
+            raise ModelError(f"model {model!r}: {path.absolute()} does not exist")
+        path = download(model)
     if path.suffix == ".gguf" and path.is_file():
         try:
-            return _unpacked(path.resolve())
+            return _unpacked(path.resolve(), _stamps(path))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"model {model}: transformers cannot read this GGUF file: {reason}") from error
     if not path.is_dir():
         raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        return _merged(path.resolve())
+    if is_adapter(path):
+        return merged(
+            path,
+            lambda base: plain_folder(folder_of(base)),
+            lambda base: _merged(path.resolve(), base.resolve(), _stamps(path) | _stamps(base)),
+        )
     if not (path / "config.json").exists():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"; for GGUF name the file, as in {path / ggufs[0]}" if ggufs else ""
         raise ModelError(f"model {model!r}: the folder has no config.json, so it is not a Hugging Face model{hint}")
     return path
+
+
+def opens(model: str | NewModel) -> str | None:
+    """Return the name by which transformers opens a whole model. None if this one has none, as adapters or GGUF."""
+    if isinstance(model, NewModel):
+        return None
+    path = _located(model)
+    if not path.exists() and Repository.of(model):
+        return None if is_adapter(download(model)) else model
+    return str(path) if path.is_dir() and not is_adapter(path) else None
 
 
 def _located(model: str) -> Path:
@@ -95,22 +113,15 @@ def _located(model: str) -> Path:
     return path
 
 
+def _stamps(path: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Return what changes with the content of a file, or of the files of a folder."""
+    files = [(str(each), each.stat()) for each in (path, *path.rglob("*"))]
+    return frozenset((name, own.st_ino, own.st_size, own.st_ctime_ns) for name, own in files)
+
+
 @cache
-def _merged(path: Path) -> Path:
-    if not (path / "adapter_model.safetensors").is_file():  # otherwise peft looks for it elsewhere
-        raise ModelError(f"{path} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
-    try:
-        described = PeftConfig.from_pretrained(str(path))
-        base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
-        network = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, local_files_only=True, use_safetensors=True
-        )
-        with warnings.catch_warnings():  # peft asks transformers for a deprecated attribute
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
-    except Exception as error:
-        raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
-    return _temporary("meshrl-merged-", merged, AutoTokenizer.from_pretrained(path, local_files_only=True))
+def _merged(path: Path, base: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
+    return _temporary("meshrl-merged-", *read_merged(path, base))
 
 
 def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -123,15 +134,39 @@ def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 @cache
-def _unpacked(path: Path) -> Path:
+def _unpacked(path: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
     source = path.parent
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+        quantization_config=GgufConfig(dequantize=True),  # otherwise its tensors stay packed where a GPU can read them
     )
-    delattr(model.config, "quantization_config")  # its tensors are plain now, but saving would be refused
-    delattr(model, "hf_quantizer")
+    model = _whole(path.name, cast("Loaded", loaded))
+    for owner, left in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, left):  # its tensors are plain now, but saving would be refused
+            delattr(owner, left)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True)
     return _temporary("meshrl-gguf-", model, tokenizer)
+
+
+def plain_folder(folder: Path) -> Path:
+    """Return a folder that any reader of the model understands: this one, or a temporary one with plain tensors.
+
+    Matrices in FP8 become float32, and what only the model has is not called tied.
+    """
+    with quiet():
+        shape = _config(str(folder), folder)
+        files = _files(str(folder), folder, shape, GENERATOR)
+        is_plain = not files.is_scaled and not (shape.tie_word_embeddings and "lm_head.weight" in files.shapes)
+        return folder if is_plain else _plain(folder.resolve(), _stamps(folder))
+
+
+@cache
+def _plain(path: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
+    return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR))
 
 
 @dataclass(frozen=True)
@@ -201,17 +236,18 @@ def _generation(folder: Path) -> GenerationConfig | None:
     return None
 
 
-def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path] | None:
-    """Return the model in a role's table, float32, with parameters without values, and the folder of these values.
+def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, ModelFiles] | None:
+    """Return the model in a role's table, float32, with parameters without values, and the files of these values.
 
-    Its safetensors files have each parameter under its own name. None if they have other names.
+    They have each parameter under its own name, and nothing else. None if `load` has to convert or refuse them.
     """
     if isinstance(config.model, NewModel):
         return None
     with quiet():
         folder = folder_of(config.model)
+        shape = _config(config.model, folder, kind)
+        files = _files(config.model, folder, shape, kind)
         try:
-            shape = AutoConfig.from_pretrained(folder, local_files_only=True)
             with init_empty_weights(include_buffers=False):  # buffers are computed
                 network = cast("PreTrainedModel", kind.make(shape, dtype=torch.float32))
         except Exception as error:
@@ -220,20 +256,9 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel,
         network.tie_weights()
         if generation := _generation(folder):
             network.generation_config = generation
-        if not _named_alike(network, folder):
+        if not files.named_alike(network):
             return None
-        return ready(network, read_tokenizer(config.model, folder), config.template), folder
-
-
-def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
-    """True if the folder's safetensors have each parameter under its name and in its shape."""
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            shapes.update({name: list(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-    saved = network.state_dict().keys()
-    buffers = {name for name, _ in network.named_buffers() if name in saved}
-    return not buffers and all(shapes.get(name) == list(each.shape) for name, each in network.named_parameters())
+        return ready(network, read_tokenizer(config.model, folder), config.template), files
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -282,26 +307,64 @@ def config_of(config: ModelConfig) -> PretrainedConfig:
         return _config(config.model, folder)
 
 
-def _config(name: str, folder: Path) -> PretrainedConfig:
+def _config(name: str, folder: Path, kind: Kind = GENERATOR) -> PretrainedConfig:
     try:
         return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True))
     except Exception as error:
-        raise unreadable(name, GENERATOR, error) from error
+        raise unreadable(name, kind, error) from error
+
+
+def _files(name: str, folder: Path, shape: PretrainedConfig, kind: Kind) -> ModelFiles:
+    """Find a folder's tensors. ModelError if they cannot be read as numbers."""
+    try:
+        return ModelFiles(folder, shape)
+    except ModelError as error:
+        raise ModelError(f"model {name!r}: {error}") from error
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise unreadable(name, kind, error) from error
 
 
 def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    shape = _config(name, folder, kind)
+    files = _files(name, folder, shape, kind)
+    how: dict[str, Any] = {
+        "config": shape,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
     try:
-        loaded = kind.read(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
+        if files.is_scaled:
+            made = type(without_values(shape, kind))
+            loaded = cast("Loaded", made.from_pretrained(None, state_dict=files.tensors(dtype), **how))
+            loaded[0].generation_config = _generation(folder) or loaded[0].generation_config
+        else:
+            loaded = cast("Loaded", kind.read(folder, local_files_only=True, use_safetensors=True, **how))
     except Exception as error:
         raise unreadable(name, kind, error) from error
-    network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
-    _check_kind(name, kind, network)
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
-            "random: the folder is incomplete or of another architecture"
-        )
-    return network, read_tokenizer(name, folder)
+    _check_kind(name, kind, loaded[0])
+    return _whole(name, loaded), read_tokenizer(name, folder)
+
+
+def _whole(name: str, loaded: Loaded) -> PreTrainedModel:
+    """Return a model that transformers has read. ModelError if it is not what the files have, or not all of it."""
+    network, report = loaded
+    for key, what in (
+        ("missing_keys", "lack {} tensors ({}, ...), which would be random"),
+        ("unexpected_keys", "have {} tensors that the model does not take ({}, ...)"),
+        ("mismatched_keys", "have {} tensors of another shape than the model ({}, ...)"),
+    ):
+        if names := sorted(each if isinstance(each, str) else _sizes(*each) for each in report[key]):
+            found = what.format(len(names), ", ".join(names[:3]))
+            raise ModelError(f"model {name!r}: its files {found}: the folder is incomplete or of another architecture")
+    head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:  # whatever the configuration says
+        network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False
+    return network
+
+
+def _sizes(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    return f"{name} {list(found)} for {list(wanted)}"
 
 
 def unreadable(name: str, kind: Kind, error: Exception) -> ModelError:

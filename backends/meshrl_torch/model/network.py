@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.data import Batch
-from meshrl.errors import DataError, ModelError
+from meshrl.errors import ModelError
 from meshrl_torch.model import attention
 from meshrl_torch.model.attention import Attend, Group, Kernel, Packed
+from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
 
@@ -25,6 +26,8 @@ MAX_LOGITS: Final = 1 << 26
 Each chunk adds to the head's gradient, which is as large as the head, so smaller chunks would do little else.
 """
 
+_FARTHEST: Final = 1 << 20
+"""Most positions of a model that has no limit, when its packing is checked."""
 _AT_ONCE: Final = 1 << 22
 """Probabilities that are held in addition to their logarithms, few enough to stay in a cache."""
 
@@ -40,17 +43,31 @@ class LanguageModel(Words):
     """The kernel for packed sequences. None: SDPA."""
     routers: Routers | None = None
     """The routers of a mixture of experts."""
+    rotaries: Rotaries | None = None
+    """The rotary embeddings, if they depend on a row's length."""
 
     @property
     def device(self) -> torch.device:
         """The device that it computes on."""
         return self.network.device
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: Routes | None = None) -> Tensor:
-        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routes: Routes | None = None,
+        beyond: Tensor | None = None,
+    ) -> Tensor:
+        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
+
+        `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is.
+        """
         body = self.network.base_model
         if self.routers is not None:
             self.routers.routes = routes
+        if self.rotaries is not None:
+            self.rotaries.beyond = beyond
         attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
         output = body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
         return cast("Tensor", output.last_hidden_state)
@@ -77,23 +94,14 @@ class LanguageModel(Words):
         """Return logits in the head's dtype."""
         return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
 
-    @property
-    def known(self) -> int:
-        """Number of token embeddings."""
-        return len(cast("nn.Embedding", self.network.get_input_embeddings()).weight)
-
     def check_rows(self, batch: Batch) -> None:
         """Raise DataError if the model cannot read a batch: too long a row, or an unknown token id."""
-        tokens, known = batch.tokens, self.known
-        self.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
-        ids = tokens.values.astype(np.int64, copy=False)
-        wrong = np.flatnonzero((ids < 0) | (ids >= known))
-        if len(wrong):
-            row = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
-            raise DataError(
-                f"row {row} has the token {ids[wrong[0]]} and the model knows 0 to {known - 1}: use the model's own "
-                "tokenizer"
-            )
+        tokens, ids = batch.tokens, np.asarray(batch.tokens.values, np.int64)
+        wrong = (ids < 0) | (ids >= self.known)
+        rows = [*np.flatnonzero(tokens.lengths > self.max_tokens)]
+        rows += [*(np.searchsorted(tokens.offsets, np.flatnonzero(wrong)[:1], side="right") - 1)]
+        for row in rows[:1]:
+            self.check_row(tokens[int(row)].tolist(), batch.place(int(row)))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model."""
@@ -173,8 +181,18 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
     network.set_attn_implementation(attention.NAME)
     own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
     routers = Routers.of(network)
+    rotaries = Rotaries(network, own.native_tokens) if own.native_tokens < ANY else None
     model = LanguageModel(
-        own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network), routers=routers
+        own.tokenizer,
+        own.chat,
+        own.ends,
+        own.max_tokens,
+        network,
+        headless(network),
+        routers=routers,
+        rotaries=rotaries,
+        native_tokens=own.native_tokens,
+        known=len(cast("nn.Embedding", network.get_input_embeddings()).weight),
     )
     if tokenizer.vocab_size > model.known:  # unused added tokens may be beyond
         raise ModelError(
@@ -206,7 +224,7 @@ class _Given(nn.Module):
         return _States(inputs_embeds)
 
 
-def _headless(network: PreTrainedModel) -> PreTrainedModel:
+def headless(network: PreTrainedModel) -> PreTrainedModel:
     """Return the network without its body, so that its code (scaling, capping) makes the logits."""
     if network.base_model is network:
         raise ModelError(f"{type(network).__name__} has no body apart from its head")
@@ -216,19 +234,26 @@ def _headless(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_packing(model: LanguageModel) -> None:
-    """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions."""
-    ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions.
+
+    One of them has the model's last positions, because positions may depend on the highest of a pass.
+    """
+    last = max(1, min(model.max_tokens, _FARTHEST) - 1)
+    ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, last - 1, last]])
     ids, positions = ids.to(model.device) % model.known, positions.to(model.device)
+    own = slice(3, 7)
+    beyond = positions >= model.native_tokens if last >= model.native_tokens else None
     name = type(model.network).__name__
     try:
         with torch.no_grad():
-            packed = model.hidden(ids, positions, Packed((Group(1, 3, 3), Group(1, 4, 4))))[0, 3:]
-            alone = model.hidden(ids[:, 3:], positions[:, 3:], Packed((Group(1, 4, 4),)))[0]
+            groups = Group(1, 3, 3), Group(1, 4, 4), Group(1, 2, 2)
+            packed = model.hidden(ids, positions, Packed(groups), None, beyond)[0, own]
+            alone = model.hidden(ids[:, own], positions[:, own], Packed((Group(1, 4, 4),)))[0]
     except TypeError as error:
         raise ModelError(f"{name} does not take the keywords of packed sequences: {error}") from error
     tolerance = math.sqrt(torch.finfo(packed.dtype).eps)
     if not torch.allclose(packed, alone, rtol=0, atol=tolerance * float(alone.abs().max())):
         raise ModelError(
-            f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention or positions "
-            "that do not restart): the torch backend cannot train it"
+            f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention, positions "
+            "that do not restart or that depend on the longest sequence): the torch backend cannot train it"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshrl.data import Ragged
 from meshrl.errors import DataError
 from meshrl_torch.model.attention import Group, Packed, moved
+from meshrl_torch.model.positions import ANY
 
 Ints = NDArray[np.int64]
 
@@ -42,6 +43,8 @@ class Rows:
     """Rows with the same number share their prefix."""
     first: Ints
     """The row's first target, a position in the row. Targets end at position `inputs`."""
+    beyond: NDArray[np.bool_]
+    """bool[rows]: the whole row is longer than the model's native length. It shares nothing with rows that are not."""
     apart: bool = False
     """True if rows share only their prompt, because each row has other data for the same tokens, such as experts."""
 
@@ -61,11 +64,14 @@ class MicroBatch:
     """int64[N]: the predicted token, a position in the batch's token column."""
     read: Ints
     """int64[T]: the token of that column in each place of the sequence."""
+    beyond: Tensor | None = None
+    """bool[1, T]: the tokens of rows longer than the model's native length. None: no row is."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same with its tensors on the device."""
         ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
-        return replace(self, ids=ids, positions=positions, attend=self.attend.to(device), source=source)
+        beyond = None if self.beyond is None else moved(self.beyond, device)
+        return replace(self, ids=ids, positions=positions, attend=self.attend.to(device), source=source, beyond=beyond)
 
 
 Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBatch]]
@@ -90,15 +96,19 @@ def with_idle(micros: list[MicroBatch], passes: int) -> list[MicroBatch]:
     return micros + [IDLE] * (passes - len(micros))
 
 
-def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False) -> Rows:
-    """Return what training reads: each row with a learned token, up to the last such token."""
+def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False, native: int = ANY) -> Rows:
+    """Return what training reads: each row with a learned token, up to the last such token.
+
+    `native`: the longest row with the model's native positions.
+    """
     spans = np.flatnonzero(mask.values)
     row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
     rows, firsts = np.unique(row, return_index=True)
     lasts = np.append(firsts, len(row))[1:] - 1
     starts = tokens.offsets[rows]
     first = spans[firsts] - starts
-    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first), apart=apart)
+    beyond = tokens.lengths[rows] > native
+    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first, beyond), apart=apart)
 
 
 def check_first(tokens: Ragged, mask: Ragged) -> None:
@@ -113,8 +123,11 @@ def check_first(tokens: Ragged, mask: Ragged) -> None:
         )
 
 
-def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
-    """Return what scoring every token reads. If the mask marks prompts, each is read once for all its rows."""
+def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False, native: int = ANY) -> Rows:
+    """Return what scoring every token reads. If the mask marks prompts, each is read once for all its rows.
+
+    `native`: as in `learned`.
+    """
     starts, lengths = tokens.offsets[:-1], tokens.lengths
     rows = np.flatnonzero(lengths > 1)
     starts, inputs = starts[rows], lengths[rows] - 1
@@ -125,27 +138,31 @@ def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
         has_target = after < len(spans)
         first = spans[np.minimum(after, len(spans) - 1)] - starts if len(spans) else prompt
         prompt = np.where(has_target & (first <= inputs), first, 0)
-    return replace(_with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64)), apart=apart)
+    first, beyond = np.ones(len(rows), np.int64), inputs + 1 > native
+    return replace(_with_families(tokens, starts, inputs, prompt, first, beyond), apart=apart)
 
 
-def ends(tokens: Ragged, prompt: Ints) -> Rows:
+def ends(tokens: Ragged, prompt: Ints, *, native: int = ANY) -> Rows:
     """Return what one number for each row reads. The last token only stands for that number and is not read.
 
-    `prompt`, int64[rows]: tokens that a row has in common with its family. Empty rows are skipped.
+    `prompt`, int64[rows]: tokens that a row has in common with its family. Empty rows are skipped. `native`: as in
+    `learned`.
     """
     rows = np.flatnonzero(tokens.lengths)
     starts, inputs = tokens.offsets[rows], tokens.lengths[rows] - 1
-    return _with_families(tokens, starts, inputs, np.minimum(prompt[rows], inputs), inputs)
+    return _with_families(tokens, starts, inputs, np.minimum(prompt[rows], inputs), inputs, inputs > native)
 
 
-def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints) -> Rows:
-    names: dict[bytes, int] = {}
+def _with_families(
+    tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints, beyond: NDArray[np.bool_]
+) -> Rows:
+    names: dict[tuple[bool, bytes], int] = {}
     values = tokens.values
     spans = zip(starts.tolist(), (starts + prompt).tolist(), strict=True)
-    keys = (values[start:end].tobytes() for start, end in spans)
+    keys = ((far, values[start:end].tobytes()) for far, (start, end) in zip(beyond.tolist(), spans, strict=True))
     family = np.fromiter((names.setdefault(key, len(names)) for key in keys), np.int64, len(starts))
     alone = np.bincount(family, minlength=1)[family] == 1
-    return Rows(starts, inputs, np.where(alone, 0, prompt), family, first)
+    return Rows(starts, inputs, np.where(alone, 0, prompt), family, first, beyond)
 
 
 def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
@@ -191,7 +208,7 @@ def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
     it.
     """
     starts, inputs = rows.starts[part], rows.inputs[part]
-    family = rows.family[part] if rows.apart else np.zeros(len(part), np.int64)
+    family = rows.family[part] if rows.apart else rows.beyond[part]
     spans = [tokens.values[start : start + length] for start, length in zip(starts, inputs, strict=True)]
     keys = [(number, span.tobytes()) for number, span in zip(family.tolist(), spans, strict=True)]
     order = np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64)
@@ -210,7 +227,7 @@ def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
 
 def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
     """Pack rows, numbers of `rows`, into one micro-batch. With `learn`, only learned targets are predicted."""
-    starts, lengths = rows.starts[part], rows.inputs[part]
+    starts, lengths, beyond = rows.starts[part], rows.inputs[part], rows.beyond[part]
     alike, shared = _alike(tokens, rows, part)
     before = np.zeros(len(part), np.int64)
     before[alike] = shared
@@ -236,6 +253,7 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
         source=torch.from_numpy(source),
         target=target,
         read=read,
+        beyond=torch.from_numpy(np.repeat(beyond[order], queries[order]))[None] if beyond.any() else None,
     )
 
 

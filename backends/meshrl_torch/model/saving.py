@@ -13,11 +13,13 @@ from torch import Tensor
 from meshrl.errors import ModelError
 from meshrl.roles import PolicyConfig
 from meshrl_torch.model import lora
-from meshrl_torch.model.loading import quiet
+from meshrl_torch.model.loading import opens, quiet
 from meshrl_torch.model.network import LanguageModel
 
 VALUE_HEAD: Final = "value_head.safetensors"
 """The file with a critic's head: `weight` float32[1, hidden] and `bias` float32[1]."""
+_BASE: Final = "base"
+"""The folder of adapters' base model, if transformers cannot open that by its name."""
 
 
 def write(
@@ -30,23 +32,31 @@ def write(
     """Write a Hugging Face folder. `tensors`: the model's tensors, if it has only shards of them.
 
     A value head gets its own file, which other readers of the model ignore. `adapted`: write only the adapters of this
-    table, as peft does, with the tokenizer. ModelError if the path exists and is no model.
+    table, as peft does, with the tokenizer, and their base model if transformers cannot open it by its name. ModelError
+    if the path exists and is no model.
     """
     with _replaced(folder) as fresh:
         if adapted and adapted.lora:
-            fresh.mkdir()
-            base = adapted.model if isinstance(adapted.model, str) else ""
-            lora.write(tensors or model.tensors(), adapted.lora, base, fresh)
+            tensors, base = tensors or model.tensors(), opens(adapted.model)
+            if base is None:
+                base = str(Path(folder).expanduser().absolute() / _BASE)
+                _write_whole(model, fresh / _BASE, lora.base_of(tensors))
+            fresh.mkdir(exist_ok=True)
+            lora.write(tensors, adapted.lora, base, fresh)
         else:
-            model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
-            if tensors:  # perhaps of another dtype than the shards
-                config = fresh / "config.json"
-                table = msgspec.json.decode(config.read_bytes(), type=dict[str, object])
-                table["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-                config.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2))
+            _write_whole(model, fresh, tensors)
         model.tokenizer.save_pretrained(fresh)
         if value_head is not None:
             save_file(dict(value_head), fresh / VALUE_HEAD)
+
+
+def _write_whole(model: LanguageModel, folder: Path, tensors: Mapping[str, Tensor] | None) -> None:
+    model.network.save_pretrained(folder, state_dict=dict(tensors) if tensors else None)
+    if tensors:  # perhaps of another dtype than the shards
+        config = folder / "config.json"
+        table = msgspec.json.decode(config.read_bytes(), type=dict[str, object])
+        table["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        config.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2))
 
 
 @contextmanager

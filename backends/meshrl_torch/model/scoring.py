@@ -47,7 +47,8 @@ def one_by_one(predict: Predict) -> PredictAll:
 def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None) -> Tensor:
     """Return the hidden states that predict a micro-batch's targets, [targets, hidden]."""
     placed = micro.to(model.device)
-    return model.hidden(placed.ids, placed.positions, placed.attend, routes)[0].index_select(0, placed.source)
+    hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond)
+    return hidden[0].index_select(0, placed.source)
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
@@ -104,6 +105,6 @@ def logprobs(
 
     def rows() -> Rows:
         check(passes.model, batch)
-        return whole(tokens, mask, apart=COLUMN in batch)
+        return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

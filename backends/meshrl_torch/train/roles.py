@@ -40,8 +40,8 @@ from meshrl_torch.model.lora import adapters, merged, prepare, trained
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch, learned
 from meshrl_torch.model.routing import check_followed
+from meshrl_torch.model.rows import encoded
 from meshrl_torch.model.scoring import Passes, Predict, check_readable, logprobs, predicted, score
-from meshrl_torch.model.text import encoded
 from meshrl_torch.train.optimizer import Stepper
 from meshrl_torch.train.step import StepLoss, prepared, stepped
 from meshrl_torch.weights.live_weights import make_sender, offer_weights
@@ -79,7 +79,7 @@ class RoleModel:
         if self.adapted is None or self.adapted.lora is None:
             return tensors
         lora = self.adapted.lora
-        return adapters(tensors) if lora.sync == "adapters" else merged(tensors, lora)
+        return adapters(tensors) if lora.sync == "adapters" else merged(self.model.network, tensors, lora)
 
 
 def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
@@ -88,7 +88,7 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     ConfigError if its role has no model.
     """
     if isinstance(config, PolicyConfig):
-        prepare(model, config)
+        model = prepare(model, config)
         adapted = config if config.lora else None
         return RoleModel("policy", model, partial(predicted, model, follows=True), adapted=adapted)
     if isinstance(config, CriticConfig):
@@ -325,7 +325,8 @@ class TrainedRewardModel(Trained, RewardModel):
         async with self._trainable.turn:
             shifted = self._passes.ranks.together(lambda: _shifted(self._model, batch, ()))
             tokens, mask = shifted.tokens, shifted.loss_mask
-            scores = score(self._passes, shifted, lambda: learned(tokens, mask), mask)
+            native = self._model.native_tokens + 1  # shifted rows have one more token
+            scores = score(self._passes, shifted, lambda: learned(tokens, mask, native=native), mask)
             return batch.assign(token_scores=Ragged(np.delete(scores, tokens.offsets[:-1]), batch.tokens.offsets))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import Loss, Predicts, spread, token_weights
-from meshrl.data import Batch, Metrics, Ragged, check_lengths
+from meshrl.data import Batch, Metrics, Ragged, check_lengths, why_unknown
 from meshrl.errors import DataError
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
@@ -36,14 +36,16 @@ def prepared(
         check()
         _check_logprobs(batch, loss)
         check_first(tokens, mask)
-        rows = learned(tokens, mask, apart=COLUMN in batch)
+        native = passes.model.native_tokens + (loss.predicts == "scores")  # such rows have one more token
+        rows = learned(tokens, mask, apart=COLUMN in batch, native=native)
         micros.extend(passes.split(tokens, rows, mask, passes.budget))
         return Share(len(micros), int(np.count_nonzero(mask.values)), len(rows.starts))
 
     total = passes.ranks.total(share)
     if not total.tokens:
         raise DataError(
-            f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
+            why_unknown(batch)
+            or f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
             f"{', and on the other ranks' if passes.ranks.size > 1 else ''}; leave such a batch out"
         )
     weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)

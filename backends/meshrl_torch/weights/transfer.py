@@ -21,7 +21,7 @@ from meshrl_torch.model.scoring import Passes, PredictAll, logprobs
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 """The dtype of bfloat16 in arrays."""
 _ROWS: Final = 4
-"""Rows of a probe."""
+"""Rows of a probe, without the one that is longer than the model's native length."""
 _TOKENS: Final = 16
 """Most tokens of each."""
 _FEWEST: Final = 2
@@ -115,21 +115,25 @@ def make_probe(passes: Passes, version: int) -> Probe | None:
     None if the model's longest row is too short to predict anything.
     """
     model = passes.model
-    length = min(_TOKENS, model.max_tokens - 1)
+    length = min(_TOKENS, model.max_tokens - 1, model.native_tokens)
     if length < _FEWEST:
         return None
-    tokens = np.random.default_rng(version).integers(0, model.known, (_ROWS, length), np.int32)
+    random, lengths = np.random.default_rng(version), [length] * _ROWS
+    if model.native_tokens < model.max_tokens:
+        lengths.append(min(model.native_tokens + _TOKENS, model.max_tokens))
+    tokens = Ragged.of([random.integers(0, model.known, each, np.int32) for each in lengths], np.int32)
     return Probe(tokens, _logprobs(passes, tokens))
 
 
 def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe) -> float:
     """Return the mean absolute difference of a model's log-probs from a probe."""
-    return mean_difference(probe, _logprobs(Passes(model, predict, probe.tokens.size), probe.tokens))
+    return mean_difference(probe, _logprobs(Passes(model, predict, probe.tokens.values.size), probe.tokens))
 
 
 def mean_difference(probe: Probe, logprobs: NDArray[np.float32]) -> float:
-    """Return the mean absolute difference of log-probs from a probe."""
-    return float(np.abs(probe.logprobs - logprobs).mean())
+    """Return the mean absolute difference of log-probs from a probe, of the rows of the length where it is highest."""
+    gaps, lengths = np.abs(probe.logprobs - logprobs), np.repeat(probe.tokens.lengths, probe.tokens.lengths - 1)
+    return max(float(gaps[lengths == length].mean()) for length in np.unique(lengths))
 
 
 def check_probe(weights: Weights, difference: float, dtype: str) -> None:
@@ -148,7 +152,6 @@ def check_probe(weights: Weights, difference: float, dtype: str) -> None:
         )
 
 
-def _logprobs(passes: Passes, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    batch = Batch.of(tokens=Ragged.of(tokens, np.int32))
-    values = logprobs(passes, batch, Source("sampler")).values
-    return values.reshape(tokens.shape)[:, 1:].astype(np.float32)
+def _logprobs(passes: Passes, tokens: Ragged) -> NDArray[np.float32]:
+    values = logprobs(passes, Batch.of(tokens=tokens), Source("sampler")).values
+    return np.delete(values, tokens.offsets[:-1]).astype(np.float32)

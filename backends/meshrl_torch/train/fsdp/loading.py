@@ -1,7 +1,6 @@
 """Load models onto the ranks: each reads its part of the files, if they have the model's names, or of new weights."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, cast
 
 import torch
@@ -12,8 +11,8 @@ from meshrl.data import Weights
 from meshrl.errors import ConfigError
 from meshrl.mesh import Array, Rank
 from meshrl.roles import ModelConfig, PolicyConfig, options_of
-from meshrl_torch.checkpoint.boxes import Boxes
 from meshrl_torch.model.attention import chosen
+from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of
 from meshrl_torch.model.loading import load, outline
 from meshrl_torch.model.lora import own_name
@@ -39,25 +38,25 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
         raise ConfigError("the backend 'fsdp' has no adapters on a mesh with an axis tp: set tp = 1, or remove lora")
     whole = config.model_copy(update={"dtype": "float32"})
 
-    def read() -> tuple[LanguageModel, Path | None]:
-        """Return the model in float32, whole, or without values but with their folder."""
+    def read() -> tuple[LanguageModel, ModelFiles | None]:
+        """Return the model in float32, whole, or without values but with their files."""
         kernel, kind = chosen(layout.attention, world.device), kind_of(config)
-        model, folder = outline(whole, kind) or (load(whole, kind), None)
-        return replace(model, kernel=kernel), folder
+        model, files = outline(whole, kind) or (load(whole, kind), None)
+        return replace(model, kernel=kernel), files
 
-    model, folder = world.together(read)
+    model, files = world.together(read)
     role = world.together(lambda: role_model(config, model))
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     sharded = shard(role.model, world, layout, dtype, [role.head] if role.head else [])
-    if folder is not None:
+    if files is not None:
         device = torch.device("cpu") if layout.cpu_offload else world.device
-        world.agree(lambda: _fill(sharded, folder, device))
+        world.agree(lambda: _fill(sharded, files, device))
         with torch.no_grad():
             sharded(lambda: _checked(role.model))
     return role, sharded
 
 
-def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
+def _fill(sharded: Sharded, files: ModelFiles, device: torch.device) -> None:
     """Load the values of the parameters: each rank reads only its shards."""
     root = sharded.root
     real = {name: each for name, each in root.named_parameters() if not each.is_meta}
@@ -68,7 +67,7 @@ def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
             if name in values:
                 local(each).copy_(values[name])
     absent = {name: each for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in values}
-    Boxes(folder).read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
+    files.read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
 
 
 def _checked(model: LanguageModel) -> Tensor:
