@@ -94,7 +94,7 @@ async def on_torch(client: Worker, rounds: int) -> list[Figure]:
     limits = np.exp(np.random.default_rng(0).uniform(np.log(8), np.log(257), (SESSIONS, TURNS))).astype(np.int64)
     tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
     tokenizer.chat_template = TEMPLATE
-    chat = HuggingFaceChat(Words(tokenizer, None, frozenset({1}), MODEL.max_tokens))
+    chat = HuggingFaceChat(Words(tokenizer, None, frozenset({1}), MODEL.max_tokens, known=len(tokenizer)))
     walls: dict[str, list[float]] = {"gateway": [], "alone": []}
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"sampler": MeshConfig(cpus=1)}

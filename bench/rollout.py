@@ -123,7 +123,7 @@ def main() -> None:
         model = Path(folder, "model")
         checkpoint.write(language, str(model))
         for completions in map(int, options.completions.split(",")):
-            job = make_job(partial(encode_prompts, language.tokenizer, chat=None), completions)
+            job = make_job(partial(encode_prompts, language), completions)
             path = Path(folder, f"{completions}.json")
             path.write_text(job.model_dump_json())
             figures += compare(engines, job, f"64 x {completions}", (model, path), options.rounds)

@@ -64,7 +64,7 @@ def speed(model: LanguageModel, limits: NDArray[np.int64], slots: int, refill: i
     rng = np.random.default_rng(1)
     letters = list("abcdefghijklmnop")
     prompts = ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(ROWS // 8)]
-    ids = encode_prompts(model.tokenizer, prompts, chat=None)
+    ids = encode_prompts(model, prompts)
     numbers = np.arange(ROWS)
     starts = np.array(list(map(len, ids)))[numbers // 8]
     request = Request(ids, numbers // 8, numbers, starts, limits, numbers, ends=frozenset(), stop=())

@@ -181,6 +181,7 @@ class _Sglang:
             "ignore_eos": not ask.ends,
             "stop": list(ask.stop) or None,
             "no_stop_trim": True,
+            "skip_special_tokens": False,  # stop texts may have some
             **_PLAIN,
         }
         body: dict[str, object] = {
@@ -219,6 +220,7 @@ def _completion(model: str, ask: Ask) -> dict[str, object]:
         "ignore_eos": True,  # meshrl decides where rows end
         "stop_token_ids": list(ask.ends),
         "stop": list(ask.stop),
+        "skip_special_tokens": False,  # stop texts may have some
         "cache_salt": ask.salt,
         "logprobs": 0,
         "return_token_ids": True,

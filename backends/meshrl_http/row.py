@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from meshrl_http.dialects import Ask, Piece
 from meshrl_inference.engine_side.protocol import Done, Generate, Row
-from meshrl_torch.model.text import decode, stopped_after
+from meshrl_torch.model.said import stopped_after
+from meshrl_torch.model.text import Words
 
 _SEEDS = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15
@@ -46,19 +46,19 @@ class Decoded:
             salt=salt,
         )
 
-    def take(self, piece: Piece, version: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def take(self, piece: Piece, version: int, words: Words) -> None:
         """Add tokens sampled with a version's weights, up to a complete stop text: servers may miss it."""
         had = len(self.tokens)
         if piece.tokens and (not self.spans or self.spans[-1][0] != version):
             self.spans.append((version, had))
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
-        stop = self.order.stop
-        if stop and any(text in decode(tokenizer, [self.tokens])[0] for text in stop):
-            end = stopped_after(tokenizer, self.tokens, had, stop)
+        if self.order.stop:
+            prompt = np.frombuffer(self.row.tokens, np.int32).tolist()
+            end = stopped_after(words, [*prompt, *self.tokens], len(prompt), len(prompt) + had, self.order.stop)
             if end is not None:
                 self.stopped = True
-                del self.tokens[end:], self.logprobs[end:]
+                del self.tokens[end - len(prompt) :], self.logprobs[end - len(prompt) :]
 
     @property
     def reason(self) -> str | None:

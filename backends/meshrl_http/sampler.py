@@ -21,7 +21,7 @@ class HttpSampler(EngineSampler):
     def _start(self, folder: Path, gpus: list[str]) -> Servers:
         rank = current_rank()
         urls = options_of(self._config, HttpConfig).share(rank.index, rank.size)
-        self._servers = Servers(self._config, urls, folder, self._words.tokenizer)
+        self._servers = Servers(self._config, urls, folder, self._words)
         longest = min(self._words.max_tokens, self._servers.max_tokens)
         self._words = replace(self._words, max_tokens=longest)
         return self._servers

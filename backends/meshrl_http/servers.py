@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from meshrl import log
 from meshrl.errors import ConfigError, EngineDied, MeshrlError, ModelError, described
@@ -32,6 +32,7 @@ from meshrl_http.row import Decoded
 from meshrl_inference.engine_side.loading import Naming, refusal
 from meshrl_inference.engine_side.protocol import Abort, Answer, Done, Generate, Load, Loaded, Order, Refused, Rows
 from meshrl_inference.process import EngineConnection
+from meshrl_torch.model.text import Words
 from meshrl_torch.weights.transfer import TOLERANCE
 
 T = TypeVar("T")
@@ -135,14 +136,12 @@ class Server:
 class Servers(EngineConnection):
     """External servers as an engine. Its requests run in an event loop in a separate thread."""
 
-    def __init__(
-        self, config: SamplerConfig, urls: Sequence[str], folder: Path, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, config: SamplerConfig, urls: Sequence[str], folder: Path, words: Words) -> None:
         """EngineDied if a server does not answer, ModelError or ConfigError if it cannot be used."""
         super().__init__()
         self.tokens = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
         self._options = options = options_of(config, HttpConfig)
-        self._tokenizer, key = tokenizer, options.key()
+        self._words, key = words, options.key()
         naming, self._session = Naming(str(folder)), f"meshrl-{secrets.token_hex(6)}"
         self._specs, self._tolerance = naming.specs(config.dtype), TOLERANCE[config.dtype]
         self._folders = Folders(options.weights, self._session, folder, naming) if options.weights else None
@@ -284,7 +283,7 @@ class Servers(EngineConnection):
             self._no_answer(server, error)
         else:
             self._pieces += 1
-            row.take(piece, self._version, self._tokenizer)
+            row.take(piece, self._version, self._words)
 
     def _decoded(self, server: Server, row: Decoded, name: str, task: asyncio.Task[None]) -> None:
         """Handle the end of a request. If its row has to continue, it waits again."""

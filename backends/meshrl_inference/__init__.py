@@ -8,7 +8,7 @@ what the backend of an engine has by the names here.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "MEMORY", "NEEDS"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS"]
 
 AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 """The axes along which a sampler's ranks can be arranged, the last one fastest."""
@@ -16,8 +16,11 @@ AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 CHAT: Final = "meshrl_torch.model.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
-COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_rows"
 """Counts the tokens of prompts, without a model."""
+
+ENDS: Final = "meshrl_torch.model.chat:find_ends"
+"""Says why completions may never end, without a model."""
 
 NEEDS: Final = "meshrl_inference.options:check_installed"
 """Refuses a table without an interpreter that has the engine."""

@@ -23,8 +23,9 @@ from meshrl_inference.group import engine_size, gather_gpus, runs_engine
 from meshrl_inference.options import EngineOptions, check_temperature
 from meshrl_inference.process import EngineConnection, EngineProcess, Kind
 from meshrl_torch.model import saving as checkpoint
-from meshrl_torch.model.loading import folder_of, load, read_words
-from meshrl_torch.model.text import Words, stopped_after
+from meshrl_torch.model.loading import folder_of, load, plain_folder, read_words
+from meshrl_torch.model.said import stopped_after
+from meshrl_torch.model.text import Words
 from meshrl_torch.sample.draw import key
 from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
 from meshrl_torch.weights.live_weights import LiveWeights
@@ -83,14 +84,14 @@ def _cut(request: Request, words: Words, row: int, done: protocol.Done) -> proto
 
     The engine looks for stop texts only in what it samples.
     """
-    earlier = request.prefixes[int(request.prefix[row])][int(request.starts[row]) :]
-    if not earlier or not request.stop:
+    prefix, start = request.prefixes[int(request.prefix[row])], int(request.starts[row])
+    if len(prefix) == start or not request.stop:
         return done
     tokens = np.frombuffer(done.tokens, np.int32)
-    end = stopped_after(words.tokenizer, [*earlier, *tokens.tolist()], len(earlier), request.stop)
+    end = stopped_after(words, [*prefix, *tokens.tolist()], start, len(prefix), request.stop)
     if end is None:
         return done
-    new = end - len(earlier)
+    new = end - len(prefix)
     logprobs = np.frombuffer(done.logprobs, np.float32)[:new].tobytes()
     return msgspec.structs.replace(done, tokens=tokens[:new].tobytes(), logprobs=logprobs, reason="stop")
 
@@ -147,7 +148,8 @@ class EngineSampler(Sampler):
         """True if the first rank along tp runs the engine for this rank too."""
         if self._lends:
             return
-        folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
+        model = config.model
+        folder = self._new(model) if isinstance(model, NewModel) else plain_folder(folder_of(model))
         self._words = read_words(config, folder)
         self._engine = self._start(folder, gpus)
         self._close = weakref.finalize(self, self._engine.close)
@@ -250,7 +252,7 @@ class EngineSampler(Sampler):
 
     def _order(self, weights: Weights) -> protocol.Load:
         """Return the order to load weights that are in shared memory, or that the engine is to read."""
-        probe = weights.probe.tokens.tolist() if weights.probe else []
+        probe = [row.tolist() for row in weights.probe.tokens] if weights.probe else []
         if isinstance(weights, LiveWeights):
             together = self._readers or weights.together
             return protocol.Load(weights.version, [], self._recomputes, probe, weights.manifest, together)
@@ -358,8 +360,7 @@ class EngineSampler(Sampler):
         probe = pending.weights.probe
         measured = {"pause": answer.seconds}
         if probe is not None:
-            values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
-            measured["difference"] = mean_difference(probe, values)
+            measured["difference"] = mean_difference(probe, np.frombuffer(answer.logprobs, np.float32))
             try:
                 dtype = chosen_options(self._config).quantized or self._config.dtype
                 check_probe(pending.weights, measured["difference"], dtype)

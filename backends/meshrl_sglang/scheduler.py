@@ -125,4 +125,4 @@ class Texts:
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -8,7 +8,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "FLOPS", "MEMORY", "MODELS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MEMORY", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -28,8 +28,11 @@ AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(("Critic", "Policy", "R
 CHAT: Final = "meshrl_torch.model.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""
 
-COUNTS: Final = "meshrl_torch.model.chat:count_prompts"
+COUNTS: Final = "meshrl_torch.model.chat:count_rows"
 """Counts the tokens of prompts, without a model."""
+
+ENDS: Final = "meshrl_torch.model.chat:find_ends"
+"""Says why completions may never end, without a model."""
 
 FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
 """Counts the operations of a pass over a row, without a model."""

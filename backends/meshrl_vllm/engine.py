@@ -81,6 +81,7 @@ class _VllmEngine:
                 stop_token_ids=order.ends,
                 stop=order.stop or None,
                 detokenize=bool(order.stop),
+                skip_special_tokens=False,
                 logprobs=0,
             )
             self._ask(str(row.number), np.frombuffer(row.tokens, np.int32).tolist(), salt, sampling)

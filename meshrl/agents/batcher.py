@@ -26,7 +26,7 @@ _PAUSE: Final = 0.005
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a prompt and its text, without special tokens and cut before a stop text."""
+    """The answer to a prompt and its text, as the model said it, cut before a stop text."""
 
     drawn: Drawn
     text: str
@@ -36,6 +36,7 @@ class Answer:
 class _Pending:
     """A row that a sampler is to continue."""
 
+    text: str
     tokens: Ints
     learnt: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
@@ -61,15 +62,19 @@ class RequestBatcher:
         self._paused = False
         self._closed = False
 
-    async def draw(self, prompt: Ints, sampling: Sampling, max_tokens: int | None, stop: Sequence[str]) -> Answer:
+    async def draw(
+        self, prompt: Ints, text: str, sampling: Sampling, max_tokens: int | None, stop: Sequence[str]
+    ) -> Answer:
         """Draw after a prompt. Returns no tokens if the model has no room. Raises what the sampler raises.
 
-        `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer.
+        `text` is that of a prompt without messages, or "". `max_tokens` lowers the limit of `sampling`. `stop` adds
+        texts that end the answer.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
         size, most = len(prompt), sampling.max_tokens
         pending = _Pending(
+            text=text,
             tokens=prompt,
             learnt=np.zeros(size, np.bool_),
             logprobs=np.zeros(size, np.float32),
@@ -182,7 +187,7 @@ def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: 
 def _batch(rows: Sequence[_Pending]) -> Batch:
     """A batch of rows to continue, each limited to the tokens that the model has room for."""
     return Batch.of(
-        prompt=[""] * len(rows),
+        prompt=[pending.text for pending in rows],
         observation=[None] * len(rows),
         tokens=Ragged.of([pending.tokens for pending in rows], np.int32),
         loss_mask=Ragged.of([pending.learnt for pending in rows], np.bool_),

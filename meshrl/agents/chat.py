@@ -10,6 +10,7 @@ import msgspec
 
 from meshrl.errors import BackendError
 from meshrl.roles import ModelConfig, function_of
+from meshrl.tags import without_special
 
 Tool: TypeAlias = Mapping[str, object]
 """A tool as a request has it: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
@@ -79,12 +80,19 @@ class Chat(Protocol):
         """Render the messages and the start of an assistant's turn. Raises DataError if the template refuses them."""
         ...
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Tokenise rendered text without adding special tokens. Raises DataError for text that cannot be encoded."""
+    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
+        """Tokenise rendered text that continues tokens, without adding special tokens.
+
+        Raises DataError for text that cannot be encoded.
+        """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special tokens."""
+    def begin(self, text: str) -> Sequence[int]:
+        """Tokenise a prompt without messages, after what the tokenizer puts before a text. Raises as `encode` does."""
+        ...
+
+    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
+        """The text of tokens that continue others, with special tokens by name, without those that end a turn."""
         ...
 
 
@@ -130,7 +138,7 @@ def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str]) -> M
     if not tools:
         return Message("assistant", text)
     tagged = _TAGGED.findall(text)
-    texts = tagged or [text]
+    texts = tagged or [without_special(text)]
     calls = tuple(call for each in texts if (call := _call_in(each, new_id)) is not None)
     functions = [tool.get("function") for tool in tools]
     names: list[Any] = [each.get("name") for each in functions if isinstance(each, dict)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakSet
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -27,6 +28,7 @@ from meshrl.agents.chat import Chat, Message, Tool, key_after
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
+from meshrl.tags import without_special
 
 Ints = NDArray[np.int32]
 
@@ -151,10 +153,10 @@ class Conversation:
             keys.append(key_after(keys[-1], message.shown()))
         for end in range(len(messages), 0, -1):
             turn = self._by_key.get(keys[end])
-            behind = None if turn is None else self._behind(messages, end, tools)
+            behind = None if turn is None else self._behind(messages, end, tools, turn)
             if turn is not None and behind is not None:
                 return replace(self._continued(turn, behind, keys[-1]), messages=messages, tools=tools)
-        tokens = self._encoded(self._chat.render(messages, tools))
+        tokens = self._encoded(self._rendered(messages, tools))
         return Prompt(tokens, None, tokens, keys[-1], messages, tools)
 
     def ask_text(self, text: str) -> Prompt:
@@ -169,11 +171,11 @@ class Conversation:
             if turn is not None and (length < len(text) or turn.is_cut):
                 begins = length, turn
         if begins is None:
-            tokens = self._encoded(text)
+            tokens = np.array(self._chat.begin(text), np.int32)
             return Prompt(tokens, None, tokens, text)
         length, turn = begins
         behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may add the stop text itself
-        return self._continued(turn, self._encoded(behind), text)
+        return self._continued(turn, self._encoded(behind, turn), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
         """Record a turn and what the client received: a message, or the text after a prompt without messages.
@@ -195,7 +197,7 @@ class Conversation:
             key = key_after(prompt.asked, said.shown())
         elif isinstance(said, str) and isinstance(prompt.asked, str):
             length, is_cut = len(prompt.asked) + len(said), drawn.truncated and bool(said)
-            text = self._chat.decode(drawn.tokens.tolist())
+            text = self._chat.decode(drawn.tokens.tolist(), prompt.tokens.tolist())
             unseen = text[len(said) :] if text.startswith(said) else ""
             ((_, key),) = _keys_of(prompt.asked + said, [length])
         else:
@@ -265,7 +267,7 @@ class Conversation:
         return Batch.of(
             **({"experts": Ragged.of(recorded, np.int16, source=Source("sampler"))} if recorded else {}),
             prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],
-            completion=[self._chat.decode(tokens[begin:]) for tokens, begin in texts],
+            completion=[self._chat.decode(tokens[begin:], tokens[:begin]) for tokens, begin in texts],
             **ragged_columns(rows),
             turn=Ragged.of([row["turn"] for row in rows], np.int32),
             oldest_version=np.array([each.min() for each in versions], np.int32),
@@ -273,8 +275,8 @@ class Conversation:
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
         )
 
-    def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool]) -> Ints | None:
-        """Ids that the template puts after the answer that ends `messages[:end]`. None if they cannot be determined.
+    def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool], turn: Turn) -> Ints | None:
+        """Ids that the template puts after a turn, which ends `messages[:end]`. None if they cannot be determined.
 
         A mark replaces the answer, because the template may format the answer itself.
         """
@@ -283,11 +285,21 @@ class Conversation:
             mark += "-"
         shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
         try:
-            text = self._chat.render(shown, tools)
+            text = self._rendered(shown, tools)
         except DataError:  # such as a template that requires a call before a tool's answer
             return None
         # If the template repeats or changes the mark, the text after it is unknown.
-        return self._encoded(text.partition(mark)[2]) if text.count(mark) == 1 else None
+        return self._encoded(text.partition(mark)[2], turn) if text.count(mark) == 1 else None
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Render messages, without special tokens in answers if the template refuses those."""
+        try:
+            return self._chat.render(messages, tools)
+        except DataError:
+            plain = [msgspec.structs.replace(each, content=without_special(each.content)) for each in messages]
+            if plain == list(messages):
+                raise
+            return self._chat.render(plain, tools)
 
     def _continued(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
         last = turn.drawn.tokens[-1]
@@ -295,8 +307,8 @@ class Conversation:
             behind = behind[1:]  # the sampler has already ended the turn
         return Prompt(np.concatenate([turn.tokens(), behind]), turn, behind, asked)
 
-    def _encoded(self, text: str) -> Ints:
-        return np.array(self._chat.encode(text), np.int32)
+    def _encoded(self, text: str, turn: Turn | None = None) -> Ints:
+        return np.array(self._chat.encode(text, turn.drawn.tokens.tolist() if turn else ()), np.int32)
 
 
 def ragged_columns(rows: Sequence[Mapping[str, ArrayLike]]) -> Mapping[str, Ragged]:

@@ -257,7 +257,8 @@ class Gateway:
             raise _no_room(
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
-        draw = partial(self._batcher.draw, prompt.tokens, session.sampling, asked.limit, asked.stops)
+        text = prompt.asked if isinstance(prompt.asked, str) else ""
+        draw = partial(self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops)
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())

@@ -101,14 +101,15 @@ class Recording:
         self.rows += len(rows)
 
     def _line(self, session: str, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
+        tokens, drawn = batch.tokens[row].tolist(), transcript.drawn.tokens.tolist()
         answer = () if isinstance(transcript.said, str) else (transcript.said,)
         return {
             "id": f"{self._began}-{number}",
             "session": session,
             "messages": [message.shown() for message in (*transcript.messages, *answer)],
             "tools": transcript.tools,
-            "prompt": self._prompt(transcript, batch.tokens[row].tolist()),
-            "completion": self.chat.decode(transcript.drawn.tokens.tolist()),
+            "prompt": self._prompt(transcript, tokens),
+            "completion": self.chat.decode(drawn, tokens[: -len(drawn)]),
             **{name: batch.ragged(name)[row].tolist() for name in PER_TOKEN},
             **{name: batch.row(name)[row].item() for name in _PER_ROW},
         }

@@ -26,11 +26,15 @@ class ScriptedChat:
         lines = [f"{message.role}: {message.content}{END}\n" for message in messages]
         return "".join([*offered, *lines, _ASSISTANT])
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
         """Encode each character as its code point."""
         return list(map(ord, text))
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def begin(self, text: str) -> Sequence[int]:
+        """Encode each character as its code point."""
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode the characters, without those that end a turn."""
         return "".join(map(chr, tokens)).replace(END, "")
 
@@ -108,9 +112,8 @@ class ScriptedSampler(SteppingSampler):
     def _row(self, row: Batch, sampling: Sampling, aborted: bool) -> Batch:
         given = row.tokens[0].tolist() if "tokens" in row else list(map(ord, str(row.objects("prompt")[0])))
         limit = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
-        answer = (
-            Answer("", "", False) if aborted else cut_answer(self._say("".join(map(chr, given))), sampling.stop, limit)
-        )
+        stops = (*sampling.stop, *sampling.stop_tokens)
+        answer = Answer("", "", False) if aborted else cut_answer(self._say("".join(map(chr, given))), stops, limit)
         tokens = list(map(ord, answer.drawn))
         logprobs = [-0.5] * len(tokens)
         drawn = Completion(answer.completion, given, tokens, logprobs, truncated=answer.truncated, aborted=aborted)

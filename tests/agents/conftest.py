@@ -79,7 +79,7 @@ def chat_of(shape: str) -> ShownChat:
     )
     whole.chat_template = template
     ends: Any = whole.convert_tokens_to_ids(end)
-    return ShownChat(Words(whole, None, frozenset({ends}), 4096))
+    return ShownChat(Words(whole, None, frozenset({ends}), 4096, known=len(whole)))
 
 
 @pytest.fixture(scope="session")

@@ -4,19 +4,20 @@ import re
 import shutil
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from pydantic import ValidationError
 
 from meshrl import Sampling
 from meshrl.agents import Agent, AgentConfig, Episode, Gateway, Session
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, DataError
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 from tests.agents.talks import ROW, client_of, served
 
@@ -60,10 +61,11 @@ def test_a_result_with_rewards_of_turns(agent: Callable[..., Agent]) -> None:
     results: dict[str, tuple[float, list[float]]] = {
         '{"reward": 1, "turns": [0.25, -0.5]}': (1.0, [0.25, -0.5]),
         '{"reward": 0.5, "tries": 2}': (0.5, [0.0, 0.5]),
-        '{"reward": 1, "turns": [1]}': (0.0, [0.0, 0.0]),
+        '{"reward": 1, "turns": [1]}': (nan, [nan, nan]),
     }
     episodes = {result: played(agent(f"{ASK * 2}return {result}"), "3", "2") for result in results}
-    assert {result: (each.reward, each.turn_rewards.tolist()) for result, each in episodes.items()} == results
+    for result, (reward, turns) in results.items():
+        assert [episodes[result].reward, *episodes[result].turn_rewards] == pytest.approx([reward, *turns], nan_ok=True)
     errors = [each.error for each in episodes.values()]
     assert errors[:2] == [None, None]
     assert "the model answered 2 times" in str(errors[2])
@@ -80,8 +82,9 @@ def test_a_function_judges_what_was_said_by_a_row_of_its_own(agent: Callable[...
         (tmp_path / "judges.py").write_text(judge, "utf-8")
         solve = agent(ASK * 2 + "row.clear()\nreturn 2", reward=f"{tmp_path / 'judges.py'}:judge")
         episode = played(solve, "3", "2")
-        assert (episode.reward, episode.error) == ((0.0, error) if error else (1.0, None))
-        assert episode.turn_rewards.tolist() == ([0.0, 0.0] if error else [0.25, 2.0])
+        assert episode.error == error
+        wanted = [nan] * 3 if error else [1.0, 0.25, 2.0]
+        assert [episode.reward, *episode.turn_rewards] == pytest.approx(wanted, nan_ok=True)
         assert ROW == {"prompt": "1+1=", "answer": "2"}
 
 
@@ -95,10 +98,15 @@ def test_what_goes_wrong_is_told_on_the_rows(agent: Callable[..., Agent]) -> Non
         "raise asyncio.CancelledError": "CancelledError",
     }.items():
         episode = played(agent(ASK + body), "2")
-        assert episode.reward == 0.0
+        assert isnan(episode.reward)
         assert error in str(episode.error)
-        assert episode.rows.rewards.tolist() == [0.0]
+        assert np.isnan(episode.rows.rewards).tolist() == [True]
+        assert not episode.rows.loss_mask.values.any()
         assert episode.rows.objects("reward_error") == (episode.error,)
+    zero = played(agent(ASK + "raise ValueError", errors="zero"), "2")
+    assert (zero.reward, zero.rows.rewards.tolist(), bool(zero.rows.loss_mask.values.any())) == (0, [0], True)
+    with pytest.raises(DataError, match=r'agent.errors = "stop": ValueError: no idea; its row is .*1\+1='):
+        played(agent(ASK + "raise ValueError('no idea')", errors="stop"), "2")
 
 
 def test_a_sampler_that_fails_is_no_fault_of_the_agent(agent: Callable[..., Agent]) -> None:
@@ -188,17 +196,15 @@ async def test_a_plain_client_asks_no_proxy(agent: Callable[..., Agent], monkeyp
     assert len(episode.rows) == 1
 
 
-async def test_plain_functions_that_hang_hold_up_no_other_or_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
+async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
-    last, before = tmp_path / "last", threading.enumerate()
+    last = tmp_path / "last"
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
         solve, hasty = agent(body, "def"), agent(body, "def", timeout=0.1)
         hanging = [asyncio.create_task(solve.play(gateway, {"until": str(last)}, Sampling())) for _ in range(40)]
         left = await hasty.play(gateway, {"until": str(last)}, Sampling())
         assert "no result in 0.1 seconds" in str(left.error)
         quick = await solve.play(gateway, {"until": str(tmp_path)}, Sampling())
-        # Python's end waits for none of them.
-        assert all(thread.daemon for thread in threading.enumerate() if thread not in before)
         last.touch()
         assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
 
@@ -226,7 +232,7 @@ def test_an_episode_that_fails_is_played_again(agent: Callable[..., Agent]) -> N
     assert (episode.reward, episode.error, episode.tries) == (1.0, None, 3)
     assert episode.rows.objects("completion") == ("yes",)
     lost = played(agent(ASK + body, retries=1), "no", "no", "yes")
-    assert (lost.reward, lost.tries) == (0.0, 2)
+    assert (isnan(lost.reward), lost.tries) == (True, 2)
     assert "ValueError" in str(lost.error)
 
 
@@ -292,8 +298,11 @@ async def test_commands_that_fail() -> None:
         (late, {"timeout": 0.1}, "no result in 0.1 seconds"),
     ]
     episodes = await asyncio.gather(*(served(python(code, **config)) for code, config, _ in cases))
-    told = [(episode.reward, error in str(episode.error)) for episode, (*_, error) in zip(episodes, cases, strict=True)]
-    assert told == [(0.0, True)] * len(cases), [episode.error for episode in episodes]
+    told = [
+        (isnan(episode.reward), error in str(episode.error))
+        for episode, (*_, error) in zip(episodes, cases, strict=True)
+    ]
+    assert told == [(True, True)] * len(cases), [episode.error for episode in episodes]
 
 
 CHILD = """

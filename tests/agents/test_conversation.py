@@ -58,7 +58,7 @@ def test_a_row_has_its_source_texts_for_people_and_the_one_temperature_of_its_tu
     conversation.answer(conversation.ask([USER]), replace(wrote(chat, "on"), temperature=0.5), said)
     rows = conversation.rows()
     assert rows.source("sampler_logprobs") == Source("sampler")
-    assert str(rows.objects("prompt")[0]).strip().endswith("the cat?assistant")
+    assert str(rows.objects("prompt")[0]).strip().endswith("the cat?<|start_header_id|>assistant<|end_header_id|>")
     assert str(rows.objects("completion")[0]).startswith("on")
     assert rows.row("temperature").tolist() == [0.5]
     with pytest.raises(DataError, match=r"drawn at temperature 0\.5 and this one at 1"):

@@ -1,21 +1,25 @@
 """The chat format of a Hugging Face model, and the lengths of prompts: its tokenizer and template alone, no weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from meshrl.agents import Message, Tool
+from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError, described
-from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, quiet, read_tokenizer, read_words
+from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
+from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, read_words
+from meshrl_torch.model.rows import encoded, judged
+from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
     Template,
     Words,
-    decode,
+    around_message,
+    encode_after,
     encode_prompts,
     encode_texts,
     in_template,
+    prompts_of,
     words,
 )
 
@@ -32,6 +36,7 @@ class HuggingFaceChat:
             )
         self.ends = known.ends
         self.max_tokens = known.max_tokens
+        self._words = known
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
 
@@ -43,49 +48,85 @@ class HuggingFaceChat:
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Encode a text, which may contain special tokens by name."""
-        (tokens,) = encode_texts(self._tokenizer, [text])
-        return tokens
+    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
+        """Encode a text, which may contain special tokens by name, as it continues tokens."""
+        if after:
+            return encode_after(self._tokenizer, [after], [text])[0]
+        return encode_texts(self._tokenizer, [text])[0]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens, without special ones."""
-        return decode(self._tokenizer, [tokens])[0]
+    def begin(self, text: str) -> Sequence[int]:
+        """Encode a prompt without messages, after what the tokenizer puts before a text."""
+        return encode_prompts(replace(self._words, chat=None), [text])[0]
+
+    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Decode tokens that continue others, without those that end a text."""
+        return said_in(self._words, [tokens], [after])[0]
 
 
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """Read the chat format of the model in a role's table. ModelError if it has no template."""
-    if isinstance(config.model, NewModel):
-        tokenizer = new_tokenizer(config.model)
-        known = words(tokenizer, new_config(config.model, tokenizer), None, None)
-    else:
-        known = read_words(config, folder_of(config.model))
-    return HuggingFaceChat(known, config.chat_template_kwargs)
+    return HuggingFaceChat(_words(config), config.chat_template_kwargs)
 
 
-def count_prompts(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:
-    """Count the tokens of each prompt, in the chat template if configured, or say why it cannot be read.
+def _words(config: ModelConfig) -> Words:
+    if not isinstance(config.model, NewModel):
+        return read_words(config, folder_of(config.model))
+    tokenizer = new_tokenizer(config.model)
+    return words(tokenizer, new_config(config.model, tokenizer), None, config.template)
 
-    None for a model that must first be downloaded, or converted. ModelError if a folder has no tokenizer.
-    """
+
+def _is_here(config: ModelConfig) -> bool:
+    """False for a model that must first be downloaded, or converted."""
     model = config.model
-    if isinstance(model, NewModel):
-        tokenizer = new_tokenizer(model)
-    elif not (Path(model).expanduser() / "config.json").is_file():
+    return isinstance(model, NewModel) or (Path(model).expanduser() / "config.json").is_file()
+
+
+def find_ends(config: ModelConfig, sampling: Sampling) -> str | None:
+    """Say which end of an assistant's turn no token and no stop text has. None if all is well, or the model not here.
+
+    ModelError if no token could end a completion. DataError for an unknown one of `sampling.stop_tokens`.
+    """
+    if not _is_here(config):
         return None
-    else:
-        with quiet():
-            tokenizer = read_tokenizer(model, folder_of(model))
-    try:
-        return [len(tokens) for tokens in encode_prompts(tokenizer, prompts, config.template)]
-    except Exception:  # noqa: BLE001 -- one prompt fails, and is found below; a template may raise anything
-        return [_one(tokenizer, prompt, config) for prompt in prompts]
+    known = _words(config)
+    stops = known.stops(sampling)
+    if sampling.ignore_eos and not stops and not sampling.stop:
+        return f"sampling.ignore_eos: every completion goes on to sampling.max_tokens = {sampling.max_tokens}"
+    tail = around_message(known.tokenizer, config.chat_template_kwargs)[1].strip() if config.chat else ""
+    if not tail or any(text in tail for text in (*known.end_texts, *sampling.stop)):
+        return None
+    return (
+        f"chat = true, and the template ends an assistant's turn with {tail!r}, which has none of the model's ends: a "
+        f"completion that ends so goes on to max_tokens. Add it to the tokenizer, or to sampling.stop"
+    )
 
 
-def _one(tokenizer: PreTrainedTokenizerBase, prompt: str, config: ModelConfig) -> int | str:
+def count_rows(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None:
+    """Count the tokens of each prompt, or of the whole row if there are completions, or say why it cannot be read.
+
+    Rows are encoded as the table's role does. None for a model that must first be downloaded, or converted. ModelError
+    for a folder without a tokenizer, or a tokenizer without an end.
+    """
+    if not _is_here(config):
+        return None
+    known, judges = _words(config), isinstance(config, RewardModelConfig | RewardTrainingConfig)
+
+    def lengths(some: Batch) -> list[int]:
+        if not {"completion", "messages", "steps"}.isdisjoint(some.names):
+            return list(map(len, (judged if judges else encoded)(known, some).tokens))
+        coded = encode_prompts(known, prompts_of(some, known.chat))
+        for row, ids in enumerate(coded):
+            known.check_known(ids, some.place(row))
+        return [len(ids) for ids in coded]
+
+    def one(row: int) -> int | str:
+        try:
+            return lengths(rows.select([row]))[0]
+        except Exception as error:  # noqa: BLE001 -- a template may raise anything
+            why = str(error) if isinstance(error, DataError) else f"the chat template refuses it: {described(error)}"
+            return why if rows.place(row) in why else f"{rows.place(row)}: {why}"
+
     try:
-        return len(encode_prompts(tokenizer, [prompt], config.template)[0])
-    except DataError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 -- a template may raise anything
-        return f"the chat template refuses {prompt[:60]!r}: {described(error)}"
+        return lengths(rows)
+    except Exception:  # noqa: BLE001 -- one row fails, and is found below
+        return [one(row) for row in range(len(rows))]

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Final, cast
 
 import numpy as np
@@ -17,22 +16,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from meshrl import log
 from meshrl.algo import Predicts
-from meshrl.data import Batch, Ragged
+from meshrl.data import OUTCOMES, Batch, OnError, Ragged, with_rewards
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import CriticConfig, ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig
 from meshrl_torch.model.loading import CLASSIFIER, GENERATOR, Kind, folder_of
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, check_first, ends, learned
+from meshrl_torch.model.rows import check_judged, judged, judged_tokens
 from meshrl_torch.model.saving import VALUE_HEAD
 from meshrl_torch.model.scoring import Passes, score, states
-from meshrl_torch.model.text import (
-    encode_completions,
-    encode_dialogues,
-    encode_prompts,
-    encode_texts,
-    end_token,
-    texts_of,
-)
+from meshrl_torch.model.text import texts_of
 
 _SUFFIX: Final = "ForSequenceClassification"
 
@@ -55,7 +48,7 @@ def values(passes: Passes, batch: Batch) -> Ragged:
     def rows() -> Rows:
         check_first(tokens, mask)
         passes.model.check_rows(batch)
-        return learned(tokens, mask)
+        return learned(tokens, mask, native=passes.model.native_tokens)
 
     return Ragged(score(passes, batch, rows, mask), tokens.offsets)
 
@@ -102,6 +95,7 @@ class ScoreModel:
         self.model, self.head = model, head
         self._pad: int | None = network.config.get_text_config().pad_token_id
         self._warned = False
+        self._on_error: OnError = config.errors if isinstance(config, RewardModelConfig) else "mask"
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         """Return the score of each text that ends in a micro-batch, float32[targets]."""
@@ -112,11 +106,13 @@ class ScoreModel:
 
         With `chat`, they are two messages in its template. Without it, tokens are those of a policy's `encode`. A
         truncated completion is scored as if it ended there, because the model learned from whole texts. Scripts decide
-        on the cost of truncation by the column `truncated`. A row gets reward 0 and a `reward_error` if the tokenizer
-        cannot encode it, if it is too long for the model, or if its score is not finite.
+        on the cost of truncation by the column `truncated`. A row has a `reward_error` if the tokenizer cannot encode
+        it, if it is too long for the model, or if its score is not finite. `RewardModelConfig.errors` says what
+        follows.
         """
         tokens, shared, errors = passes.ranks.together(lambda: self._read(batch))
-        scores = score(passes, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None)
+        native = passes.model.native_tokens
+        scores = score(passes, Batch.of(tokens=tokens), lambda: ends(tokens, shared, native=native), None)
         rewards = np.zeros(len(batch), np.float32)
         judged = np.flatnonzero(tokens.lengths)
         rewards[judged] = scores[tokens.offsets[judged + 1] - 1]
@@ -125,92 +121,36 @@ class ScoreModel:
             rewards[row] = 0
         if errors and not self._warned:
             self._warned = True
-            log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
-        return batch.assign(rewards=rewards, reward_error=[errors.get(row) for row in range(len(batch))])
+            told = f"a row cannot be judged; it gets {OUTCOMES[self._on_error]}"
+            log.warning(told, rows=len(errors), error=next(iter(errors.values())))
+        return with_rewards(batch, rewards, [errors.get(row) for row in range(len(batch))], self._on_error)
 
     def encode(self, batch: Batch) -> Batch:
-        """Add `tokens`, as `score` reads them, and `loss_mask`, True at the last token, or at that of each of `steps`.
-
-        DataError for a row that the model cannot read, that has no step, or that has a step without tokens.
-        """
-        if "steps" in batch:
-            rows, scored = self._encoded_steps(batch)
-        else:
-            rows = list(map(self._unpadded, self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))))
-            scored = [[len(ids) - 1] for ids in rows]
-        for row, ids in enumerate(rows):
-            try:
-                self._check(ids)
-            except DataError as error:
-                raise DataError(f"row {row} cannot be judged: {error}") from error
-        tokens = Ragged.of(rows, np.int32)
-        places = [start + at for start, own in zip(tokens.offsets[:-1].tolist(), scored, strict=True) for at in own]
-        mask = np.zeros(len(tokens.values), np.bool_)
-        mask[places] = True
-        return batch.assign(tokens=tokens, loss_mask=Ragged(mask, tokens.offsets))
-
-    def _encoded_steps(self, batch: Batch) -> tuple[list[Sequence[int]], list[list[int]]]:
-        """Return the tokens of each row, and the place in it of each step's last token."""
-        tokenizer = self.model.tokenizer
-        if self.model.chat is not None:
-            raise DataError(
-                "`steps` are tokenised one by one, which a chat template does not: set chat = false and write the "
-                "template's marks into `task.prompt`, or leave `steps` out"
-            )
-        end = end_token(tokenizer)
-        rows: list[Sequence[int]] = []
-        scored: list[list[int]] = []
-        steps = _texts(batch.objects("steps") if len(batch) else ())
-        prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), chat=None)
-        for row, (prompt, own) in enumerate(zip(prompts, steps, strict=True)):
-            pieces = encode_texts(tokenizer, own)
-            if not pieces or not all(pieces):
-                raise DataError(f"row {row} has the steps {own!r}: each needs a token, at which it is scored")
-            ends_at = len(prompt) + np.cumsum([len(piece) for piece in pieces]) - 1
-            rows.append(self._unpadded([*prompt, *chain.from_iterable(pieces), end]))
-            scored.append([*ends_at[:-1].tolist(), len(rows[-1]) - 1])
-        return rows, scored
+        """Add `tokens`, as `score` reads them, and `loss_mask`. See `judged`."""
+        return judged(self.model, batch, self._pad)
 
     def _read(self, batch: Batch) -> tuple[Ragged, NDArray[np.int64], dict[int, str]]:
-        """Return each row's tokens plus one (none if it cannot be scored), numbers of shared tokens, and errors."""
-        prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
+        """Return each row's tokens plus one (none if it cannot be scored), numbers of shared tokens, and errors.
+
+        DataError for a completion that is not text.
+        """
+        texts_of(batch, "completion")
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
         try:
-            encoded = self._tokens(prompts, completions)
+            encoded = judged_tokens(self.model, batch, self._pad)
         except DataError:
             encoded = None
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for row in range(len(batch)):
             try:
-                ids = self._unpadded(encoded[row] if encoded else self._tokens([prompt], [completion])[0])
-                self._check(ids)
+                ids = encoded[row] if encoded else judged_tokens(self.model, batch.select([row]), self._pad)[0]
+                check_judged(self.model, ids)
                 rows.append([*ids, 0])
             except DataError as error:
                 errors[row] = str(error)
                 rows.append([])
+        prompts = list(map(repr, batch.objects("prompt"))) if len(batch) else []
         return Ragged.of(rows, np.int32), _shared(prompts, rows), errors
-
-    def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> list[list[int]]:
-        tokenizer = self.model.tokenizer
-        if self.model.chat is not None:
-            return encode_dialogues(tokenizer, prompts, completions, self.model.chat)
-        heads, tails = encode_prompts(tokenizer, prompts, chat=None), encode_completions(tokenizer, completions)
-        return [prompt + completion for prompt, completion in zip(heads, tails, strict=True)]
-
-    def _unpadded(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens up to the last that is not padding, where transformers' classifiers learn to score."""
-        end = len(ids)
-        while end and ids[end - 1] == self._pad:
-            end -= 1
-        return ids[:end]
-
-    def _check(self, ids: Sequence[int]) -> None:
-        """Raise DataError if the model cannot read these tokens."""
-        if not ids:
-            raise DataError("the row has no token")
-        if max(ids) >= self.model.known:
-            raise DataError(f"the row has the token {max(ids)} and the model knows 0 to {self.model.known - 1}")
-        self.model.check_lengths(len(ids), "the row")
 
 
 def kind_of(config: ModelConfig) -> Kind:
@@ -260,14 +200,6 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
         network.score = nn.Linear(head.in_features, 1, bias=False, dtype=body.dtype)
         nn.init.zeros_(network.score.weight)
     return ScoreModel(replace(ready(network, model.tokenizer, model.chat), kernel=model.kernel), config)
-
-
-def _texts(steps: Sequence[object]) -> list[list[str]]:
-    """Return the steps of each row."""
-    for row, own in enumerate(steps):
-        if not isinstance(own, Sequence) or isinstance(own, str) or not all(isinstance(each, str) for each in own):
-            raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one for each step")
-    return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:

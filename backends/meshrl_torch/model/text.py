@@ -1,30 +1,37 @@
-"""Text to tokens and back, in one way for all roles: prompts, completions, dialogues, and the character tokenizer."""
+"""Text to tokens and back, in one way for all roles: prompts, parts of rows, ends, and the character tokenizer."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, takewhile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import JsonValue
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from meshrl.data import Batch, Ragged
-from meshrl.errors import ConfigError, DataError, ModelError, described
+from meshrl.data import Batch, Message, Prompt, prompt_in
+from meshrl.errors import ConfigError, DataError, ModelError, did_you_mean
+from meshrl.roles import Sampling
+from meshrl_torch.model.positions import ANY, native_tokens
 
 PAD: Final = 0
 END: Final = 1
 """The tokens of a character tokenizer that are not characters."""
 Template: TypeAlias = Mapping[str, JsonValue]
 """Variables of a chat template, by name."""
-Message: TypeAlias = Mapping[str, str]
-Part: TypeAlias = tuple[str, bool]
-"""A piece of the rendered text, and whether it is learned."""
-
-_ASSISTANT: Final = "assistant"
-_KEYS: Final = ("role", "content")
+Run: TypeAlias = tuple[int, int]
+"""From which token or character to which, without the last."""
+ASSISTANT: Final = "assistant"
+MARK: Final = "\ue000"
+"""Stands for a message's text, to see where a template puts it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,51 @@ class Words:
     """The tokens that end a text."""
     max_tokens: int
     """The longest sequence that the model supports."""
+    native_tokens: int = field(default=ANY, kw_only=True)
+    """The longest row with native positions. Longer ones have others from their first token on, as in LongRoPE."""
+    known: int = field(kw_only=True)
+    """Number of token embeddings."""
+
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a text without a template."""
+        own = self.tokenizer.eos_token_id
+        return own if isinstance(own, int) else min(self.ends)
+
+    @cached_property
+    def heading(self) -> str | None:
+        """What the chat template puts before an assistant's message. None if there is none, or no such message."""
+        return around_message(self.tokenizer, self.chat or {})[0] or None
+
+    @cached_property
+    def closing(self) -> tuple[str, int | None]:
+        """What the chat template closes an assistant's turn with. See `turn_end`."""
+        return turn_end(self.tokenizer, self.chat or {})
+
+    @cached_property
+    def end_texts(self) -> Sequence[str]:
+        """The ends as a text has them."""
+        return [text for text, token in added_tokens(self.tokenizer).items() if token in self.ends]
+
+    def stops(self, sampling: Sampling) -> frozenset[int]:
+        """Return the tokens that end a row: the ends, those of `stop_tokens`, and those that `stop` names.
+
+        DataError if the tokenizer does not have one of `stop_tokens`.
+        """
+        tokenizer, added = self.tokenizer, added_tokens(self.tokenizer)
+        named = {name: cast("int | None", tokenizer.convert_tokens_to_ids(name)) for name in sampling.stop_tokens}
+        for name, token in named.items():
+            if token is None or tokenizer.convert_ids_to_tokens(token) != name:
+                raise DataError(
+                    f"sampling.stop_tokens: the tokenizer of {tokenizer.name_or_path or 'this model'} has no token "
+                    f"{name!r}. {did_you_mean(name, added)} A text of several tokens belongs into sampling.stop"
+                )
+        own = frozenset[int]() if sampling.ignore_eos else self.ends
+        return (
+            own
+            | {token for token in named.values() if token is not None}
+            | {added[text] for text in sampling.stop if text in added}
+        )
 
     def check_lengths(self, longest: int, what: str) -> None:
         """Raise DataError if a sequence is longer than the model supports."""
@@ -47,6 +99,22 @@ class Words:
                 "choose a model for longer texts"
             )
 
+    def check_row(self, ids: Sequence[int], where: str) -> None:
+        """Raise DataError if the model cannot read a row of tokens: it is too long, or has an unknown one."""
+        self.check_lengths(len(ids), where)
+        self.check_known(ids, where)
+
+    def check_known(self, ids: Sequence[int], where: str) -> None:
+        """Raise DataError if the model has no embedding of a token."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.known:
+            alien = next(token for token in ids if not 0 <= token < self.known)
+            text = self.tokenizer.convert_ids_to_tokens(alien) if alien > 0 else None
+            name = "" if text is None else f" ({text})"
+            raise DataError(
+                f"{where} has the token {alien}{name} and the model knows 0 to {self.known - 1}: "
+                "use the model's own tokenizer, or a model with an embedding of this token"
+            )
+
 
 def words(
     tokenizer: PreTrainedTokenizerBase,
@@ -54,16 +122,69 @@ def words(
     generation: GenerationConfig | None,
     chat: Template | None,
 ) -> Words:
-    """Read a tokenizer and configurations. ModelError if there is no end-of-text token, or no template for `chat`."""
-    ends = None if generation is None else generation.eos_token_id
-    stops = {ends} if isinstance(ends, int) else set(ends or ())
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Read a tokenizer and configurations. ModelError if no token ends a text, or without a template for `chat`.
+
+    The ends are those of the generation's configuration and of the tokenizer, and what closes an assistant's turn in
+    the chat template.
+    """
+    given = None if generation is None else generation.eos_token_id
+    _, closing = turn_end(tokenizer, chat or {})
+    named = [*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id, closing]
+    ends = frozenset(token for token in named if isinstance(token, int))
+    shape = config.get_text_config()
+    longest = getattr(shape, "max_position_embeddings", None)
+    name = tokenizer.name_or_path or "this model"
     if chat is not None and not tokenizer.chat_template:
         raise ModelError(
-            f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
-            "instruction-tuned model, or chat = false"
+            f"chat = true, but the tokenizer of {name} has no chat template: use an instruction-tuned model, or "
+            "chat = false"
         )
-    return Words(tokenizer, chat, frozenset(stops | {end_token(tokenizer)}), int(longest or (1 << 62)))
+    if not any(token < shape.vocab_size for token in ends):
+        beyond = f"the model has {shape.vocab_size} tokens, and the ends are {sorted(ends)}"
+        raise ModelError(
+            f"no completion of {name} could end: {beyond if ends else 'its tokenizer has no end-of-text token'}. Set "
+            "eos_token in its tokenizer_config.json to a token of the model"
+        )
+    return Words(
+        tokenizer, chat, ends, int(longest or (1 << 62)), native_tokens=native_tokens(shape), known=shape.vocab_size
+    )
+
+
+def around_message(
+    tokenizer: PreTrainedTokenizerBase, variables: Template, *later: Mapping[str, object]
+) -> tuple[str, str]:
+    """Return what the chat template puts before and after an assistant's message, "" if it has none.
+
+    `later`: messages after it.
+    """
+    turns = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": MARK}, *later]
+    try:
+        text = in_template(tokenizer, turns, variables) if tokenizer.chat_template else ""
+    except Exception:  # noqa: BLE001 -- a template may raise anything, and may want other messages
+        text = ""
+    return text.partition(MARK)[0], text.rpartition(MARK)[2]
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, variables: Template) -> tuple[str, int | None]:
+    """Return what the chat template closes an assistant's turn with, and its last token. "" and None if with none.
+
+    If it closes the last turn with more tokens than an earlier one, such as the end of a dialogue, those are left out.
+    """
+    tokens, tail = added_tokens(tokenizer), around_message(tokenizer, variables)[1]
+    earlier = around_message(tokenizer, variables, {"role": "user", "content": "a"})[1]
+    for closing in (tail[: alike(tail, earlier)], tail):
+        rest, end = closing, None
+        while found := [text for text in tokens if text and rest.lstrip().startswith(text)]:
+            end = max(found, key=len)
+            rest = rest.lstrip().removeprefix(end)
+        if end is not None:
+            return closing.removesuffix(rest), tokens[end]
+    return "", None
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
+    """Return the special tokens, and others that are whole texts, with their numbers."""
+    return cast("Mapping[str, int]", tokenizer.added_tokens_encoder)
 
 
 def character_tokenizer(characters: str, max_tokens: int, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -86,46 +207,100 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
     )
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Template | None
-) -> list[list[int]]:
-    """Encode each prompt as generation starts from it, with the tokenizer's prefix of a text.
+def encode_prompts(words: Words, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Encode each prompt as generation starts from it, after `prefix_of` the tokenizer.
 
-    With `chat`, each prompt is one user message in the tokenizer's template. DataError for a prompt without tokens, or
-    one that cannot be encoded.
+    With `chat`, each prompt is one user message in the tokenizer's template, or the messages that it has. DataError for
+    a prompt without tokens, or one that cannot be encoded.
     """
-    texts = prompts
-    if chat is not None:
-        texts = [in_template(tokenizer, [{"role": "user", "content": text}], chat, opens=True) for text in texts]
-    tokens = _encode(tokenizer, texts, special=chat is None)
+    tokenizer, chat = words.tokenizer, words.chat
+    if chat is None:
+        texts = [str(prompt) for prompt in prompts]
+    else:
+        texts = [in_template(tokenizer, messages_of(prompt), chat, opens=True) for prompt in prompts]
+    tokens = encode_texts(tokenizer, texts)
+    if chat is None and (prefix := prefix_of(tokenizer)):
+        tokens = [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in tokens]
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no token: generation needs one to start")
     return tokens
 
 
+def prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text. What it puts after one, such as EOS, ends the text."""
+    for text in ("a", *sorted(text for text in tokenizer.get_vocab() if len(text) == 1)):
+        try:
+            (body, whole) = (list(tokenizer(text, add_special_tokens=each)["input_ids"]) for each in (False, True))
+        except Exception:  # noqa: BLE001, S112 -- a tokenizer of few characters raises what it likes
+            continue
+        starts = range(len(whole) - len(body) + 1)
+        return next((whole[:at] for at in starts if body and whole[at : at + len(body)] == body), [])
+    return []
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Encode texts within a row, with nothing before or after them. DataError for texts that it cannot encode."""
-    return _encode(tokenizer, texts, special=False)
+    """Encode rendered texts, with nothing before or after them. DataError for texts that it cannot encode."""
+    return list(_coded(tokenizer, texts)["input_ids"]) if texts else []
 
 
-def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[str]) -> list[list[int]]:
-    """Encode each completion, and append the end-of-text token."""
-    end = end_token(tokenizer)
-    return [[*ids, end] for ids in encode_texts(tokenizer, completions)]
+def encode_parts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], parts: Sequence[Sequence[Run]]
+) -> list[tuple[list[int], list[Run]]]:
+    """Encode each text once, and return the tokens of each of its parts, which are runs of characters.
+
+    A token on the border of two parts belongs to both. DataError for texts that it cannot encode.
+    """
+    if not texts:
+        return []
+    if tokenizer.is_fast:
+        coded = _coded(tokenizer, texts, offsets=True)
+        offsets = [np.array(each, np.int64).reshape(-1, 2) for each in coded["offset_mapping"]]
+        runs = [
+            [(int((at[:, 1] <= start).sum()), int((at[:, 0] < end).sum())) for start, end in own]
+            for at, own in zip(offsets, parts, strict=True)
+        ]
+        return list(zip(coded["input_ids"], runs, strict=True))
+    rows: list[tuple[list[int], list[Run]]] = []
+    for text, own, ids in zip(texts, parts, encode_texts(tokenizer, texts), strict=True):
+        until = {len(text): len(ids)}  # the tokens that a beginning of the text has too
+        for place in {place for part in own for place in part} - until.keys():
+            until[place] = alike(ids, encode_texts(tokenizer, [text[:place]])[0])
+        rows.append((ids, [(until[start], until[end]) for start, end in own]))
+    return rows
+
+
+def alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many characters or tokens two beginnings share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def encode_after(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]], texts: Sequence[str]
+) -> list[list[int]]:
+    """Encode texts that continue rows of tokens: without the space that some tokenizers put before a text."""
+    found: list[list[int]] = []
+    lasts = [tokenizer.decode(list(row[-1:]), skip_special_tokens=False) for row in rows]
+    for last, text in zip(lasts, texts, strict=True):
+        for before in (str(last), "\n") if last and text else ():
+            parts = [(0, len(before)), (len(before), len(before) + len(text))]
+            ((ids, (old, new)),) = encode_parts(tokenizer, [before + text], [parts])
+            if old[1] == new[0]:  # otherwise a token has parts of both
+                found.append(ids[new[0] :])
+                break
+        else:
+            found += encode_texts(tokenizer, [text])
+    return found
 
 
 def encode_dialogues(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str], chat: Template
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str], chat: Template
 ) -> list[list[int]]:
-    """Encode each prompt and completion as a user's and an assistant's message in the tokenizer's template.
+    """Encode each prompt with its completion as the assistant's message in the tokenizer's template.
 
     DataError for texts that the template refuses or the tokenizer cannot encode.
     """
-    dialogues = [
-        [{"role": "user", "content": prompt}, {"role": _ASSISTANT, "content": completion}]
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    dialogues = [messages_of(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
     try:
         texts = [in_template(tokenizer, dialogue, chat) for dialogue in dialogues]
     except Exception as error:
@@ -153,53 +328,39 @@ def in_template(
     return str(text)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
-    """Decode each row of tokens, without special tokens."""
-    if isinstance(tokenizer, PreTrainedTokenizerFast):  # one call for all rows: twice as fast
-        return tokenizer.backend_tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
-    return [str(tokenizer.decode(list(row), skip_special_tokens=True)) for row in rows]
-
-
-def reach_of(stop: Sequence[str]) -> int:
-    """Return the number of tokens, up to the newest, that may be part of a stop text that it completes."""
-    return 4 * max(map(len, stop)) + 4  # a character has at most four bytes, and a token at least one
-
-
-def stopped_after(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begun: int, stop: Sequence[str]
-) -> int | None:
-    """Return the number of tokens after which a stop text is complete. None if never. The first `begun` have none."""
-    reach = reach_of(stop)
-    ends = range(begun + 1, len(tokens) + 1)
-    texts = decode(tokenizer, [tokens[max(0, end - reach) : end] for end in ends])
-    return next((end for end, text in zip(ends, texts, strict=True) if any(each in text for each in stop)), None)
-
-
-def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the end-of-text token. ModelError if there is none."""
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no end-of-text token, so no completion "
-            "could end: set eos_token in its tokenizer_config.json"
-        )
-    return end
-
-
 def texts_of(batch: Batch, name: str) -> list[str]:
     """Return a column of texts. DataError if a value is not text."""
     values = batch.objects(name) if len(batch) else ()
     for row, value in enumerate(values):
         if not isinstance(value, str):
-            raise DataError(f"`{name}` of row {row} is {value!r} ({type(value).__name__}), not text")
+            raise DataError(f"`{name}` of {batch.place(row)} is {value!r} ({type(value).__name__}), not text")
     return [str(value) for value in values]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> list[list[int]]:
-    if not texts:
-        return []
+def prompts_of(batch: Batch, chat: Template | None) -> list[Prompt]:
+    """Return the prompts. With `chat` they may be lists of messages. DataError for others."""
+    values = batch.objects("prompt") if len(batch) else ()
+    prompts: list[Prompt] = []
+    for row, value in enumerate(values):
+        if not isinstance(value, str | Sequence):
+            raise DataError(f"`prompt` of {batch.place(row)} is {value!r} ({type(value).__name__}), not text")
+        prompts.append(prompt_in(value, f"{batch.place(row)}: `prompt`"))
+        if chat is None and not isinstance(value, str):
+            raise DataError(
+                f"{batch.place(row)}: the prompt is a list of messages, which a chat template renders: set chat = true"
+            )
+    return prompts
+
+
+def messages_of(prompt: Prompt, completion: str | None = None) -> list[Message]:
+    """Return a prompt as messages, a text as the user's, and its completion as the assistant's."""
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [*before, *([] if completion is None else [{"role": ASSISTANT, "content": completion}])]
+
+
+def _coded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, offsets: bool = False) -> BatchEncoding:
     try:
-        return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"])
+        coded: BatchEncoding = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=offsets)
     except Exception as error:
         known = {token for token in tokenizer.get_vocab() if len(token) == 1}
         for text in texts:
@@ -213,129 +374,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: b
                     "the text"
                 ) from error
         raise DataError(f"the tokenizer cannot encode {_short(texts[0])!r}...: {error}") from error
+    return coded
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def encoded(model: Words, batch: Batch) -> Batch:
-    """Add `tokens` and `loss_mask`, from `messages` or else from `prompt` and `completion`.
-
-    DataError for a row that is too long, and for invalid dialogues as in `encode_messages`.
-    """
-    if "messages" in batch:
-        return encode_messages(model, batch)
-    prompts = encode_prompts(model.tokenizer, texts_of(batch, "prompt"), model.chat)
-    completions = encode_completions(model.tokenizer, texts_of(batch, "completion"))
-    tokens = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    for row, ids in enumerate(tokens):
-        model.check_lengths(len(ids), f"row {row}")
-    masks = [np.arange(len(ids)) >= len(prompt) for prompt, ids in zip(prompts, tokens, strict=True)]
-    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
-
-
-def encode_messages(words: Words, batch: Batch) -> Batch:
-    """Add `tokens` and `loss_mask` from `messages`. `learn`, a text for each row, is "all" if it is missing.
-
-    `messages`: a list of `{"role": ..., "content": ...}` for each row. The assistant's turns are learned, all or the
-    last, from after the template's opening of the turn through the token that ends it. Each piece is tokenised
-    separately, like a prompt before generation. ModelError if the tokenizer has no template. DataError for a row that
-    is not a dialogue, that the template refuses or does not render piece by piece, that has nothing to learn, or that
-    is too long.
-    """
-    if not words.tokenizer.chat_template:
-        raise ModelError(
-            f"`messages` are rendered by the chat template, and the tokenizer of "
-            f"{words.tokenizer.name_or_path or 'this model'} has none: use an instruction-tuned model, or the columns "
-            "`prompt` and `completion`"
-        )
-    rows = batch.objects("messages") if len(batch) else ()
-    learn = batch.objects("learn") if len(batch) and "learn" in batch else ("all",) * len(rows)
-    tokens: list[list[int]] = []
-    masks: list[list[bool]] = []
-    for row, (value, which) in enumerate(zip(rows, learn, strict=True)):
-        messages = _dialogue(value, row)
-        if which not in ("all", "last"):
-            raise DataError(f'row {row}: `learn` is {which!r}: use "all" or "last"')
-        parts = list(_parts(words, messages, which == "last", row))
-        pieces = encode_texts(words.tokenizer, [text for text, _ in parts])
-        mask: list[bool] = []
-        for (_, is_learned), piece in zip(parts, pieces, strict=True):  # up to the first token that ends a text
-            end = next((at for at, token in enumerate(piece) if token in words.ends), len(piece))
-            mask += [is_learned and at <= end for at in range(len(piece))]
-        if not any(mask):
-            raise DataError(f"row {row}: its dialogue has no assistant's turn to learn: drop the row")
-        words.check_lengths(len(mask), f"row {row}")
-        tokens.append(list(chain.from_iterable(pieces)))
-        masks.append(mask)
-    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
-
-
-def _parts(words: Words, messages: Sequence[Message], only_last: bool, row: int) -> Iterator[Part]:
-    """Yield the rendered text in pieces: learned ones, and those in between."""
-
-    def rendered(count: int, opens: bool = False) -> str:
-        try:
-            return in_template(words.tokenizer, messages[:count], words.chat or {}, opens=opens)
-        except Exception as error:
-            raise DataError(f"row {row}: the chat template refuses it: {described(error)}") from error
-
-    turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
-    seen = ""
-    for at in turns[-1:] if only_last else turns:
-        opened, ended = rendered(at, opens=True), rendered(at + 1)
-        yield _added(seen, opened, at, row), False
-        yield _added(opened, ended, at, row), True
-        seen = ended
-
-
-def _added(before: str, after: str, at: int, row: int) -> str:
-    """Return what the template adds to its previous text. DataError if it changed that text."""
-    if after.startswith(before):
-        return after[len(before) :]
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-    place = len(list(same))
-    raise DataError(
-        f"row {row}: the chat template renders the text before message {at} differently with that message, so the "
-        f"message's tokens are unknown: at character {place} it has {after[place : place + 30]!r} in place of "
-        f"{before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
-        "give each turn as a separate row"
-    )
-
-
-def _dialogue(messages: object, row: int) -> Sequence[Message]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise DataError(f"row {row}: `messages` is {messages!r:.60}: give a list of {{'role': ..., 'content': ...}}")
-    for at, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _KEYS):
-            raise DataError(
-                f"row {row}: message {at} is {message!r:.60}: give {{'role': ..., 'content': ...}}, both texts"
-            )
-    return cast("Sequence[Message]", messages)
-
-
-def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
-    """Append the tokens of `observation` to rows. Also returns the rows without room, bool[rows].
-
-    The new tokens are not learned, their log-probs are 0 and their versions -1. A row has no room if the model could
-    not read it and one more token, and is returned unchanged. DataError for a text that the tokenizer cannot encode.
-    """
-    texts = [str(text) if text else "" for text in rows.objects("observation")]
-    encoded = encode_texts(words.tokenizer, texts)
-    lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
-    full = (added > 0) & (lengths + added + 1 > words.max_tokens)
-    ids = [[] if no_room else row for row, no_room in zip(encoded, full.tolist(), strict=True)]
-
-    def after(column: Ragged, new: list[list[int]], dtype: type[np.generic]) -> Ragged:
-        parts = [np.concatenate([had, np.array(add, dtype)]) for had, add in zip(column, new, strict=True)]
-        return Ragged.of(parts, dtype)
-
-    nothing = [[0] * len(row) for row in ids]
-    whole = rows.assign(
-        tokens=after(rows.tokens, ids, np.int32),
-        loss_mask=after(rows.loss_mask, nothing, np.bool_),
-        sampler_logprobs=after(rows.sampler_logprobs, nothing, np.float32),
-        versions=after(rows.versions, [[-1] * len(row) for row in ids], np.int32),
-    )
-    return whole.drop("observation"), full

@@ -17,7 +17,7 @@ from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs
 from meshrl_torch.model.routing import Routes
-from meshrl_torch.model.text import decode, reach_of
+from meshrl_torch.model.said import decode, reach_of
 from meshrl_torch.sample.cache import Cache, Decode, Prefill
 from meshrl_torch.sample.draw import Draw, UInt64
 from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread
@@ -139,7 +139,7 @@ class Decoder:
         ids = self._columns["tokens"][np.arange(count), places].astype(np.int64)
         positions = torch.from_numpy(places.copy())
         attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
-        hidden, experts = self._hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend)
+        hidden, experts = self._hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, places)
         if experts is not None:
             self._columns["experts"][np.arange(count), places] = experts
         return self._model.logits(hidden[:, 0])
@@ -193,16 +193,24 @@ class Decoder:
             Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
         )
         positions = runs(np.zeros_like(lengths), lengths)
-        hidden, experts = self._hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend)
+        packed = torch.from_numpy(ids)[None], torch.from_numpy(positions)[None]
+        hidden, experts = self._hidden(*packed, attend, np.repeat(lengths, lengths))
         if experts is not None:
             self._columns["experts"][slot, places] = experts[entries]
         last = torch.from_numpy(at + self._request.lengths[prefixes] - 1)
         return self._model.logits(hidden[0][last])[torch.from_numpy(which)]
 
-    def _hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, NDArray[np.int16] | None]:
-        """Return the last hidden states, and the tokens' experts if they are recorded."""
+    def _hidden(
+        self, ids: Tensor, positions: Tensor, attend: Attend, had: Ints
+    ) -> tuple[Tensor, NDArray[np.int16] | None]:
+        """Return the last hidden states, and the tokens' experts if they are recorded.
+
+        `had`, int64[batch * tokens]: the tokens of each one's row. A call's rows never grow past the native length.
+        """
         routes = Routes() if self._columns["experts"].shape[2] else None
-        hidden = self._model.hidden(ids, positions, attend, routes)
+        beyond = had >= self._model.native_tokens
+        rows = torch.from_numpy(beyond).view(ids.shape) if beyond.any() else None
+        hidden = self._model.hidden(ids, positions, attend, routes, rows)
         return hidden, None if routes is None else routes.recorded()
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
@@ -295,9 +303,11 @@ class Decoder:
     def _stopped(self) -> NDArray[np.bool_]:
         """True for each row in a slot that ends with a stop text, bool[count]."""
         reach = reach_of(self._request.stop)
-        spans = zip(self._columns["tokens"], self._prompt[: self._count].tolist(), self._place.tolist(), strict=False)
-        tails = [tokens[max(prompt, last + 1 - reach) : last + 1].tolist() for tokens, prompt, last in spans]
-        texts = decode(self._model.tokenizer, tails)
+        lasts = self._place[: self._count] + 1
+        begins = np.maximum(self._prompt[: self._count], lasts - reach)
+        spans = list(zip(self._columns["tokens"], begins.tolist(), lasts.tolist(), strict=False))
+        tails = [tokens[begin:last].tolist() for tokens, begin, last in spans]
+        texts = decode(self._model, tails, [tokens[begin - 1 : begin].tolist() for tokens, begin, _ in spans])
         return np.array([any(stop in text for stop in self._request.stop) for text in texts], np.bool_)
 
     def _reserve(self, positions: int) -> None:

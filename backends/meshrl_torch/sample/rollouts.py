@@ -15,7 +15,9 @@ from meshrl.mesh import Array
 from meshrl.roles import Sampling
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
-from meshrl_torch.model.text import Words, decode, encode_prompts, observed, texts_of
+from meshrl_torch.model.rows import observed
+from meshrl_torch.model.said import TAIL, decode, opened_in, said_in
+from meshrl_torch.model.text import Words, encode_prompts, prompts_of
 
 Ints = NDArray[np.int64]
 
@@ -148,7 +150,10 @@ class Rollouts:
         oldest = np.full(len(rows), version, np.int32)
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
-        texts = decode(self._words.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        prompts, said = _split(finished.tokens, offsets, finished.prompts)
+        given = prompts_of(rows, self._words.chat) if "prompt" in rows else [""] * len(rows)
+        opened = opened_in(self._words, prompts, [each if isinstance(each, str) else "" for each in given])
+        texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
         experts = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
         return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
@@ -156,7 +161,7 @@ class Rollouts:
             sampler_logprobs=Ragged(finished.logprobs, offsets, source=Source("sampler")),
             versions=Ragged(finished.versions, offsets),
             oldest_version=oldest,
-            completion=[_cut(text, self._sampling.stop) for text in texts],
+            completion=[tag + text for tag, text in zip(opened, texts, strict=True)],
             temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
             truncated=finished.truncated,
             aborted=finished.aborted,
@@ -171,30 +176,52 @@ class Rollouts:
         limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
         if len(limits) and limits.min() < 1:
             row = int(limits.argmin())
-            raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion needs at least 1 token")
+            raise DataError(f"`max_tokens` of {rows.place(row)} is {limits[row]}: a completion needs at least 1 token")
         if self._answered:
             limits = np.minimum(limits, self._words.max_tokens - starts)
         totals = np.maximum(starts + limits, lengths)
         if len(totals):
             row = int(totals.argmax())
-            self._words.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
+            self._words.check_lengths(int(totals[row]), f"{rows.place(row)} with {limits[row]} new tokens (max_tokens)")
         numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
         if len(np.unique(numbers)) != len(numbers):  # rows repeated since the split must not sample equally
             numbers = np.arange(len(rows))
-        ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
-        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
+        stops = self._words.stops(sampling)
+        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, stops, sampling.stop)
         if not self._continued or not len(rows):
+            self._check_growth(request)
             return request, unread(request, np.arange(0), self._routed)
         stopped = self._stopped(request)
         done = stopped | self._full | (lengths - starts >= limits)
-        return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
+        left = request.select(~done)
+        self._check_growth(left)
+        return left, _ended(rows, np.flatnonzero(done), starts, ~stopped)
+
+    def _check_growth(self, request: Request) -> None:
+        """Raise DataError if a row may grow past the model's native length, which changes all of its positions."""
+        native, had = self._words.native_tokens, request.lengths[request.prefix]
+        totals = request.starts + request.limits
+        grows = np.flatnonzero((had < native) & (totals > native))
+        if len(grows):
+            row = int(grows[0])
+            where = self.rows.place(int(request.rows[row]))
+            raise DataError(
+                f"{where} has {had[row]} tokens and may get {totals[row]}, and this model (LongRoPE) "
+                f"has other positions in rows of more than {native}: its first tokens would be drawn with positions "
+                f"that the policy does not train with. Lower sampling.max_tokens, so that prompt and completion are at "
+                f"most {native} tokens, or set short_factor to the values of long_factor in the model's config.json"
+            )
 
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
         """Return the distinct prompts, the number of each row's prompt, and its length."""
-        texts = texts_of(self.rows, "prompt")
-        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-        ids = encode_prompts(self._words.tokenizer, list(different), self._words.chat)
-        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
+        prompts = prompts_of(self.rows, self._words.chat)
+        keys = list(map(repr, prompts))
+        different = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        prompt = np.fromiter(map(different.__getitem__, keys), np.int64, len(keys))
+        firsts = np.unique(prompt, return_index=True)[1].tolist()
+        ids = encode_prompts(self._words, [prompts[row] for row in firsts])
+        for tokens, row in zip(ids, firsts, strict=True):
+            self._words.check_known(tokens, self.rows.place(row))
         return ids, prompt, lengths_of(ids)[prompt]
 
     def _stopped(self, request: Request) -> NDArray[np.bool_]:
@@ -203,7 +230,8 @@ class Rollouts:
         begun = self.rows.tokens.lengths > request.starts
         stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
         if request.stop:
-            texts = decode(self._words.tokenizer, _completions(values, offsets, request.starts))
+            prompts, said = _split(values, offsets, request.starts)
+            texts = decode(self._words, said, prompts)
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
 
@@ -249,11 +277,9 @@ def _lengthened(had: object, tokens: Ragged, routed: tuple[int, int]) -> Ragged:
     return Ragged(values, tokens.offsets)
 
 
-def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:
-    spans = zip((offsets[:-1] + starts).tolist(), offsets[1:].tolist(), strict=True)
-    return [tokens[start:end].tolist() for start, end in spans]
-
-
-def _cut(text: str, stop: tuple[str, ...]) -> str:
-    places = [place for place in (text.find(each) for each in stop) if place >= 0]
-    return text[: min(places)] if places else text
+def _split(tokens: Array, offsets: Ints, starts: Ints) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the last tokens of each prompt, and the completions."""
+    begins = (offsets[:-1] + starts).tolist()
+    prompts = zip(offsets[:-1].tolist(), begins, strict=True)
+    said = [tokens[begin:end].tolist() for begin, end in zip(begins, offsets[1:].tolist(), strict=True)]
+    return [tokens[max(start, end - TAIL) : end].tolist() for start, end in prompts], said

@@ -126,8 +126,7 @@ class TorchSampler(SteppingSampler):
     def __init__(self, config: SamplerConfig) -> None:
         own_rank()
         self._config = config
-        self._model = load(config)
-        adapt(self._model, config.lora, config.seed)
+        self._model = adapt(load(config), config.lora, config.seed)
         tensors = self._model.tensors()
         self._taken = adapters(tensors) if config.lora else tensors
         """The tensors that new weights are copied to."""

@@ -1,0 +1,150 @@
+"""A row is one text when it is encoded: its tokens are those that transformers makes of the whole text."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import ByT5Tokenizer
+
+from meshrl.agents import Message
+from meshrl.agents.conversation import Conversation, Drawn
+from meshrl.data import Batch, Ragged, Source
+from meshrl.roles import PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling
+from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.text import Words
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.one_rank import TorchPolicy, TorchRewardModel
+from tests.real_rows.tiny_tokenizers import BOS, CHATML, CLOSE, END, made, save
+
+SCHEMES = ["bytes", "always", "first", "never"]
+PLAIN = (
+    (
+        "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    )
+    .replace("[", "<|")
+    .replace("]", "|>")
+)
+THINKS = (  # as Qwen3's: the last turn has thoughts, if empty ones, and earlier turns have none
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DROPS = (  # as DeepSeek-R1's: the prompt opens thoughts, and a turn is rendered without its own
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+CODE = "def f(x):\n    return x"
+TURNS = [
+    {"role": role, "content": text} for role, text in [("user", "hello"), ("assistant", "yes no"), ("user", "1 + 2")]
+]
+TURNS.append({"role": "assistant", "content": CODE})
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def learned(tokenizer: Any, batch: Batch) -> list[list[str]]:
+    return [
+        tokenizer.convert_ids_to_tokens(np.asarray(row)[np.asarray(mask, bool)].tolist())
+        for row, mask in zip(batch.tokens, batch.loss_mask, strict=True)
+    ]
+
+
+async def encoded(folder: Path, tokenizer: Any, chat: bool = True, **columns: Any) -> Batch:
+    return await TorchPolicy(PolicyConfig(model=save(folder, tokenizer), chat=chat)).encode(Batch.of(**columns))
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, THINKS])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_dialogue_has_the_tokens_of_its_whole_text(scheme: str, template: str, tmp_path: Path) -> None:
+    tokenizer = made(scheme, template)
+    batch = await encoded(tmp_path, tokenizer, messages=[TURNS])
+    assert batch.tokens[0].tolist() == ids(tokenizer, tokenizer.apply_chat_template(TURNS, tokenize=False))
+    end = END if template is PLAIN else CLOSE
+    thoughts = "<think>\n\n</think>\n\n" if template is THINKS else ""
+    text = tokenizer.decode(np.asarray(batch.tokens[0])[np.asarray(batch.loss_mask[0], bool)].tolist())
+    assert "".join(text.split()) == "".join(f"yes no{end}{thoughts}{CODE}{end}".split())
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, THINKS, DROPS])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_both_forms_of_a_row_learn_the_same(scheme: str, template: str, tmp_path: Path) -> None:
+    tokenizer = made(scheme, template)
+    for number, text in enumerate((CODE, "<think>\n1 + 2\n</think>3", "1 + 2\n</think>3")):
+        turns = [TURNS[0], {"role": "assistant", "content": text}]
+        one = await encoded(tmp_path / f"m{number}", tokenizer, messages=[turns])
+        other = await encoded(tmp_path / f"p{number}", tokenizer, prompt=["hello"], completion=[text])
+        assert learned(tokenizer, one) == learned(tokenizer, other)
+        assert other.tokens[0].tolist() == one.tokens[0].tolist()[: len(other.tokens[0])]
+        whole = tokenizer.decode(other.tokens[0].tolist())
+        assert whole.count("</think>") == (text.count("</think>") or template is THINKS)
+        assert whole.count("<think>") == whole.count("</think>") or template in (PLAIN, CHATML, THINKS)
+
+
+@pytest.mark.parametrize("puts", ["$A", f"{BOS} $A", f"$A {END}", f"{BOS} $A {END}", f"{END} $A"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_prompt_has_what_the_tokenizer_puts_before_it_once(scheme: str, puts: str, tmp_path: Path) -> None:
+    tokenizer = made(scheme, puts=puts)
+    first = puts.split(" ", maxsplit=1)[0]
+    prefix = [] if first == "$A" else ids(tokenizer, first)
+    folder = save(tmp_path, tokenizer)
+    for chat, prompt, wanted in (
+        (False, "1 + 2", [*prefix, *ids(tokenizer, "1 + 2")]),
+        (False, f"{BOS}1", [*(prefix if first == END else []), *ids(tokenizer, f"{BOS}1")]),
+        (True, "yes", ids(tokenizer, tokenizer.apply_chat_template([{"role": "user", "content": "yes"}],
+                                                                  tokenize=False, add_generation_prompt=True))),
+    ):  # fmt: skip
+        sampler = TorchSampler(SamplerConfig(model=folder, chat=chat))
+        (row,) = [each async for each in sampler.generate(Batch.of(prompt=[prompt]), Sampling(max_tokens=1))]
+        assert row.tokens[0].tolist()[:-1] == wanted
+    batch = await TorchPolicy(PolicyConfig(model=folder)).encode(Batch.of(prompt=["hello"], completion=[" world"]))
+    assert batch.tokens[0].tolist() == [*prefix, *ids(tokenizer, "hello world"), *ids(tokenizer, END)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_steps_are_of_one_text(scheme: str, tmp_path: Path) -> None:
+    tokenizer = made(scheme, puts=f"{BOS} $A {END}")
+    judge = TorchRewardModel(RewardTrainingConfig(model=save(tmp_path, tokenizer)))
+    batch = await judge.encode(Batch.of(prompt=["hello\n"], steps=[["1 + 2\n", "yes"]]))
+    assert batch.tokens[0].tolist() == tokenizer("hello\n1 + 2\nyes")["input_ids"]
+    places = np.flatnonzero(batch.loss_mask[0])
+    assert tokenizer.decode(batch.tokens[0].tolist()[: places[0] + 1], skip_special_tokens=True) == "hello\n1 + 2\n"
+    assert places[-1] == len(batch.tokens[0]) - 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_what_follows_drawn_tokens_is_the_middle_of_a_text(scheme: str, tmp_path: Path) -> None:
+    """An environment's observation, and the next message of an agent's conversation."""
+    tokenizer = made(scheme, PLAIN)
+    sampler = TorchSampler(SamplerConfig(model=save(tmp_path, tokenizer)))
+    for said in ("yes", f"yes{END}"):
+        had, whole = ids(tokenizer, f"hello\n{said}"), ids(tokenizer, f"hello\n{said}\nreturn x")
+        rows = Batch.of(
+            tokens=Ragged.of([had], np.int32), loss_mask=Ragged.of([[False, *[True] * (len(had) - 1)]], np.bool_),
+            sampler_logprobs=Ragged.of([[0.0] * len(had)], np.float32, source=Source("sampler")),
+            versions=Ragged.of([[0] * len(had)], np.int32), observation=["\nreturn x"],
+        )  # fmt: skip
+        (row,) = [each async for each in sampler.generate(rows, Sampling(max_tokens=len(whole)))]
+        assert row.tokens[0].tolist()[: len(whole)] == whole
+    chat = HuggingFaceChat(Words(tokenizer, {}, frozenset({tokenizer.eos_token_id}), 128, known=len(tokenizer)))
+    conversation, user = Conversation(chat), Message("user", "hello")
+    asked = conversation.ask([user])
+    drawn = np.array(ids(tokenizer, f"<|assistant|>\nyes no{END}")[len(ids(tokenizer, "<|assistant|>\n")) :], np.int32)
+    conversation.answer(
+        asked, Drawn(drawn, np.zeros(len(drawn), np.float32), drawn * 0, 1.0), Message("assistant", "yes no")
+    )
+    more = conversation.ask([user, Message("assistant", "yes no"), Message("user", "1 + 2")])
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}, TURNS[2]]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    assert more.tokens.tolist() == ids(tokenizer, text)
+
+
+async def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
+    tokenizer = ByT5Tokenizer(chat_template=PLAIN)
+    batch = await encoded(tmp_path, tokenizer, messages=[TURNS])
+    assert batch.tokens[0].tolist() == ids(tokenizer, str(tokenizer.apply_chat_template(TURNS, tokenize=False)))
+    assert "".join(learned(tokenizer, batch)[0]) == f"yes no</s>{CODE}</s>"
