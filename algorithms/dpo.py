@@ -25,10 +25,14 @@ class DpoConfig(rl.AlgorithmConfig):
     """Pairs in a step."""
     steps: int = 200  # training steps
 
+    def examples(self, rows: rl.Batch) -> rl.Batch:
+        """Return a pair of each row."""
+        return rl.answer_pairs(rows, rl.rejected_answers(rows, self.rejected))
+
 
 async def dpo(run: rl.Run, config: DpoConfig) -> None:
     task = rl.Task.load(config.task)
-    held_out = rl.answer_pairs(task.held_out, rl.rejected_answers(task.held_out, config.rejected))
+    held_out = config.examples(task.held_out)
     policy = await run.spawn(rl.Policy, config.policy)
     sampler = await run.spawn(rl.Sampler, config.sampler)
     reference = await run.spawn(rl.Reference, config.reference)
@@ -37,8 +41,7 @@ async def dpo(run: rl.Run, config: DpoConfig) -> None:
     rows = task.batches(config.rows, run.seed)
     async with rl.held_out(run, sampler, task.held_out, config, policy=policy):
         async for _ in run.steps(config.steps):
-            batch = next(rows)
-            pairs = await policy.encode(rl.answer_pairs(batch, rl.rejected_answers(batch, config.rejected)))
+            pairs = await policy.encode(config.examples(next(rows)))
             pairs = await reference.logprobs(await policy.logprobs(pairs))
             pairs = await rl.preference_columns(pairs)
             await run.record(await policy.update(pairs, config.loss), None, **rl.pair_metrics(pairs))

@@ -25,10 +25,14 @@ class KtoConfig(rl.AlgorithmConfig):
     """Rows in a step, good and bad ones."""
     steps: int = 200  # training steps
 
+    def examples(self, rows: rl.Batch) -> rl.Batch:
+        """Return each row's completion and label."""
+        return rl.labelled(rows, self.label)
+
 
 async def kto(run: rl.Run, config: KtoConfig) -> None:
     task = rl.Task.load(config.task)
-    held_out = rl.labelled(task.held_out, config.label)
+    held_out = config.examples(task.held_out)
     held_out = held_out.select(held_out.row("desirable"))  # the right answers only
     policy = await run.spawn(rl.Policy, config.policy)
     sampler = await run.spawn(rl.Sampler, config.sampler)
@@ -38,10 +42,10 @@ async def kto(run: rl.Run, config: KtoConfig) -> None:
     rows = task.batches(config.rows, run.seed)
     async with rl.held_out(run, sampler, held_out, config, policy=policy):
         async for _ in run.steps(config.steps):
-            batch = rl.labelled(next(rows), config.label)
-            others = await policy.logprobs(await policy.encode(rl.mismatched(batch)))
-            kl = await rl.reference_point(await reference.logprobs(others))
-            batch = await reference.logprobs(await policy.encode(batch))
+            batch = await policy.encode(config.examples(next(rows)))
+            others = rl.mismatched(await batch.load("tokens", "loss_mask"))
+            kl = await rl.reference_point(await reference.logprobs(await policy.logprobs(others)))
+            batch = await reference.logprobs(batch)
             batch = batch.assign(kl=np.full(len(batch), kl, np.float32))
             await run.record(await policy.update(batch, config.loss), mismatched_kl=kl)
         await rl.publish(policy, sampler)

@@ -35,7 +35,7 @@ async def multiturn(run: rl.Run, config: MultiturnConfig) -> None:
 
     async def play() -> dict[str, float]:
         played = await rl.rollout(sampler, task.held_out, config.sampling.model_copy(update={"n": 1}))
-        return {"reward": float(played.rewards.mean()), "turns": float(played.row("turns").mean())}
+        return {"reward": rl.known_mean(played.rewards), "turns": rl.known_mean(played.row("turns"))}
 
     await rl.publish(policy, sampler)
     before = await run.once("before", play)

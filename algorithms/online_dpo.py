@@ -32,9 +32,11 @@ async def online_dpo(run: rl.Run, config: OnlineDpoConfig) -> None:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             pairs = rl.best_and_worst(await batch.load("rewards", "groups"))
-            pairs = await reference.logprobs(await policy.logprobs(pairs))
-            pairs = await rl.preference_columns(pairs)
-            metrics = await policy.update(pairs, config.loss)
+            metrics, numbers = rl.Metrics.of(), dict[str, float]()
+            if len(pairs):  # none if no prompt has two known rewards
+                pairs = await reference.logprobs(await policy.logprobs(pairs))
+                pairs = await rl.preference_columns(pairs)
+                metrics, numbers = await policy.update(pairs, config.loss), rl.pair_metrics(pairs)
             await rl.publish(policy, stream)
-            await run.record(metrics, batch, **rl.pair_metrics(pairs))
+            await run.record(metrics, batch, **numbers)
     await policy.save(str(run.folder / "model"))

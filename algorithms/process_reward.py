@@ -23,13 +23,17 @@ class ProcessRewardConfig(rl.AlgorithmConfig):
     """Texts in a training step."""
     steps: int = 200  # training steps
 
+    def examples(self, rows: rl.Batch) -> rl.Batch:
+        """Return each row's steps and their labels."""
+        return rl.labelled_steps(rows, self.completion, self.labels)
+
 
 async def process_reward(run: rl.Run, config: ProcessRewardConfig) -> None:
     task = rl.Task.load(config.task)
     model = await run.spawn(rl.RewardModel, config.reward)
 
     async def labelled(batch: rl.Batch) -> rl.Batch:
-        return await rl.with_labels(await model.encode(rl.labelled_steps(batch, config.completion, config.labels)))
+        return await rl.with_labels(await model.encode(config.examples(batch)))
 
     async def held_out() -> dict[str, float]:
         return await rl.step_score_metrics(await model.token_scores(await labelled(task.held_out)))

@@ -24,15 +24,18 @@ class RewardModelRunConfig(rl.AlgorithmConfig):
     """Pairs in a step."""
     steps: int = 200  # training steps
 
+    def examples(self, rows: rl.Batch) -> rl.Batch:
+        """Return a pair of each row, and its margin."""
+        pairs = rl.answer_pairs(rows, rl.rejected_answers(rows, self.rejected))
+        return pairs.assign(least_margins=rl.least_margins(pairs, self.margin))
+
 
 async def reward_model(run: rl.Run, config: RewardModelRunConfig) -> None:
     task = rl.Task.load(config.task)
     model = await run.spawn(rl.RewardModel, config.reward)
 
     async def scored(batch: rl.Batch) -> rl.Batch:
-        pairs = rl.answer_pairs(batch, rl.rejected_answers(batch, config.rejected))
-        pairs = pairs.assign(least_margins=rl.least_margins(pairs, config.margin))
-        return await rl.score_columns(await model.token_scores(await model.encode(pairs)))
+        return await rl.score_columns(await model.token_scores(await model.encode(config.examples(batch))))
 
     async def held_out() -> dict[str, float]:
         return rl.score_metrics(await scored(task.held_out))

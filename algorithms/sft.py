@@ -16,6 +16,10 @@ class SftConfig(rl.AlgorithmConfig):
     """Rows in a step."""
     steps: int = 200  # training steps
 
+    def examples(self, rows: rl.Batch) -> rl.Batch:
+        """Return each row's answer."""
+        return rows.assign(completion=rl.learned_answers(rows))
+
 
 async def sft(run: rl.Run, config: SftConfig) -> None:
     task = rl.Task.load(config.task)
@@ -26,8 +30,7 @@ async def sft(run: rl.Run, config: SftConfig) -> None:
     rows = task.batches(config.rows, run.seed)
     async with rl.held_out(run, sampler, task.held_out, config, policy=policy):
         async for _ in run.steps(config.steps):
-            batch = next(rows)
-            batch = await policy.encode(batch.assign(completion=batch["answer"]))
+            batch = await policy.encode(config.examples(next(rows)))
             await run.record(await policy.update(batch, config.loss))
         await rl.publish(policy, sampler)
     await policy.save(str(run.folder / "model"))

@@ -41,22 +41,23 @@ def group_advantages(
     `rewards` is float[rows]. `groups` is int[rows]: rows with the same number are completions of one prompt. They need
     not be adjacent, and groups may differ in size. `scale="none"` does not divide. Returns float32[rows].
 
-    The deviation is that of a sample (n - 1), plus `epsilon`. The advantages of a group are 0 if it has one row, or if
-    its rewards are equal except for rounding (a few units in the last place of their dtype). Raises DataError if the
-    shapes differ or a reward is not finite.
+    A reward of NaN is unknown: its row does not count in its group's mean and deviation, and its advantage is 0. This
+    holds for all functions of rewards here. The deviation is that of a sample (n - 1), plus `epsilon`. The advantages
+    of a group are 0 if it has one known reward, or if these are equal except for rounding (a few units in the last
+    place of their dtype). Raises DataError if the shapes differ or a reward is infinite.
 
     GRPO: DeepSeekMath (arXiv:2402.03300), section 4.1.2. `scale="none"`: Dr. GRPO (arXiv:2503.20783),
     section 3: the division favours prompts that are too easy or too hard.
     """
-    values, group, counts = _grouped("group_advantages", rewards, groups)
-    centred = values - (np.bincount(group, values) / counts)[group]
+    values, group, counts, known = _grouped("group_advantages", rewards, groups)
+    centred = np.where(known, values - (np.bincount(group, values) / np.maximum(counts, 1))[group], 0.0)
     if scale == "none":
         return centred.astype(np.float32)
     deviation = np.sqrt(np.bincount(group, centred**2) / np.maximum(counts - 1, 1))
-    given = np.asarray(rewards)
-    unit = np.finfo(given.dtype).eps if given.dtype.kind == "f" else 0.0
+    dtype = np.asarray(rewards).dtype
+    unit = np.finfo(dtype).eps if dtype.kind == "f" else 0.0
     sizes = np.zeros(len(counts))
-    np.maximum.at(sizes, group, np.abs(given))
+    np.maximum.at(sizes, group[known], np.abs(np.asarray(rewards, np.float64)[known]))
     divisor = np.where(deviation <= _ROUNDING * unit * sizes, np.inf, deviation + epsilon)
     return (centred / divisor[group]).astype(np.float32)
 
@@ -65,8 +66,8 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
     """Compute the advantage of each turn: the sum of its reward and all later ones, standardised within the group.
 
     `rewards` is ragged float, with one value for each turn of a row. `groups` is int[rows]. Returns ragged float32, one
-    value for each turn. The rewards of all turns of a group are standardised together, as in `group_advantages`. Raises
-    DataError if the shapes differ or a reward is not finite.
+    value for each turn. The rewards of all turns of a group are standardised together, as in `group_advantages`. A turn
+    gets 0 if its reward or a later one is unknown. Raises DataError if the shapes differ or a reward is infinite.
 
     `A_t = sum_{k >= t} (r_k - mean(R)) / std(R)`, with R all rewards of the group: GRPO with process supervision,
     DeepSeekMath (arXiv:2402.03300), section 4.1.3, where a turn is a step.
@@ -78,29 +79,30 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
             "one group for each row"
         )
     compared = group_advantages(rewards.values, np.repeat(labels, rewards.lengths)).astype(np.float64)
+    compared[np.isnan(rewards.values)] = np.nan
     rows = [compared[begin:end] for begin, end in pairwise(rewards.offsets)]
-    return Ragged.of([np.cumsum(row[::-1])[::-1] for row in rows], np.float32)
+    return Ragged.of([np.nan_to_num(np.cumsum(row[::-1])[::-1]) for row in rows], np.float32)
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Subtract from each reward the mean of the *other* rewards of its group.
 
-    `rewards` is float[rows] and `groups` int[rows], in any order. Returns float32[rows]. A row that is alone in its
-    group has no baseline and gets 0. Raises DataError if the shapes differ or a reward is not finite.
+    `rewards` is float[rows] and `groups` int[rows], in any order. Returns float32[rows]. The only known reward of a
+    group has no baseline and gets 0. Raises DataError if the shapes differ or a reward is infinite.
 
     `r_i - mean(r_j, j != i)`: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), REINFORCE Leave-One-Out.
     """
-    values, group, counts = _grouped("leave_one_out", rewards, groups)
+    values, group, counts, known = _grouped("leave_one_out", rewards, groups)
     sums = np.bincount(group, values)[group]
     others = counts[group] - 1
     baseline = (sums - values) / np.maximum(others, 1)
-    return np.where(others > 0, values - baseline, 0.0).astype(np.float32)
+    return np.where(known & (others > 0), values - baseline, 0.0).astype(np.float32)
 
 
 def batch_advantages(rewards: ArrayLike) -> NDArray[np.float32]:
     """Subtract the mean of the batch from each reward: REINFORCE with the batch's mean as its baseline.
 
-    `rewards` is float[rows]. Returns float32[rows]. Raises DataError if the shape is wrong or a reward is not finite.
+    `rewards` is float[rows]. Returns float32[rows]. Raises DataError if the shape is wrong or a reward is infinite.
 
     Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", where
     the baseline must not depend on the row. This mean does, by one row of N, so the expected gradient is (N - 1) / N of
@@ -113,29 +115,30 @@ def optimal_advantages(rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike
     """Subtract from each reward the mean of its group, weighted by the number of learned tokens of each row.
 
     `rewards` is float[rows], `groups` and `lengths` are int[rows], in any order. Returns float32[rows]. A group without
-    learned tokens gets 0. Raises DataError if the shapes differ or a reward is not finite.
+    learned tokens gets 0. Raises DataError if the shapes differ or a reward is infinite.
 
     `r_i - sum_j l_j r_j / sum_j l_j`: the baseline with the lowest variance if a row's squared gradient grows with its
     length. OPO (arXiv:2505.23585).
     """
-    values, group, _ = _grouped("optimal_advantages", rewards, groups)
+    values, group, _, known = _grouped("optimal_advantages", rewards, groups)
     weights = np.asarray(lengths, np.float64)
     if weights.shape != values.shape:
         raise DataError(
             f"optimal_advantages: lengths have shape {weights.shape} and rewards {values.shape}: give one length for "
             "each row"
         )
+    weights = np.where(known, weights, 0.0)
     totals = np.bincount(group, weights)
     baseline = np.bincount(group, weights * values) / np.where(totals > 0, totals, 1)
-    return np.where(totals[group] > 0, values - baseline[group], 0.0).astype(np.float32)
+    return np.where(known & (totals[group] > 0), values - baseline[group], 0.0).astype(np.float32)
 
 
 def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Subtract the mean of its group from each reward, and scale up to make good for groups of equal rewards.
 
     `rewards` is float[rows] and `groups` int[rows], in any order. Returns float32[rows]. Groups of equal rewards teach
-    nothing and make the mean gradient smaller. The factor undoes that: it is the number of rows, divided by the number
-    of rows in groups with different rewards. Raises DataError if the shapes differ or a reward is not finite.
+    nothing and make the mean gradient smaller. The factor undoes that: it is the number of known rewards, divided by
+    the number of those in groups with different rewards. Raises DataError if the shapes differ or a reward is infinite.
 
     GPG (arXiv:2504.02546), whose factor is `B / (B - M)` for M of B rows in such groups, without dividing by the
     standard deviation.
@@ -143,7 +146,8 @@ def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.flo
     centred = group_advantages(rewards, groups, scale="none")
     _, group = np.unique(groups, return_inverse=True)
     differ = np.bincount(group, centred != 0) > 0
-    return centred * np.float32(len(centred) / max(1, int(differ[group].sum())))
+    known = ~np.isnan(np.asarray(rewards, np.float64))
+    return centred * np.float32(known.sum() / max(1, int((differ[group] & known).sum())))
 
 
 def rewards_to_go(
@@ -187,9 +191,9 @@ def gae(
         return_t = advantage_t + V_t
 
     V is 0 after the last learned token. Every row counts as ended there, even one that was cut at its token limit,
-    whose reward is that of the text so far. Raises DataError for wrong shapes, a reward that is not finite, or a
-    missing column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
-    (arXiv:1909.08593), equation 2.
+    whose reward is that of the text so far. With an unknown reward, NaN, the advantages of a row are 0 and its returns
+    are its values. Raises DataError for wrong shapes, an infinite reward, or a missing column. Schulman et al. 2016
+    (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019 (arXiv:1909.08593), equation 2.
     """
     return _gae("gae", "gae.kl", rewards, values, loss_mask, config, logprobs, reference)
 
@@ -229,6 +233,8 @@ def _gae(
     counts = learned_counts(loss_mask)
     last[counts == 0] = 0
     _check_finite(name, last)
+    unknown = np.isnan(last)
+    last[unknown] = 0
     ends = np.cumsum(counts)
     reward = np.zeros(len(value))
     if config.kl:
@@ -241,6 +247,7 @@ def _gae(
         reward -= config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
     reward[ends[counts > 0] - 1] += last[counts > 0]
     advantages = _discounted(reward, value, counts, config)
+    advantages[np.repeat(unknown, counts)] = 0
     return learned_column(advantages, loss_mask), learned_column(advantages + value, loss_mask)
 
 
@@ -264,10 +271,11 @@ def _discounted(
 
 def _grouped(
     name: str, rewards: ArrayLike, groups: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return rewards minus the first of their group, float64[rows], each row's group from 0, and each group's size.
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return rewards minus the first known one of their group, float64[rows], and 0 for unknown ones.
 
-    Advantages do not depend on a constant added to a group's rewards, and equal rewards give exactly 0 this way.
+    Advantages do not depend on a constant added to a group's rewards, and equal rewards give exactly 0 this way. Also
+    returns each row's group from 0, each group's number of known rewards, and which rewards are known.
     """
     values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
     if values.ndim != 1 or values.shape != labels.shape:
@@ -276,16 +284,21 @@ def _grouped(
             "both must be [rows], one reward and one group for each row."
         )
     _check_finite(name, values)
-    _, first, group, counts = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
-    return values - values[first][group], group.astype(np.int64), counts.astype(np.int64)
+    known = ~np.isnan(values)
+    names, group = np.unique(labels, return_inverse=True)
+    rows = np.flatnonzero(known)[::-1]  # the first row of a group is assigned last
+    first = np.zeros(len(names))
+    first[group[rows]] = values[rows]
+    counts = np.bincount(group[known], minlength=len(names))
+    return np.where(known, values - first[group], 0.0), group.astype(np.int64), counts.astype(np.int64), known
 
 
 def _check_finite(name: str, rewards: NDArray[np.float64]) -> None:
-    bad = np.flatnonzero(~np.isfinite(rewards))
+    bad = np.flatnonzero(np.isinf(rewards))
     if len(bad):
         raise DataError(
-            f"{name}: {len(bad)} of {len(rewards)} rewards are not finite; the first is {rewards[bad[0]]} "
-            f"in row {bad[0]}. Give such rows a reward, or drop them with batch.select."
+            f"{name}: {len(bad)} of {len(rewards)} rewards are infinite; the first is {rewards[bad[0]]} "
+            f"in row {bad[0]}. Give such rows a reward, NaN if it is unknown, or drop them with batch.select."
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshrl.data import Batch, Ragged, check_lengths
+from meshrl.data import Batch, Ragged, check_lengths, why_unknown
 from meshrl.errors import DataError
 
 
@@ -44,7 +44,8 @@ def minibatches(batch: Batch, epochs: int, count: int, seed: int | Sequence[int]
         learned = learned_counts(batch.loss_mask) > 0
         if len(learned) and not learned.any():
             raise DataError(
-                f"minibatches: nothing to learn: `loss_mask` is False for all tokens of {len(learned)} rows; leave "
+                why_unknown(batch)
+                or f"minibatches: nothing to learn: `loss_mask` is False for all tokens of {len(learned)} rows; leave "
                 "such a batch out"
             )
         batch = batch.select(learned)

@@ -167,14 +167,17 @@ def best_and_worst(batch: Batch) -> Batch:
     """Select the rows with the highest and the lowest reward of each group, next to each other.
 
     Reads `rewards` and `groups`. Adds `preferred`, int8: 1 for the best row and -1 for the worst, and 0 for both if all
-    rewards of the group are equal. Among equal rewards, the first row is the best and the last one the worst. Raises
-    DataError if a group has only one row.
+    rewards of the group are equal. Among equal rewards, the first row is the best and the last one the worst. A group
+    with fewer than two known rewards gives no pair. Raises DataError if a group has only one row.
     """
-    order = np.lexsort((-np.arange(len(batch)), batch.rewards, batch.groups))  # by group, the worst first, then later
-    _, starts, counts = np.unique(batch.groups[order], return_index=True, return_counts=True)
+    names, counts = np.unique(batch.groups, return_counts=True)
     if (counts < 2).any():
-        group = int(batch.groups[order][starts[counts < 2][0]])
+        group = int(names[counts < 2][0])
         raise DataError(f"group {group} has one row, and a pair takes two: draw sampling.n = 2 or more a prompt")
+    order = np.lexsort((-np.arange(len(batch)), batch.rewards, batch.groups))  # by group, the worst first, then later
+    order = order[~np.isnan(batch.rewards[order])]
+    _, starts, counts = np.unique(batch.groups[order], return_index=True, return_counts=True)
+    starts, counts = starts[counts > 1], counts[counts > 1]
     worst, best = order[starts], order[starts + counts - 1]
     better = (batch.rewards[best] > batch.rewards[worst]).astype(np.int8)
     chosen = np.stack([best, worst], axis=1).reshape(-1)

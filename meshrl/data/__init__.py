@@ -5,27 +5,35 @@ Columns are numpy arrays without padding, with one value for each row or each to
 
 Weights travel from a policy to samplers by name, in buckets of shared memory. Each tensor has a fingerprint, so that a
 sampler can prove what it has. `delta` sends only what changed.
+
+A reward that is unknown is NaN (`with_rewards`).
 """
 
 from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
+from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
 from meshrl.data.metrics import Metrics
 from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pickled, raw
 from meshrl.data.remote_column import RemoteColumn, is_ragged
 from meshrl.data.table import lengths
+from meshrl.data.unknown import OUTCOMES, OnError, known_mean, unlearned, why_unknown, with_rewards
 from meshrl.data.weights import ArrivalLog, Probe, Weights
 
 __all__ = [
+    "OUTCOMES",
     "ArrivalLog",
     "Batch",
     "Bucket",
     "Column",
     "Entry",
+    "Message",
     "Metrics",
+    "OnError",
     "Origin",
     "Probe",
+    "Prompt",
     "Ragged",
     "RemoteColumn",
     "Source",
@@ -35,8 +43,15 @@ __all__ = [
     "check_lengths",
     "frozen",
     "is_ragged",
+    "known_mean",
     "lengths",
+    "messages_in",
     "pickled",
     "private",
+    "prompt_in",
+    "prompt_text",
     "raw",
+    "unlearned",
+    "why_unknown",
+    "with_rewards",
 ]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshrl import log
 from meshrl.data.bucket import Bucket, Entry
+from meshrl.data.ragged import Ragged
 from meshrl.errors import DataError
 from meshrl.mesh import Array, HasRefs, Put, Rows, fetch
 
@@ -20,10 +21,10 @@ BUCKET: Final = 1 << 28
 class Probe(NamedTuple):
     """Some tokens and their log-probs under the weights, which a sampler must reproduce after it has loaded them."""
 
-    tokens: NDArray[np.int32]
-    """Tokens, [rows, tokens]."""
+    tokens: Ragged
+    """int32 tokens of each row."""
     logprobs: NDArray[np.float32]
-    """Log-probs of each token given those before it, except a row's first token, [rows, tokens - 1]."""
+    """Log-probs of each token given those before it, except each row's first, float32[tokens - rows]."""
 
 
 class Weights(HasRefs):

@@ -83,10 +83,18 @@ def _no_number(run: _Numbers) -> str:
 
 
 def _reward_errors(run: _Numbers) -> str:
-    errors, rows = run.step("reward_errors"), run.step("rows")
-    if errors is None or rows is None or (share := errors.values.sum() / max(1.0, rows.values.sum())) <= 0.05:
+    errors, rows, unknown = (run.step(name) for name in ("reward_errors", "rows", "unknown_rewards"))
+    if errors is None or rows is None:
         return ""
-    return f"the reward function raised an error on {share:.0%} of the rows, which count as rewards of 0"
+    share = errors.values.sum() / max(1.0, rows.values.sum()) - (unknown.values.mean() if unknown else 0.0)
+    return f"{share:.0%} of the rows could not be judged and count as rewards of 0" if share > 0.05 else ""
+
+
+def _unknown_rewards(run: _Numbers) -> str:
+    unknown = run.step("unknown_rewards")
+    if unknown is None or unknown.values.mean() <= 0.05:
+        return ""
+    return f"the reward of {unknown.values.mean():.0%} of the rows is unknown, so nothing is learned from them"
 
 
 def _collapse(run: _Numbers) -> str:
@@ -177,7 +185,8 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[_Numbers], str], str]]] = (
         _no_number,
         "lower `policy.optimizer.lr`, set `policy.optimizer.max_grad_norm`, and look for rewards that are not finite",
     ),
-    ("reward errors", _reward_errors, "read `reward_error` in samples.jsonl, and fix the reward function"),
+    ("reward errors", _reward_errors, 'read `reward_error` in samples.jsonl, and set `reward.errors = "mask"`'),
+    ("unknown rewards", _unknown_rewards, "read `reward_error` in samples.jsonl, and fix what judges these rows"),
     ("collapse", _collapse, "lower `policy.optimizer.lr`, add `loss.kl`, or go back to the checkpoint before the fall"),
     (
         "reward hacking",

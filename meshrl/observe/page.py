@@ -25,6 +25,7 @@ from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.run_files import Line, Record
 from meshrl.observe.run_statistics import digits, finite
 from meshrl.observe.timeline import RANKS, Lane, StringTable, make_lanes, rounded
+from meshrl.tags import without_special
 
 POINTS: Final = 1000
 """Points of a curve at most. Beyond it, neighbours are averaged."""
@@ -300,5 +301,6 @@ def _samples(samples: Sequence[Line], notes: list[str]) -> list[Line]:
 
 
 def shortened(text: str) -> str:
-    """Cut a long text, and add its length."""
+    """Cut a long text, without its special tokens, and add its length."""
+    text = without_special(text)
     return f"{text[:_TEXT]} … ({len(text):,} characters)" if len(text) > _TEXT else text

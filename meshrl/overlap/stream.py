@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 
 from meshrl import log
-from meshrl.data import Batch, Weights, lengths
+from meshrl.data import Batch, Weights, lengths, why_unknown
 from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
@@ -345,9 +345,10 @@ class Rollouts:
         unwanted = set(groups.groups[np.logical_not(wanted)].tolist())
         self._filtered += len(unwanted)
         if self._filtered > _MOST_FILTERED * self.ledger.size:
+            why = why_unknown(groups)
             raise DataError(
                 f"`keep` dropped {self._filtered} groups since the last batch, which needs {self.ledger.size}: groups "
-                "to keep no longer occur. Stop here, or choose prompts that are neither solved nor hopeless"
+                f"to keep no longer occur. {why or 'Stop here, or choose prompts that are neither solved nor hopeless'}"
             )
         return unwanted
 

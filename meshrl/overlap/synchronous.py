@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Weights
+from meshrl.data import Batch, Weights, unlearned
 from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.overlap.replay import load_into
@@ -75,24 +75,30 @@ async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
 async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, score: Score) -> Batch:
     """Add `baseline`, float32[rows]: the reward of the greedy completion of the row's prompt, decoded once per group.
 
-    For use in the `score` of a stream, whose rows are finished groups. ReMax: Li et al. 2023 (arXiv:2310.10505).
+    If it is unknown, NaN, the group's `loss_mask` becomes False. For use in the `score` of a stream, whose rows are
+    finished groups. ReMax: Li et al. 2023 (arXiv:2310.10505).
     """
     batch = await batch.load("groups")
     _, first, group = np.unique(batch.groups, return_index=True, return_inverse=True)
     prompts = batch.drop(*(name for name in _DRAWN if name in batch)).select(first)
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     scored = await (await score(greedy)).load("rewards")
-    return batch.assign(baseline=scored.rewards[group])
+    batch = batch.assign(baseline=scored.rewards[group])
+    unknown = np.isnan(batch.row("baseline"))
+    if unknown.any() and "loss_mask" in batch:
+        batch = unlearned(await batch.load("loss_mask"), unknown)
+    return batch
 
 
 def has_signal(batch: Batch) -> NDArray[np.bool_]:
-    """Mark rows of groups with different rewards, bool[rows]. In other groups all advantages are zero.
+    """Mark rows of groups with different known rewards, bool[rows]. In other groups all advantages are zero.
 
     To replace the prompts of the other groups: `rollouts(..., keep=has_signal)`. DAPO (arXiv:2503.14476), section 3.2.
     """
     _, group = np.unique(batch.groups, return_inverse=True)
     lowest = np.full(group.max(initial=-1) + 1, np.inf)
     highest = -lowest
-    np.minimum.at(lowest, group, batch.rewards)
-    np.maximum.at(highest, group, batch.rewards)
+    known = ~np.isnan(batch.rewards)
+    np.minimum.at(lowest, group[known], batch.rewards[known])
+    np.maximum.at(highest, group[known], batch.rewards[known])
     return (highest > lowest)[group]

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, field_validator
 
 from meshrl.config import Config, Table, load_toml, validate
-from meshrl.data import Batch
+from meshrl.data import Batch, known_mean, prompt_text, why_unknown
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import DataError
 from meshrl.mesh import Mesh
@@ -126,19 +126,27 @@ async def _judge(
     return name, greedy, await _scored(await rollout(sampler, prompts, sampling), score)
 
 
+def _pass_at(rewards: NDArray[np.float32], k: int, threshold: float) -> NDArray[np.float64]:
+    """Estimate pass@k of each prompt from its known rewards in [prompts, n]. Prompts with fewer than k are left out."""
+    counts = (~np.isnan(rewards)).sum(axis=1)
+    correct = (rewards >= threshold).sum(axis=1)
+    return np.concatenate(
+        [pass_at_k(correct[counts == n], n, k) for n in np.unique(counts).tolist() if n >= k] or [np.empty(0)]
+    )
+
+
 async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> Mapping[str, float]:
     """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
     prompts = len(sampled) // n
     rewards = sampled.rewards.reshape(prompts, n)
-    correct = (rewards >= threshold).sum(axis=1)
     truncated, reward_errors = _faults(greedy, sampled)
     # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
     newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
     return {
-        "eval/greedy": float((greedy.rewards >= threshold).mean()),
-        **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
-        "eval/reward": float(rewards.mean(dtype=np.float64)),
+        "eval/greedy": known_mean(_pass_at(greedy.rewards[:, None], 1, threshold)),
+        **{f"eval/pass@{k}": known_mean(_pass_at(rewards, k, threshold)) for k in powers_of_2(n)},
+        "eval/reward": known_mean(rewards),
         "eval/truncated": truncated,
         "eval/reward_errors": reward_errors,
         "eval/prompts": prompts,
@@ -182,7 +190,7 @@ def evaluate_during(
         )
     some = prompts.select(np.arange(min(len(prompts), config.rows or len(prompts))))
     beside = BesideSampling(
-        **sampling.model_dump(include={"max_tokens", "top_p", "top_k", "ignore_eos", "stop"}),
+        **sampling.model_dump(include={"max_tokens", "top_p", "top_k", "ignore_eos", "stop", "stop_tokens"}),
         n=config.n,
         temperature=config.temperature or sampling.temperature or 1.0,  # n greedy samples would all be equal
         seed=config.seed,
@@ -231,10 +239,10 @@ async def _means(
     name, greedy, sampled = await _judge(sampler, prompts, sampling.model_copy(update={"n": 1}), score)
     texts = [text for text in ("prompt", "completion") if text in greedy]
     greedy = await greedy.load("rewards", *texts)
-    columns = {text: greedy.objects(text) for text in texts}
+    columns = {text: [*map(prompt_text, greedy.objects(text))] for text in texts}
     columns |= {"greedy": greedy.rewards.tolist(), "sampled": sampled.rewards.tolist()}
     rows = [{key: column[index] for key, column in columns.items()} for index in range(len(prompts))]
-    means = [float(each.rewards.mean(dtype=np.float64)) for each in (greedy, sampled)]
+    means = [known_mean(each.rewards) for each in (greedy, sampled)]
     return name, means[0], means[1], rows
 
 
@@ -383,8 +391,11 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
             _, greedy, sampled = await _judge(sampler, prompts, sampling, reward.score)
         finally:
             await engine.close()
+    for judged in (greedy, sampled):
+        if why := why_unknown(judged):
+            raise DataError(why)
     rewards = sampled.rewards.reshape(len(prompts), options.n)
-    correct = (rewards >= options.threshold).sum(axis=1)
+    means = [known_mean(row) for row in rewards]
     right = int((greedy.rewards >= options.threshold).sum())
     truncated, reward_errors = _faults(greedy, sampled)
     return Evaluation(
@@ -395,9 +406,13 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
         temperature=sampling.temperature,
         threshold=options.threshold,
         seed=options.seed,
-        greedy=wilson(right, len(prompts)),
-        pass_at={k: bootstrap(pass_at_k(correct, options.n, k), options.seed) for k in powers_of_2(options.n)},
-        reward=bootstrap(rewards.mean(axis=1, dtype=np.float64), options.seed),
+        greedy=wilson(right, int((~np.isnan(greedy.rewards)).sum())),
+        pass_at={
+            k: bootstrap(passed, options.seed)
+            for k in powers_of_2(options.n)
+            if len(passed := _pass_at(rewards, k, options.threshold))
+        },
+        reward=bootstrap([mean for mean in means if not np.isnan(mean)], options.seed),
         truncated=truncated,
         reward_errors=reward_errors,
     )

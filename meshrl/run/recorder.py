@@ -13,7 +13,7 @@ import tomli_w
 
 from meshrl import log
 from meshrl.algo import effective_sample_size
-from meshrl.data import Batch, Metrics
+from meshrl.data import Batch, Metrics, known_mean, prompt_text, why_unknown
 from meshrl.errors import DataError, described
 from meshrl.events import clock
 from meshrl.run.folder import (
@@ -49,13 +49,14 @@ def corrected(metrics: Metrics) -> dict[str, float]:
 
 
 def _signal(batch: Batch) -> dict[str, float]:
-    """The share of groups in which all rewards are equal, which give no signal to learn from."""
+    """The share of groups in which all known rewards are equal, which give no signal to learn from."""
     if "groups" not in batch:
         return {}
-    _, group, counts = np.unique(batch.row("groups"), return_inverse=True, return_counts=True)
+    known = ~np.isnan(batch.rewards)
+    _, group, counts = np.unique(batch.row("groups")[known], return_inverse=True, return_counts=True)
     most, least = np.full(len(counts), -np.inf), np.full(len(counts), np.inf)
-    np.maximum.at(most, group, batch.rewards)
-    np.minimum.at(least, group, batch.rewards)
+    np.maximum.at(most, group, batch.rewards[known])
+    np.minimum.at(least, group, batch.rewards[known])
     several = counts > 1
     return {"zero_std_groups": float((most == least)[several].mean())} if several.any() else {}
 
@@ -63,8 +64,8 @@ def _signal(batch: Batch) -> dict[str, float]:
 async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     """Compute the metrics of a batch of rollouts. Token columns that lie on ranks stay there.
 
-    Raises DataError if the reward failed on every row, because there is nothing to learn from. With `worked`, meaning
-    that programs have succeeded before, all may fail for a while, such as when one of their tools is down.
+    Raises DataError if the reward of every row is unknown, because there is nothing to learn from. With `worked`,
+    meaning that programs have succeeded before, all may fail for a while, such as when one of their tools is down.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
     watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
@@ -72,26 +73,24 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
         batch = await batch.load(*names)
     stats: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
-        stats["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
+        learned = sum(mask.any() for mask in batch.loss_mask)  # a row of unknown reward has no learned token
+        stats["completion_tokens"] = float(batch.loss_mask.values.sum()) / max(1, learned)
     elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # episodes have no other tokens
         stats["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):
-        stats["reward"] = float(batch.rewards.mean())
-        stats |= _signal(batch)
-        stats |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
+        unknown = np.isnan(batch.rewards)
+        stats |= {"unknown_rewards": float(unknown.mean()), **_signal(batch)}
+        stats |= {} if unknown.all() else {"reward": known_mean(batch.rewards)}
+        stats |= {f"reward/{name.removeprefix('reward_')}": known_mean(batch.row(name)) for name in rewards}
     if len(batch):
         stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
     if "staleness" in batch and len(batch):
         versions = batch.row("staleness")
         stats |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
     if "reward_error" in batch:
-        errors = [error for error in batch.objects("reward_error") if error is not None]
-        if errors and len(errors) == len(batch) and not (worked and "conversation_count" in batch):
-            raise DataError(
-                f"the reward raised on each of the {len(batch)} rows of a step, so nothing can be learned from them: "
-                f"{errors[0]}. A warning above says where"
-            )
-        stats["reward_errors"] = float(len(errors))
+        stats["reward_errors"] = float(sum(error is not None for error in batch.objects("reward_error")))
+    if (why := why_unknown(batch)) and not (worked and "conversation_count" in batch):
+        raise DataError(why)
     return stats
 
 
@@ -214,6 +213,8 @@ class Recorder:
         some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
         self._check()
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
+        if "prompt" in columns:
+            columns["prompt"] = [*map(prompt_text, columns["prompt"])]
         if "rewards" in some:
             columns["reward"] = some.rewards.tolist()
         rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]

@@ -62,7 +62,7 @@ def test_wrong_shapes_and_wrong_rewards_are_refused_in_words() -> None:
     for way in WAYS:
         with pytest.raises(DataError, match=r"rewards have shape \(3,\) and groups \(2,\)"):
             way([1.0, 2.0, 3.0], [0, 0])
-        with pytest.raises(DataError, match=r"2 of 3 rewards are not finite; the first is nan in row 1"):
+        with pytest.raises(DataError, match=r"1 of 3 rewards are infinite; the first is inf in row 2"):
             way([1.0, np.nan, np.inf], [0, 0, 0])
 
 
@@ -130,7 +130,7 @@ def test_what_gae_cannot_take_is_refused_in_words() -> None:
     other = Ragged.of([[1, 2], [3]], np.float32)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"rewards": [1.0]}, r"rewards have shape \(1,\) and there are 3 rows"),
-        ({"rewards": [1.0, 0.0, np.nan]}, "1 of 3 rewards are not finite; the first is nan in row 2"),
+        ({"rewards": [1.0, 0.0, np.inf]}, "1 of 3 rewards are infinite; the first is inf in row 2"),
         ({"values": other}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
         ({"config": Gae(kl=0.1)}, "kl = 0.1 needs the columns .* call policy.logprobs and reference.logprobs first"),
     ]
@@ -213,10 +213,10 @@ def broken() -> rl.Batch:
 
 
 MISTAKES: list[tuple[Callable[[], object], str]] = [
-    (lambda: rl.batch_advantages([0.0, np.nan]), "1 of 2 rewards are not finite"),
+    (lambda: rl.batch_advantages([0.0, -np.inf]), "1 of 2 rewards are infinite"),
     (lambda: rl.optimal_advantages([0.0], [1, 1], [1]), "both must be [rows]"),
     (lambda: rl.optimal_advantages([0.0], [1], [1, 2]), "lengths have shape (2,) and rewards (1,)"),
-    (lambda: rl.rescaled_advantages([0.0, np.inf], [1, 1]), "1 of 2 rewards are not finite"),
+    (lambda: rl.rescaled_advantages([0.0, np.inf], [1, 1]), "1 of 2 rewards are infinite"),
     (lambda: rl.rewards_to_go([0.0], LEARNED), "rewards_to_go: rewards have shape (1,) and there are 3 rows"),
     (lambda: rl.rewards_to_go([0.0] * 3, LEARNED, 0.1), "reference.logprobs first, or set kl = 0"),
     (lambda: rl.penalised_rewards(rl.Batch.of(rewards=REWARDS), 0.1), "no `loss_mask`, `logprobs`, `reference_logp"),

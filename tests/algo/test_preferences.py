@@ -151,6 +151,13 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
     rows = mismatched(Batch.of(prompt=["p", "q", "r"], completion=["one", "two", "three"]))
     told = dict(zip(rows.objects("prompt"), rows.objects("completion"), strict=True))
     assert told == {"p": "two", "q": "three", "r": "one"}
+    learned = Ragged.of([[0, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1]], np.bool_)
+    rows = mismatched(Batch.of(tokens=Ragged.of([[1, 2], [3, 4, 5, 6, 7], [8, 9, 8, 9]], np.int32), loss_mask=learned))
+    assert [row.tolist() for row in rows.tokens] == [[1, 5, 6, 7], [3, 4, 9], [8, 9, 8, 2]]
+    assert [row.tolist() for row in rows.loss_mask] == [[0, 1, 1, 1], [0, 0, 1], [0, 0, 0, 1]]
+    learned = Ragged.of([[0, 0, 0, 0, 1], [0, 1, 1, 1]], np.bool_)
+    cut = mismatched(Batch.of(tokens=Ragged.of([[1, 1, 1, 1, 2], [3, 5, 6, 7]], np.int32), loss_mask=learned))
+    assert [row.tolist() for row in cut.tokens] == [[1, 1, 1, 1, 5], [3, 2]]
     own = [9, 1, 2, 9, 9, 9, 5]
     assert await reference_point(scored(MASK, own, [0, 2, 1, 0, 0, 0, 1])) == pytest.approx((0.0 + 0.0 + 4.0) / 3)
     assert await reference_point(scored(MASK, own, [0, 9, 1, 0, 0, 0, 1])) == 0.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -49,9 +49,12 @@ class ToldReference(FakeReference):
 
 
 class Graded(FakeReward):
+    unknown = -1
+
     async def score(self, batch: rl.Batch) -> rl.Batch:
-        scores = [reward(text) for text in cast("tuple[str, ...]", batch.objects("completion"))]
-        return batch.assign(rewards=np.array(scores, np.float32), reward_error=[None] * len(batch))
+        texts = [str(text) for text in batch.objects("completion")]
+        errors = ["no verdict" if at % 4 == self.unknown else None for at in range(len(texts))]
+        return rl.with_rewards(await batch.load(), [reward(text) for text in texts], errors)
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ class Row:
         return reward(self.completion)
 
 
-async def given_by(name: str, policy: Told, table: Mapping[str, object]) -> list[rl.Batch]:
+async def given_by(name: str, policy: Told, table: Mapping[str, object], unknown: int) -> list[rl.Batch]:
     given = [ToldReference(rl.ReferenceConfig(model="none"))] if "kl" in table else []
-    run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), Graded(rl.RewardConfig()), *given)
+    graded = Graded(rl.RewardConfig())
+    graded.unknown = unknown
+    run = FakeRun(policy, FakeSampler(rl.SamplerConfig(model="none")), graded, *given)
     await play(name, run, {**FAKES, **table}, rl.Task(train=numbers(0, 12), held_out=numbers(0, 2)))
     return list(policy.updates)
 
@@ -82,6 +87,9 @@ def rows_of(updates: Sequence[rl.Batch]) -> list[Row]:
         given = batch["advantages"]
         for at, (tokens, named) in enumerate(zip(batch.tokens, texts, strict=True)):
             mask = np.asarray(batch.loss_mask[at], np.bool_)
+            if not mask.any():  # its reward, or that of the greedy completion, is unknown
+                assert not np.any(given[at] if isinstance(given, rl.Ragged) else batch.row("advantages")[at])
+                continue
             whole = given[at] if isinstance(given, rl.Ragged) else np.where(mask, batch.row("advantages")[at], 0)
             advantages = np.asarray(whole, np.float64)
             assert not advantages[~mask].any()
@@ -101,7 +109,7 @@ def rloo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
     found: list[Floats] = []
     for at, row in enumerate(rows):
         others = [lowered[j] for j, other in enumerate(rows) if other.group == row.group and j != at]
-        found.append(np.full(len(row.log_ratios), lowered[at] - float(np.mean(others))))
+        found.append(np.full(len(row.log_ratios), lowered[at] - float(np.mean(others or lowered[at]))))
     return found
 
 
@@ -138,7 +146,8 @@ def grpo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
 
 
 def scaled(rewards: Sequence[float], groups: Sequence[Floats]) -> list[float]:
-    return [(own - float(of.mean())) / (float(of.std(ddof=1)) + 1e-6) for own, of in zip(rewards, groups, strict=True)]
+    deviations = [float(of.std(ddof=1)) if len(of) > 1 else 1.0 for of in groups]
+    return [(own - float(of.mean())) / (by + 1e-6) for own, of, by in zip(rewards, groups, deviations, strict=True)]
 
 
 def dapo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
@@ -180,8 +189,9 @@ OWN: Sequence[Paper] = (rloo, remax, reinforce_pp, reinforce_pp_baseline, grpo, 
 PAPERS: Mapping[str, Paper] = {paper.__name__: paper for paper in OWN} | dict.fromkeys(("gspo", "cispo"), grpo)
 
 
+@pytest.mark.parametrize("unknown", [-1, 1])
 @pytest.mark.parametrize("name", PAPERS)
-async def test_a_pages_advantages_are_the_papers(name: str) -> None:
+async def test_a_pages_advantages_are_the_papers(name: str, unknown: int) -> None:
     table: dict[str, Any] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": MAX_TOKENS}}
     if name == "dapo":
         table["overlong_buffer"] = OVERLONG
@@ -189,9 +199,9 @@ async def test_a_pages_advantages_are_the_papers(name: str) -> None:
         for skill in (0.4, 0.6):
             # Of one epoch, in as many parts as the page ships with.
             policy = Told(skill)
-            rows = rows_of(await given_by(name, policy, {**table, "kl": kl} if kl else table))
+            rows = rows_of(await given_by(name, policy, {**table, "kl": kl} if kl else table, unknown))
             assert policy.scored == (kl > 0 or name == "reinforce_pp"), "without a KL the others ask for no log-probs"
-            assert len(rows) == 24
+            assert (len(rows) < 24) == (unknown >= 0)
             assert len({row.reward for row in rows}) > 4
             expected = PAPERS[name](rows, kl, skill)
             for row, own in zip(rows, expected, strict=True):

@@ -33,7 +33,7 @@ MORE = {
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
 }
 NARROW = ("ppo", "grpo on fsdp")
-# The reward is judged in the process of the policy, which it ends in the fourth step if it is told to.
+# The reward's process is a child of the policy's, which it ends in the fourth step if it is told to.
 REWARD = """
 import os, signal, time
 from pathlib import Path
@@ -45,7 +45,7 @@ def right_letters(prompt, completion, row):
         about_to.unlink()
         while not (steps.parent / "checkpoints/step-000002").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from meshrl.data import ArrivalLog, Probe, Weights, WeightSource
+from meshrl.data import ArrivalLog, Probe, Ragged, Weights, WeightSource
 from meshrl.errors import DataError
 from meshrl.mesh import Rank, Ref, rank_context
 from meshrl.mesh.shared_memory import FOLDER
@@ -92,7 +92,7 @@ def test_tensors_of_several_buckets_are_one_model(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_make_one_model_of_their_parts_or_disagree() -> None:
-    probe = Probe(np.zeros((1, 2), np.int32), np.zeros((1, 1), np.float32))
+    probe = Probe(Ragged.of([[0, 0]], np.int32), np.zeros(1, np.float32))
     names = list(tensors())
     parts = [Weights.streamed(2, [(name, tensors()[name])], probe) for name in names]
     joined = Weights.join([*parts, Weights(2, {})])

@@ -27,6 +27,7 @@ HEALTHY: Mapping[str, At] = {
     "rows": lambda _: 64.0,
     "reward": learns,
     "reward_errors": lambda _: 0.0,
+    "unknown_rewards": lambda _: 0.0,
     "zero_std_groups": lambda done: 0.6 - 0.3 * done,
     "entropy": lambda done: 1.5 - done,
     "clip_fraction": lambda done: 0.02 * done,
@@ -41,6 +42,7 @@ HELD_OUT: Mapping[str, At] = {"eval/greedy": learns, "eval/prompts": lambda _: 2
 PLANTED: Mapping[str, Mapping[str, At]] = {
     "no number": {"loss": lambda done: 0.1 if done < 0.7 else float("nan")},
     "reward errors": {"reward_errors": lambda _: 6.0},
+    "unknown rewards": {"reward_errors": lambda _: 6.0, "unknown_rewards": lambda _: 0.1},
     "collapse": {
         "reward": lambda done: learns(done) if done < 0.6 else 0.15,
         "eval/greedy": lambda done: learns(done) if done < 0.6 else 0.15,

@@ -1,0 +1,135 @@
+"""A reward that could not be given is unknown, not zero: masked, counted, and never learned from."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import meshrl as rl
+from meshrl.algo import Gae, gae, whiten
+from meshrl.data import with_rewards
+from meshrl.errors import DataError
+from meshrl.run.recorder import statistics
+from meshrl.tasks.function import FunctionReward
+
+NAN = float("nan")
+REWARDS = np.array([-2, -4, NAN, -4, 1, NAN, NAN, 3, 5], np.float32)
+GROUPS = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3])
+KNOWN = ~np.isnan(REWARDS)
+ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "grpo": rl.group_advantages,
+    "dr_grpo": lambda rewards, groups: rl.group_advantages(rewards, groups, scale="none"),
+    "rloo": rl.leave_one_out,
+    "gpg": rl.rescaled_advantages,
+    "opo": lambda rewards, groups: rl.optimal_advantages(rewards, groups, np.arange(len(rewards)) + 1),
+    "reinforce": lambda rewards, _: rl.batch_advantages(rewards),
+}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce"])
+def test_advantages_are_those_of_the_known_rows_alone(name: str) -> None:
+    found = ESTIMATORS[name](REWARDS, GROUPS)
+    assert found[KNOWN] == pytest.approx(ESTIMATORS[name](REWARDS[KNOWN], GROUPS[KNOWN]), abs=1e-6)
+    assert not found[~KNOWN].any()
+
+
+def test_advantages_by_hand() -> None:
+    assert rl.group_advantages([-2, -4, NAN, -4], [0] * 4) == pytest.approx(
+        [2 / 3**0.5, -(3**-0.5), 0, -(3**-0.5)], abs=1e-5
+    )
+    assert rl.leave_one_out([-2, -4, NAN, -4], [0] * 4).tolist() == [2, -1, 0, -1]
+    assert rl.optimal_advantages([-2, -4, NAN, -4], [0] * 4, [1, 2, 9, 1]).tolist() == [1.5, -0.5, 0, -0.5]
+    turns = rl.turn_advantages(rl.Ragged.of([[1, 0], [NAN, NAN], [0]], np.float32), [0, 0, 0])
+    assert not np.asarray(turns.values[2:4]).any()
+    assert np.isfinite(turns.values).all()
+
+
+def rows(rewards: list[float], errors: list[str | None], on_error: str = "mask") -> rl.Batch:
+    mask = rl.Ragged.of([[False, True, True]] * len(rewards), np.bool_)
+    batch = rl.Batch.of(
+        tokens=rl.Ragged.of([[1, 2, 3]] * len(rewards), np.int32),
+        loss_mask=mask,
+        groups=np.zeros(len(rewards), np.int64),
+    )
+    return with_rewards(batch, rewards, errors, on_error)  # type: ignore[arg-type]
+
+
+def test_a_critic_and_whitening_do_not_see_the_row() -> None:
+    batch = rows([1, 0, 3], [None, "down", None])
+    values = rl.Ragged(np.full(9, 0.5, np.float32), batch.tokens.offsets)
+    whole = rl.Ragged.of([[False, True, True]] * 3, np.bool_)
+    advantages, returns = gae(batch.rewards, values, whole, Gae())
+    assert not advantages[1].any()
+    assert returns[1].tolist() == [0, 0.5, 0.5]
+    found = whiten(rl.rewards_to_go(batch.rewards, batch.loss_mask), batch.loss_mask)
+    assert [row.tolist() for row in found] == [[0, -1, -1], [0, 0, 0], [0, 1, 1]]
+    assert [part.rewards.tolist() for part in rl.minibatches(batch, 1, 1, 0)] == [[1, 3]]
+
+
+def test_pairs_and_filters_take_known_rewards_only() -> None:
+    batch = rl.Batch.of(rewards=REWARDS, groups=GROUPS, row=np.arange(9)).select([0, 1, 2, 3, 4, 5, 7, 8])
+    pairs = rl.best_and_worst(batch)
+    assert (pairs.rewards.tolist(), pairs.row("preferred").tolist()) == ([-2, -4, 5, 3], [1, -1, 1, -1])
+    assert rl.has_signal(batch).tolist() == [True] * 4 + [False] * 2 + [True] * 2
+
+
+def functions() -> tuple[Callable[..., float], Callable[..., float], Callable[..., list[float | None]]]:
+    """Local ones, which another process gets by value."""
+
+    def judge(prompt: str, completion: str, row: object) -> float:
+        if completion == "raises":
+            raise ConnectionError("the judge does not answer")
+        return float("nan") if completion == "nan" else -float(len(completion))
+
+    def one(prompt: str, completion: str, row: object) -> float:
+        return 1.0
+
+    def abstains(prompts: list[str], completions: list[str]) -> list[float | None]:
+        return [None if "?" in text else 2.0 for text in completions]
+
+    return judge, one, abstains
+
+
+judge, one, abstains = functions()
+
+
+async def scored(completions: list[str], **table: object) -> rl.Batch:
+    batch = rl.Batch.of(prompt=["p"] * len(completions), completion=completions)
+    return await FunctionReward(rl.RewardConfig(**table)).score(batch)  # type: ignore[arg-type]
+
+
+TEXTS = ["aa", "nan", "raises", "bbbb"]
+
+
+def test_a_function_that_fails_says_why_and_how_is_configured() -> None:
+    batch = asyncio.run(scored(TEXTS, function=judge))
+    assert np.isnan(batch.rewards).tolist() == [error is not None for error in batch.objects("reward_error")]
+    assert np.isnan(batch.rewards).tolist() == [False, True, True, False]
+    assert asyncio.run(scored(TEXTS, function=judge, errors="zero")).rewards.tolist() == [-2, 0, 0, -4]
+    with pytest.raises(DataError, match="row 1, of the prompt 'p', has no reward: ValueError"):
+        asyncio.run(scored(TEXTS, function=judge, errors="stop"))
+
+
+def test_a_sum_is_unknown_if_a_part_failed_and_leaves_out_what_does_not_apply() -> None:
+    batch = asyncio.run(scored(TEXTS, functions={"judge": judge, "one": one}))
+    assert batch.rewards == pytest.approx([-1, NAN, NAN, -3], nan_ok=True)
+    assert batch.row("reward_one").tolist() == [1] * 4
+    zero = asyncio.run(scored(TEXTS, functions={"judge": judge, "one": one}, errors="zero"))
+    assert zero.rewards.tolist() == [-1, 1, 1, -3]
+    trl = rl.from_trl(abstains)
+    batch = asyncio.run(scored(["a", "?"], functions={"trl": trl, "one": one}))
+    assert (batch.rewards.tolist(), batch.objects("reward_error")) == ([3, 1], (None, None))
+    batch = asyncio.run(scored(["a", "?"], function=trl))
+    assert batch.rewards == pytest.approx([2, NAN], nan_ok=True)
+
+
+def test_metrics_count_the_share_and_a_step_of_unknown_rewards_ends_with_the_cause() -> None:
+    told = asyncio.run(statistics(rows([1, 0, 3], [None, "down", None])))
+    assert told["unknown_rewards"] == pytest.approx(1 / 3)
+    assert (told["reward"], told["reward_errors"]) == (2, 1)
+    assert told["completion_tokens"] == 2
+    every = rows([0, 0], ["down", "off"])
+    for learn in (lambda: asyncio.run(statistics(every)), lambda: list(rl.minibatches(every, 1, 1, 0))):
+        with pytest.raises(DataError, match=r"none of the 2 rows .*: down"):
+            learn()
