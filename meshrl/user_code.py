@@ -3,14 +3,19 @@
 import asyncio
 import importlib
 import importlib.util
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Final
+
+import cloudpickle
 
 from meshrl import log
 from meshrl.errors import ConfigError, described, did_you_mean
@@ -19,6 +24,8 @@ RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a user's function that cost only its own row. `unless_cancelled` handles the last one."""
 
 
+_PLACE: Final = "_meshrl_place"
+"""The attribute of an exception that came from another process."""
 _copies: dict[Path, Path] = {}
 """Folders on the controller's machine, and their copies on this one."""
 
@@ -34,6 +41,68 @@ def copied(path: Path) -> Path:
         if path.is_relative_to(folder) and (copy / path.relative_to(folder)).exists():
             return copy / path.relative_to(folder)
     return path
+
+
+def copies_here() -> Mapping[Path, Path]:
+    """Return the folders of the controller's machine, with their copies on this one."""
+    return dict(_copies)
+
+
+_INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
+_checked: set[str] = {"__main__", "__mp_main__"}
+_newest: tuple[int, str] | None = None
+"""How many modules there were at the last look, and the newest one."""
+_by_value: list[ModuleType] = []
+_registers: list[Callable[[ModuleType], object]] = [cloudpickle.register_pickle_by_value]
+
+
+def carry_scripts_with(register: Callable[[ModuleType], object]) -> None:
+    """Register how another library that pickles carries a module by value."""
+    if register not in _registers:
+        for module in _by_value:
+            register(module)
+        _registers.append(register)
+
+
+def pickle_scripts_by_value() -> None:
+    """Pickle modules by value that another process could not import by name.
+
+    Such a module is a script that was imported by its path. Each module is checked once.
+    """
+    global _newest  # noqa: PLW0603 -- one process has one `sys.modules`
+    if _newest == (newest := (len(sys.modules), next(reversed(sys.modules)))):
+        return
+    _newest = newest
+    for name in sys.modules.keys() - _checked:
+        module = sys.modules[name]
+        if not _can_be_imported(name, module):
+            _by_value.append(module)
+            for register in _registers:
+                register(module)
+    _checked.update(sys.modules)
+
+
+def is_installed(file: str) -> bool:
+    """True if a module's file belongs to Python or an installed package."""
+    # Unresolved first: resolving the paths of hundreds of modules takes longer than everything else.
+    return file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED)
+
+
+def _can_be_imported(name: str, module: ModuleType) -> bool:
+    """True if a process with the same import path finds the same file under this name."""
+    file = getattr(module, "__file__", None)
+    if is_installed(file) if isinstance(file, str) else not getattr(module, "__path__", None):
+        return True
+    parent, folders = name.rpartition(".")[0], None
+    if parent:
+        package = sys.modules.get(parent)
+        folders = getattr(package, "__path__", None)
+        if package is None or folders is None or not _can_be_imported(parent, package):
+            return False
+    spec = next(filter(None, (finder.find_spec(name, folders) for finder in sys.meta_path)), None)
+    if spec is None or file is None:
+        return spec is not None
+    return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
 
 class _Source(SourceFileLoader):
@@ -78,12 +147,20 @@ def unless_cancelled(error: BaseException) -> None:
 
 def where_raised(error: BaseException) -> str:
     """`ValueError: what (file, line 3)`: the last line of a traceback, and its place if that is in the user's code."""
-    place = _place(error)
+    place = place_of(error)
     return described(error) + (place and f" ({place})")
 
 
-def _place(error: BaseException) -> str:
+def set_place(error: BaseException, place: str) -> None:
+    """Set what `place_of` returns for an exception of another process, which has no traceback here."""
+    with suppress(Exception):  # its class may allow no attributes
+        setattr(error, _PLACE, place)
+
+
+def place_of(error: BaseException) -> str:
     """`file, line 3`. Empty if no line of the user's code is known, or the error's message contains it."""
+    if place := getattr(error, _PLACE, ""):
+        return str(place)
     ours = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
     if isinstance(error, SyntaxError) or not frames:
@@ -125,7 +202,7 @@ class FirstErrors:
         """Return the error as text of at most 500 characters."""
         text = described(error)[:500]
         # The place identifies a mistake. The message may contain a value of the row.
-        place = _place(error)
+        place = place_of(error)
         if (kind := f"{type(error).__name__} {place}") not in self._told:
             self._told.add(kind)
             log.warning(self._warning, error=text, at=place)

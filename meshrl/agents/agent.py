@@ -6,11 +6,12 @@ raises it.
 
 import asyncio
 import copy
+import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from types import coroutine
@@ -26,11 +27,11 @@ from meshrl.agents.command import Container, Output, result_of, run
 from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
-from meshrl.data import Batch
-from meshrl.errors import ConfigError
+from meshrl.data import OUTCOMES, Batch, with_rewards
+from meshrl.errors import ConfigError, DataError, shortened
 from meshrl.roles import Sampling
-from meshrl.tasks import Row, awaited, finite, in_thread
-from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
+from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 _RETRIES: Final = 8
 """Number of times that the client of a function repeats a request for which the gateway has no room."""
@@ -45,7 +46,7 @@ class Episode:
     rows: Batch
     """What the agent asked and got, as `Conversation.rows`. Each row has the episode's `rewards` and `reward_error`."""
     reward: float
-    """Reward of the episode, 0 if it failed."""
+    """Reward of the episode. If it failed, NaN, which is unknown, or 0 with `errors = "zero"`."""
     error: str | None
     """The exception, or a message that the time limit was exceeded. None if the episode succeeded."""
     turns: int
@@ -55,7 +56,8 @@ class Episode:
     output: str
     """The end of a command's output. Empty for a function, which prints to the script's output."""
     turn_rewards: NDArray[np.float32]
-    """Reward of each answer in order, float32[turns]: the program's values, or else `reward` on the last answer."""
+    """Reward of each answer in order, float32[turns]: the program's values, or else `reward` on the last answer. If the
+    episode failed, `reward` on each."""
 
 
 class Agent:
@@ -72,7 +74,10 @@ class Agent:
         self._room = asyncio.Semaphore(config.concurrency)
         self._function = load_agent(config)
         self._reward = load_reward(config)
-        self._errors = FirstErrors("an agent failed; its episode has reward 0")
+        names = (_if_plain(self._function, config.source), _if_plain(self._reward, config.reward))
+        self._apart = cache(partial(UserCode, partial(Plain, *names)))
+        self._is_apart = any(names)
+        self._errors = FirstErrors(f"an agent failed; its episode gets {OUTCOMES[config.errors]}")
 
     @property
     def needs_server(self) -> bool:
@@ -82,25 +87,33 @@ class Agent:
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let the program work on the row in a new session. A plain function and a command need `gateway.serving`.
 
-        A plain function that exceeds the time limit is abandoned in its thread, and its session is closed. An async
-        function is cancelled, and abandoned if it has not ended 5 seconds later. If both the sampler and the episode
-        failed, the sampler's exception is raised. Raises ConfigError without a server.
+        A plain function that exceeds the time limit is ended with its process. An async function is cancelled, and
+        abandoned if it has not ended 5 seconds later. If both the sampler and the episode failed, the sampler's
+        exception is raised. Raises ConfigError without a server, and DataError for an episode that failed with
+        `errors = "stop"`.
         """
         if self.needs_server and not gateway.is_serving:
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
+        if self._is_apart and has_processes():
+            self._apart()  # its start does not count as time of an episode
         async with self._room:
             tries = 0
             while True:
                 tries += 1
                 episode = await self._play(gateway, row, sampling, tries)
-                if episode.error is None or tries > self._config.retries:
-                    return episode
+                if episode.error is not None and tries <= self._config.retries:
+                    continue
+                if episode.error is not None and self._config.errors == "stop":
+                    raise DataError(
+                        f'an episode failed, and agent.errors = "stop": {episode.error}; its row is {shortened(row)}'
+                    )
+                return episode
 
     async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
         session, output = gateway.open(sampling), self._output()
-        reward, error, turns = 0.0, None, None
+        reward, error, turns = math.nan if self._config.errors == "mask" else 0.0, None, None
         try:
             result = await self._result(gateway, session, row, output)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
@@ -111,9 +124,10 @@ class Agent:
             error = self._errors.told(raised)
         finally:
             rows = gateway.close(session)
-        rows = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
+        rows = with_rewards(rows, np.full(len(rows), reward), [error] * len(rows), "zero")
         answers = len(session.conversation)
-        return Episode(rows, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
+        by_turn = np.full(answers, reward, np.float32) if error else _by_turn(reward, turns, answers)
+        return Episode(rows, reward, error, answers, tries, output.text, by_turn)
 
     def _output(self) -> Output:
         """Choose the file for the next command's output, and delete the oldest one."""
@@ -148,9 +162,9 @@ class Agent:
         if self._reward is None:
             return result
         arguments = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
-        if is_async(self._reward):
+        if is_async(self._reward) or not has_processes():
             return await work.of(awaited(self._reward(*arguments)))
-        return await in_thread(partial(self._reward, *arguments), "agent")
+        return await self._apart().call("judge", *arguments, check=_same, alone=True)
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
         if self._function is not None and is_async(self._function):
@@ -161,7 +175,8 @@ class Agent:
             ) as client:
                 return await work.of(awaited(self._function(client, own)))
         if self._function is not None:
-            return await in_thread(partial(_plain, self._function, session, own), "agent")
+            arguments = (session.url, session.token, own)
+            return await self._apart().call("solve", *arguments, check=_same, alone=True)
         # A program reaches the gateway without a proxy. Earlier exceptions stay.
         hosts = filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), httpx2.URL(session.url).host))
         environment = {
@@ -174,6 +189,32 @@ class Agent:
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
         await run(config.command, msgspec.json.encode(own, enc_hook=str), environment, output, container)
         return result_of(output.stdout) if self._reward is None else output.stdout
+
+
+class Plain:
+    """The plain functions of an agent, in their process."""
+
+    def __init__(self, solve: str, judge: str) -> None:
+        """`solve` and `judge`: their names, "" for none."""
+        self._solve, self._judge = (load_name("agent", name, (), callable) if name else None for name in (solve, judge))
+
+    def solve(self, url: str, token: str, row: Row) -> object:
+        """Call the agent's function with a client."""
+        straight = httpx2.Client(trust_env=False)  # never reach the gateway through a proxy
+        with openai.OpenAI(base_url=url, api_key=token, max_retries=_RETRIES, http_client=straight) as client:
+            return cast("Callable[..., object]", self._solve)(client, row)
+
+    def judge(self, transcripts: object, row: Row, result: object) -> object:
+        """Call the function that judges."""
+        return cast("Callable[..., object]", self._judge)(transcripts, row, result)
+
+
+def _if_plain(function: Callable[..., object] | None, name: str) -> str:
+    return name if function is not None and not is_async(function) else ""
+
+
+def _same(result: object) -> object:
+    return result
 
 
 class _Work:
@@ -254,11 +295,3 @@ def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDAr
     rewards = np.zeros(answers, np.float32)
     rewards[: len(values)] = values[:answers]  # answers after the result get 0
     return rewards
-
-
-def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
-    straight = httpx2.Client(trust_env=False)  # never reach the gateway through a proxy
-    with openai.OpenAI(
-        base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=straight
-    ) as client:
-        return function(client, row)

@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from meshrl.agents.command import Runtime, check_runtime
 from meshrl.config import CODE, Config
+from meshrl.data import OnError
 from meshrl.errors import ConfigError
 from meshrl.tasks import verifiers
 from meshrl.user_code import load_name
@@ -36,6 +37,9 @@ class AgentConfig(Config):
     """Time limit of an episode in seconds."""
     retries: int = Field(default=0, ge=0)
     """Number of times that a failed episode is repeated before its error is reported."""
+    errors: OnError = "mask"
+    """What becomes of an episode that failed or took too long. `mask`: its reward is unknown, and nothing is learned
+    from it. `zero`: its reward is 0. `stop`: the run ends."""
     concurrency: int = Field(default=256, gt=0)
     """Episodes that run at once. Others wait."""
     output_mib: int = Field(default=16, gt=0)

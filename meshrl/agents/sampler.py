@@ -177,15 +177,17 @@ def conversations(batch: Batch) -> Batch:
 
     A ragged column with one value per turn, such as `turn_rewards`, becomes one value per token: that of the token's
     turn, and 0 where it is not learnt. Needs the column `episode` of `Agents`. An episode without an answer of the
-    model has no rows. A warning says if that holds for all episodes, or if all failed.
+    model has no rows, nor has one whose reward is unknown. A warning says if no episode has any, or if all failed.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
-    rows = Batch.concat(episodes)
+    unknown = np.isnan(batch.rewards).tolist()
+    learned = [each.select([]) if out else each for each, out in zip(episodes, unknown, strict=True)]
+    rows = Batch.concat(learned)
     own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
     _warn(batch, episodes)
     if not len(rows):
         return own.select(np.zeros(0, np.int64)).assign(**rows.columns)
-    own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes]))
+    own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in learned]))
     spread = {name: _by_token(column, rows) for name, column in own.columns.items() if isinstance(column, Ragged)}
     return own.assign(**rows.columns, **spread)
 

@@ -7,24 +7,29 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Protocol, TypeAlias, cast
+from functools import partial
+from typing import Annotated, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
 from meshrl.config import CODE
-from meshrl.data import Batch
+from meshrl.data import OUTCOMES, Batch, OnError
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
-from meshrl.tasks.function import RewardFunction, awaited, gathered, load_function
+from meshrl.tasks.function import PURE, RewardFunction, gathered, load_function
 from meshrl.tasks.sources import Row
+from meshrl.tasks.user_process import Code, CodeHere, UserCode, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
 """The result of a step: the observation, the reward of this turn, and whether the episode is over."""
+
+
+_LIMIT: Final = "the environment took longer than environment.turn_timeout"
 
 
 class EnvironmentInstance(Protocol):
@@ -58,6 +63,11 @@ class EnvironmentConfig(RoleConfig):
     such as `"\\n<|im_start|>user\\n{observation}<|im_end|>\\n<|im_start|>assistant\\n"`."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of async methods that run at once."""
+    turn_timeout: float | None = Field(default=None, gt=0)
+    """Time limit of each call of a method in seconds. Beyond it the episode fails."""
+    errors: OnError = "mask"
+    """What becomes of an episode whose environment raises. `mask`: its reward is unknown: nothing is learned from it.
+    `zero`: its reward is 0. `stop`: the run ends."""
 
     @field_validator("template")
     @classmethod
@@ -94,23 +104,32 @@ class FunctionEnvironment(Environment):
     """Calls the user's class. An exception is reported in its row, and ends only that episode."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self._make = load_environment(config)
+        make = partial(Instances, config)
+        runs_here = config.source in _SHIPPED or config.source.removeprefix("reward:") in PURE or not has_processes()
+        self._code: Code = CodeHere(make) if runs_here else UserCode(make, config.turn_timeout, _LIMIT)
         self._concurrency = config.concurrency
-        self._instances: dict[int, EnvironmentInstance] = {}
-        self._errors = FirstErrors("an environment raised; its episode ends with reward 0")
+        self._running: set[int] = set()
+        self._errors = FirstErrors(f"an environment raised; its episode gets {OUTCOMES[config.errors]}")
 
     async def reset(self, batch: Batch) -> Batch:
         """Make an instance for each row."""
         rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
         answers = batch.objects("answer") if "answer" in batch else (None,) * len(batch)
         prompts, numbers = batch.objects("prompt"), _numbers(batch)
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise DataError(
+                    f"{batch.place(index)}: the prompt is a list of messages, and an environment begins with a text: "
+                    "set task.prompt to a template such as {prompt[0][content]}; `reset` gets the whole row"
+                )
 
         async def one(index: int) -> tuple[str, str | None]:
             row = copy.deepcopy(cast("Row", rows[index]))
-            row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
+            own = {} if answers[index] is None else {"answer": copy.copy(answers[index])}
+            row |= {"prompt": prompts[index]} | own
+            self._running.add(numbers[index])
             try:
-                instance = self._instances[numbers[index]] = self._make()
-                return _text(await awaited(instance.reset(row)), "reset"), None
+                return await self._code.call("reset", numbers[index], row, check=_prompt), None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
                 return str(prompts[index]), await self._fail(numbers[index], error)
@@ -124,10 +143,10 @@ class FunctionEnvironment(Environment):
 
         async def one(index: int) -> tuple[Step, str | None]:
             number = numbers[index]
-            if number not in self._instances:
+            if number not in self._running:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
-                answer = _checked(await awaited(self._instances[number].step(str(texts[index]))))
+                answer = await self._code.call("step", number, str(texts[index]), check=_checked)
             except RAISED as error:
                 unless_cancelled(error)
                 return ("", 0.0, True), await self._fail(number, error)
@@ -150,11 +169,11 @@ class FunctionEnvironment(Environment):
 
     async def _drop(self, number: int) -> str | None:
         """Drop an instance. Returns the error of its `close`, if it has one that raised."""
-        instance = self._instances.pop(number, None)
+        if number not in self._running:
+            return None
+        self._running.remove(number)
         try:
-            close: Callable[[], object] | None = getattr(instance, "close", None)
-            if close is not None:
-                await awaited(close())
+            await self._code.call("close", number, check=_nothing)
         except RAISED as error:
             unless_cancelled(error)
             return self._errors.told(error)
@@ -163,6 +182,31 @@ class FunctionEnvironment(Environment):
     async def _fail(self, number: int, error: BaseException) -> str:
         await self._drop(number)
         return self._errors.told(error)
+
+
+class Instances:
+    """The environments of running episodes, in their process. A method returns what the user's returns."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Load the class. Raises as `load_environment`."""
+        self._make = load_environment(config)
+        self._instances: dict[int, EnvironmentInstance] = {}
+
+    def reset(self, number: int, row: Row) -> object:
+        """Make an instance, and call its `reset`."""
+        instance = self._instances[number] = self._make()
+        return instance.reset(row)
+
+    def step(self, number: int, completion: str) -> object:
+        """Call an instance's `step`. RuntimeError if another episode has ended the process that had it."""
+        if number not in self._instances:
+            raise RuntimeError("the environment is lost, because another episode ended their process")
+        return self._instances[number].step(completion)
+
+    def close(self, number: int) -> object:
+        """Drop an instance, and call its `close`, if it has one."""
+        close: Callable[[], object] | None = getattr(self._instances.pop(number, None), "close", None)
+        return close() if close is not None else None
 
 
 class _OneTurn:
@@ -176,8 +220,13 @@ class _OneTurn:
         self._row = row
         return str(row["prompt"])
 
-    async def step(self, completion: str) -> Step:
-        return "", finite(await awaited(self._function(str(self._row["prompt"]), completion, self._row))), True
+    def step(self, completion: str) -> Step | Awaitable[Step]:
+        reward = self._function(str(self._row["prompt"]), completion, self._row)
+        return self._later(reward) if inspect.isawaitable(reward) else ("", finite(reward), True)
+
+    @staticmethod
+    async def _later(reward: Awaitable[float]) -> Step:
+        return "", finite(await reward), True
 
 
 class Retry:
@@ -238,6 +287,14 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
 
 def _numbers(batch: Batch) -> list[int]:
     return cast("list[int]", batch.row("episode").tolist())
+
+
+def _prompt(value: object) -> str:
+    return _text(value, "reset")
+
+
+def _nothing(value: object) -> None:
+    """Whatever `close` returns."""
 
 
 def _text(value: object, what: str) -> str:

@@ -9,14 +9,16 @@ continue after their tokens. The model's text is never encoded again, and the en
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged, Source, Weights
+from meshrl.data import Batch, OnError, Ragged, Source, Weights, with_rewards
 from meshrl.errors import DataError
 from meshrl.mesh import Array, parts, routed
 from meshrl.roles import Sampler, Sampling
+from meshrl.tags import opened_tag
 from meshrl.tasks.environment import Environment, EnvironmentConfig
 
 _RUNNING = ("observation", "turn_start")
@@ -30,9 +32,9 @@ class Episodes(Sampler):
     A row's `tokens` are the first prompt, then the model's and the environment's texts in turn. `loss_mask` is True for
     the model's tokens only. On the environment's tokens, `sampler_logprobs` are 0 and `versions` are -1.
     `oldest_version` is that of the model's oldest token in any turn. Added columns: `rewards` (float32, the sum over
-    turns, 0 if the environment raised), `reward_error`, `turns` (int32) and `episode` (int64). `prompt` is the result
-    of `reset`, and `completion` is all text after it. A row is `truncated` if its last turn was, or if there was no
-    turn or no room left for another one.
+    turns, unknown if the environment raised), `reward_error`, `turns` (int32) and `episode` (int64). `prompt` is the
+    result of `reset`, and `completion` is all text after it. A row is `truncated` if its last turn was, or if there was
+    no turn or no room left for another one.
 
     `max_tokens` and `stop` apply to each turn. New weights may arrive between two turns, as between two tokens. It is a
     plain object in the script's process, which reads the token columns of each turn.
@@ -42,6 +44,7 @@ class Episodes(Sampler):
         self._sampler = sampler
         self._environment = environment
         self._turns = config.turns
+        self._on_error: OnError = config.errors
         self._template = config.template
         self._begun = self._beside = 0
         self._aborts = 0
@@ -164,13 +167,17 @@ class Episodes(Sampler):
             reward_error=errors,
             turns=turns,
             truncated=_bools(live.row("truncated")) | late,
-            completion=[f"{before}{turn}{'' if end else answer}" for before, turn, answer, end in texts],
+            completion=[
+                _joined(str(before), str(turn)) + ("" if end else answer) for before, turn, answer, end in texts
+            ],
             observation=shown,
             turn_start=live.tokens.lengths,
         ).drop("turn_text")
         await self._on_its_rank(self._environment.close, after.select(late | full))
         over = done | late
-        return after.select(over).drop(*_RUNNING), after.select(~over)
+        ended = after.select(over).drop(*_RUNNING)
+        reasons = [cast("str | None", errors[row]) for row in np.flatnonzero(over).tolist()]
+        return with_rewards(ended, ended.rewards, reasons, self._on_error), after.select(~over)
 
     async def _on_its_rank(self, call: Callable[[Batch], Awaitable[Batch]], rows: Batch) -> Batch:
         """Call the environment of each row on the episode's rank. Keeps the order."""
@@ -181,6 +188,11 @@ class Episodes(Sampler):
             )
         owners = np.asarray(request.row("episode"), np.int64) % parts(call)
         return await (await routed(call, owners)(request)).load()
+
+
+def _joined(before: str, turn: str) -> str:
+    """Return a text with the next turn. A tag that the text leaves open is the turn's first word too."""
+    return before + turn.removeprefix(opened_tag(before))
 
 
 def _bools(values: Array) -> NDArray[np.bool_]:

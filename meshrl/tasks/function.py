@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Self, TypeAlias, TypeVar, cast
+from typing import Annotated, Final, Self, SupportsFloat, TypeAlias, TypeVar, cast
 
+import cloudpickle
 import numpy as np
 from pydantic import (
     Field,
@@ -25,19 +27,27 @@ from pydantic import (
     model_validator,
 )
 
+from meshrl import log
 from meshrl.config import CODE
-from meshrl.data import Batch
-from meshrl.errors import ConfigError, did_you_mean
+from meshrl.data import OUTCOMES, Batch, OnError, Prompt, with_rewards
+from meshrl.errors import ConfigError, described, did_you_mean
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
-from meshrl.tasks.builtin import exact_match, finite, numeric_answer, reasoning_format, reasoning_gym
+from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, reasoning_format, reasoning_gym
 from meshrl.tasks.sandbox import check_safe, code_tests
 from meshrl.tasks.sources import Row
-from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.tasks.user_process import UserCode, has_processes
+from meshrl.user_code import RAISED, FirstErrors, load_name, pickle_scripts_by_value, unless_cancelled
 
 T = TypeVar("T")
 
 RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 """`reward(prompt, completion, row) -> float`, plain or async."""
+_NOBODY: Final = "no reward function judges the row"
+_LIMIT: Final = "the reward took longer than reward.row_timeout"
+
+
+class NotJudged(Exception):
+    """Raised by a reward function that does not judge the row, which is no error. Others may judge it."""
 
 
 def named(function: str | Callable[..., object]) -> str:
@@ -68,8 +78,9 @@ class RewardConfig(RoleConfig):
     backend: str = "function"
     """The backend that implements the role."""
     function: Function = "exact_match"
-    """The reward function: `exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's scorer),
-    `code_tests` (`sandbox.code_tests`), `file.py:name` or `package.module:name`. In Python also the function itself.
+    """The reward function: `exact_match`, `numeric_answer`, `math_answer`, `reasoning_format`, `reasoning_gym` (the
+    dataset's scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or `package.module:name`. In Python also the
+    function itself.
 
     Beware of scorers that give partial credit: some give nearly full marks to junk after the right answer.
     """
@@ -81,10 +92,12 @@ class RewardConfig(RoleConfig):
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function that run at once."""
     row_timeout: float | None = Field(default=None, gt=0)
-    """Time limit of a call in seconds. Beyond it the row gets an error. A function that is not async continues in its
-    thread."""
+    """Time limit of a call in seconds. Beyond it the row gets an error, and a function that is not async is ended."""
     unsafe: bool = False
     """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
+    errors: OnError = "mask"
+    """What becomes of a row on which a function raises, takes too long or returns no finite number. `mask`: its reward
+    is unknown, so nothing is learned from it. `zero`: the function counts as 0. `stop`: the run ends."""
 
     @field_validator("backend")
     @classmethod
@@ -166,19 +179,20 @@ class FunctionReward(Reward):
     def __init__(self, config: RewardConfig) -> None:
         if "code_tests" in config.parts.values() and not config.unsafe:
             check_safe()
+        functions = placed([*config.parts.values()], config.row_timeout)
         self._parts = [
-            _Part(name, load_function(function), function in _SHIPPED, config.weights.get(name, 1.0))
-            for name, function in config.parts.items()
+            _Part(name, function, not is_own(given), config.weights.get(name, 1.0))
+            for (name, given), function in zip(config.parts.items(), functions, strict=True)
         ]
         self._concurrency = config.concurrency
-        self._row_timeout = config.row_timeout
-        self._turns = asyncio.Lock()
-        self._errors = FirstErrors("a reward function raised; its row gets reward 0")
+        self._on_error: OnError = config.errors
+        self._errors = FirstErrors(f"a reward function raised; its row gets {OUTCOMES[config.errors]}")
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. For `functions`, also add `reward_NAME`, float32, before its weight.
 
-        A function's `row` is the task's, with the rendered `answer`.
+        A function's `row` is the task's, with the rendered `answer`. `reward_NAME` is NaN where its function does not
+        judge the row, or failed and does not count as 0.
         """
         prompts, completions = batch.objects("prompt"), batch.objects("completion")
         answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
@@ -191,44 +205,95 @@ class FunctionReward(Reward):
             # The user's function may change its row, but a batch is immutable.
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
-                row["answer"] = answers[index]
-            function = part.function if self._row_timeout is None else self._in_time(part.function, self._row_timeout)
-            value, error = await boundary(function, str(prompts[index]), str(completions[index]), row)
+                row["answer"] = copy.copy(answers[index])
+            value, error = await boundary(part.function, cast("str", prompts[index]), str(completions[index]), row)
             text = self._errors.told(error) if error else None
             return value, f"{part.name}: {text}" if text and part.name else text
 
         size = len(self._parts)
         scored = await gathered(one, len(batch) * size, self._concurrency)
         values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
-        errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
+        texts = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
+        nobody = cast("list[bool]", np.isnan(values).all(axis=1).tolist())
+        errors = ["; ".join(own) or (_NOBODY if alone else None) for own, alone in zip(texts, nobody, strict=True)]
+        if any(errors) and "loss_mask" in batch:
+            batch = await batch.load("loss_mask")
+        rewards = np.nan_to_num(values) @ np.array([part.weight for part in self._parts])
+        if self._on_error == "mask":
+            values[np.array([text is not None for _, text in scored], np.bool_).reshape(values.shape)] = np.nan
         names = [part.name for part in self._parts if part.name]
-        return batch.assign(
-            rewards=(values @ np.array([part.weight for part in self._parts])).astype(np.float32),
-            reward_error=["; ".join(texts) or None for texts in errors],
-            **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)},
+        return with_rewards(batch, rewards, errors, self._on_error).assign(
+            **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)}
         )
 
-    def _in_time(self, function: RewardFunction, seconds: float) -> RewardFunction:
-        """Wrap a function so that its calls raise TimeoutError after `seconds`. Plain ones still run one at a time."""
 
-        async def limited(prompt: str, completion: str, row: Row) -> float:
-            if inspect.iscoroutinefunction(function):
-                return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
-            async with self._turns:
-                value = await wait(in_thread(lambda: function(prompt, completion, row), "meshrl-reward"))
-            return await wait(value) if inspect.isawaitable(value) else value
+class Loaded:
+    """The reward functions of a role, in their process."""
 
-        async def wait(answer: Awaitable[T]) -> T:
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    return await answer
-            except TimeoutError as error:
-                if limit.expired():
-                    raise TimeoutError(f"the reward took longer than reward.row_timeout = {seconds:g}") from error
-                raise
+    def __init__(self, functions: Sequence[str | Callable[..., object]]) -> None:
+        self._functions = [load_function(function) for function in functions]
 
-        return limited
+    def judge(self, at: int, prompt: str, completion: str, row: Row) -> object:
+        """Return what a function returns."""
+        return self._functions[at](prompt, completion, row)
+
+
+def placed(functions: Sequence[str | Callable[..., object]], seconds: float | None) -> list[RewardFunction]:
+    """Return the functions, with those that run in their own process. All raise TimeoutError after `seconds`.
+
+    Shipped functions that call no other library run here, as do all in virtual time, and a user's that cannot be
+    pickled.
+    """
+    own = [function for function in functions if has_processes() and _is_sent(function)]
+    code = UserCode(partial(Loaded, own), seconds, _LIMIT) if own else None
+    turns = asyncio.Lock()
+
+    def one(function: str | Callable[..., object]) -> RewardFunction:
+        if code is not None and function in own:
+            return partial(code.call, "judge", own.index(function), check=finite)
+        here = load_function(function)
+        return here if seconds is None else _in_time(here, seconds, turns)
+
+    return [one(function) for function in functions]
+
+
+def _in_time(function: RewardFunction, seconds: float, turns: asyncio.Lock) -> RewardFunction:
+    """Wrap a function of this process so that its calls end after `seconds`. Plain ones still run one at a time."""
+
+    async def limited(prompt: str, completion: str, row: Row) -> float:
+        if inspect.iscoroutinefunction(function):
+            return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
+        async with turns:
+            value = await wait(in_thread(lambda: function(prompt, completion, row), "meshrl-reward"))
+        return await wait(value) if inspect.isawaitable(value) else value
+
+    async def wait(answer: Awaitable[T]) -> T:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await answer
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(f"{_LIMIT} = {seconds:g}") from error
+            raise
+
+    return limited
+
+
+def _is_sent(function: str | Callable[..., object]) -> bool:
+    if isinstance(function, str) or named(function) in PURE:
+        return named(function) not in PURE
+    load_function(function)  # what is wrong with it is told here
+    pickle_scripts_by_value()
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:  # noqa: BLE001 -- it may hold anything
+        log.warning(
+            f"reward function {named(function)} runs on a thread of this process, where signals and the time limits of "
+            f"libraries do not work, because it cannot be pickled: {described(error)}"
+        )
+        return False
+    return True
 
 
 async def in_thread(call: Callable[[], T], name: str) -> T:
@@ -256,9 +321,14 @@ async def awaited(value: object) -> object:
 async def boundary(
     function: RewardFunction, prompt: str, completion: str, row: Row
 ) -> tuple[float, BaseException | None]:
-    """Return the reward, or 0.0 and the function's exception, or the error of an invalid result."""
+    """Return the reward, or 0.0 and the function's exception, or the error of an invalid result.
+
+    The reward is NaN if the function does not judge the row.
+    """
     try:
         return finite(await awaited(function(prompt, completion, row))), None
+    except NotJudged:
+        return math.nan, None
     except RAISED as error:  # a user's function may raise anything, which is recorded
         unless_cancelled(error)
         return 0.0, error
@@ -267,8 +337,8 @@ async def boundary(
 def try_reward(
     function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
 ) -> list[tuple[float, BaseException | None]]:
-    """Return the results of `boundary` for the completions, computed in a new thread. Empty after `seconds`."""
-    reward, results = load_function(function), list[tuple[float, BaseException | None]]()
+    """Return the results of `boundary` for the completions. Empty if they take longer than `seconds`."""
+    (reward,), results = placed([function], seconds), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
         for completion in completions:
@@ -291,9 +361,14 @@ async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: 
     return await asyncio.gather(*map(in_turn, range(count)))
 
 
+PURE: Final = frozenset({"exact_match", "numeric_answer", "reasoning_format", "code_tests"})
+"""Shipped functions that call no other library."""
+_NEEDS: Final = {"reasoning_gym": ("reasoning_gym", "tasks"), "math_answer": ("math_verify", "maths")}
+"""The library that a shipped function calls, and the extra that installs it."""
 _SHIPPED: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "reasoning_gym": reasoning_gym,
+    "math_answer": math_answer,
     "numeric_answer": numeric_answer,
     "reasoning_format": reasoning_format,
     "code_tests": code_tests,
@@ -320,8 +395,9 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
     if name.startswith("meshrl.") and short in _SHIPPED:  # so a run is recorded that was given the function itself
         name = short
     if name in _SHIPPED:
-        if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
-            raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
+        library, extra = _NEEDS.get(name, ("", ""))
+        if library and importlib.util.find_spec(library) is None:
+            raise ConfigError(f"reward function {name!r} needs {library}: pip install 'meshrl[{extra}]'")
         return _SHIPPED[name]
     own = load_name("reward function", name, _SHIPPED, inspect.isfunction)
     if not callable(own):
@@ -357,24 +433,26 @@ def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
     """Convert a TRL reward function into one for meshrl. It is called with one row at a time.
 
     Its columns are those of the row, and `answer`. With `chat`, prompts and completions are lists of messages. A reward
-    of None, which means "does not apply" in TRL, becomes 0.
+    of None or NaN, which means "does not apply" in TRL, is left out of the sum of `functions`. If there is no other,
+    the reward of the row is unknown.
     """
     takes = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
-    async def reward(prompt: str, completion: str, row: Row) -> float:
-        texts = {"prompts": _text(prompt, "user", chat), "completions": _text(completion, "assistant", chat)}
+    async def reward(prompt: Prompt, completion: str, row: Row) -> float:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        said = [{"role": "assistant", "content": completion}] if chat else completion
+        texts = {"prompts": turns if chat else prompt, "completions": said}
         columns = {**row, **texts}
         values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
         if inspect.isawaitable(values):
             values = await values
         (value,) = values
-        return 0.0 if value is None else value
+        given = cast("object", value)
+        if given is None or (isinstance(given, SupportsFloat) and math.isnan(given)):
+            raise NotJudged
+        return cast("float", given)
 
     for own in ("__module__", "__name__", "__qualname__"):
         setattr(reward, own, getattr(function, own, getattr(reward, own)))
     return reward
-
-
-def _text(text: str, role: str, chat: bool) -> object:
-    return [{"role": role, "content": text}] if chat else text

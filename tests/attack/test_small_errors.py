@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import tomli_w
 from structlog.testing import capture_logs
@@ -68,12 +69,12 @@ async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path) -> None:
                 reward = await (await run.mesh(1)).spawn(FunctionReward, config)
                 scored = await reward.score(batch)
                 with pytest.raises(
-                    DataError, match=f"raised on each of the 2 rows of a step, .*{re.escape(SAYS[name])}"
+                    DataError, match=f"none of the 2 rows of a step was judged, .*{re.escape(SAYS[name])}"
                 ):
                     await run.record(Metrics.of(loss=(1.0, 1.0)), scored)
-                judged = scored.assign(reward_error=[None, None])
+                judged = scored.assign(rewards=np.zeros(2, np.float32), reward_error=[None, None])
                 await run.record(Metrics.of(loss=(1.0, 1.0)), Batch.concat([scored, judged]))
-        assert scored.rewards.tolist() == [0.0, 0.0]
+        assert np.isnan(scored.rewards).all()
         assert scored.objects("reward_error") == (SAYS[name],) * 2
         told = [each for each in logs if each["log_level"] == "warning"]
         assert [each["error"] for each in told] == [SAYS[name]], name

@@ -20,9 +20,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from meshrl import log
-from meshrl.engines.remote import is_installed
 from meshrl.errors import ConfigError, OtherVersions
-from meshrl.user_code import copied, find_copies
+from meshrl.user_code import copied, find_copies, is_installed
 
 ALWAYS: Final = ("meshrl", "torch")
 """Packages that are compared in every run, besides those of its backends."""

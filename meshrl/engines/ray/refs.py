@@ -28,11 +28,11 @@ from meshrl.engines.remote import (
     ProcessExited,
     Reply,
     monitor_of,
-    pickle_scripts_by_value,
     register_pickler,
 )
 from meshrl.errors import DataLost, MeshStopped
 from meshrl.mesh import Bytes, ForAll, NotHere, Ref, is_in_transit, seal_arrays
+from meshrl.user_code import pickle_scripts_by_value
 
 
 class Handle(Protocol):

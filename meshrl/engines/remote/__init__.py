@@ -25,8 +25,6 @@ from meshrl.engines.remote.messages import (
     Reply,
     Service,
     Stopped,
-    is_installed,
-    pickle_scripts_by_value,
     register_pickler,
 )
 from meshrl.engines.remote.pool_ref import PoolRef
@@ -71,11 +69,9 @@ __all__ = [
     "Stopped",
     "clock_ahead",
     "environments",
-    "is_installed",
     "is_reachable",
     "listen",
     "monitor_of",
-    "pickle_scripts_by_value",
     "register_pickler",
     "remove_folder",
     "socket_folder",

@@ -22,13 +22,13 @@ from meshrl.engines.remote.messages import (
     Reply,
     Stopped,
     StreamEnd,
-    pickle_scripts_by_value,
     unpickled_error,
 )
 from meshrl.engines.remote.pool_ref import PoolRef
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
 from meshrl.mesh import Member, OnSpan, Rank, Ref, Request, boot_id
+from meshrl.user_code import pickle_scripts_by_value
 
 if TYPE_CHECKING:
     from meshrl.engines.remote.logs import RankLog

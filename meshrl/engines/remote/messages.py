@@ -6,21 +6,19 @@ Classes of scripts are pickled by value. Exceptions may not be picklable.
 import asyncio
 import copyreg
 import io
-import os
 import pickle
 import socket
 import sys
-import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
 import cloudpickle
 
 from meshrl.mesh import Rank, Ref
+from meshrl.user_code import carry_scripts_with
 
 if TYPE_CHECKING:
     from collections import ChainMap
@@ -197,11 +195,6 @@ class Channel(ABC):
         """Send a request that needs no answer."""
 
 
-_INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
-_checked: set[str] = {"__main__", "__mp_main__"}
-_module_count = 0
-_by_value: list[ModuleType] = []
-_registers: list[Callable[[ModuleType], object]] = [cloudpickle.register_pickle_by_value]
 _EVERYWHERE: Final = frozenset({"meshrl", "numpy"})
 """Packages that every rank can import."""
 _NAMED: Final = type, FunctionType
@@ -213,51 +206,9 @@ _reference_types: list[type] = [Ref]
 
 def register_pickler(register: Callable[[ModuleType], object], reference: type) -> None:
     """Register another library that pickles: how it carries a module by value, and the type of its references."""
-    if register not in _registers:
-        for module in _by_value:
-            register(module)
-        _registers.append(register)
+    carry_scripts_with(register)
+    if reference not in _reference_types:
         _reference_types.append(reference)
-
-
-def pickle_scripts_by_value() -> None:
-    """Pickle modules by value that a rank could not import by name.
-
-    Such a module is a script that was imported by its path. Each module is checked once.
-    """
-    global _module_count  # noqa: PLW0603 -- one process has one `sys.modules`
-    if len(sys.modules) == _module_count:
-        return
-    _module_count = len(sys.modules)
-    for name in sys.modules.keys() - _checked:
-        module = sys.modules[name]
-        if not _can_be_imported(name, module):
-            _by_value.append(module)
-            for register in _registers:
-                register(module)
-    _checked.update(sys.modules)
-
-
-def is_installed(file: str) -> bool:
-    """True if a module's file belongs to Python or an installed package."""
-    # Unresolved first: resolving the paths of hundreds of modules takes longer than everything else.
-    return file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED)
-
-
-def _can_be_imported(name: str, module: ModuleType) -> bool:
-    """True if a process with the same import path finds the same file under this name."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or is_installed(file):
-        return True
-    parent = name.rpartition(".")[0]
-    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and folders is None:
-        return False
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, folders)
-        if spec is not None:
-            return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
-    return False
 
 
 class Pickler(_Base):

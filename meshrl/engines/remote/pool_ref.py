@@ -8,9 +8,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from meshrl.engines.remote.messages import Pickler, pickle_scripts_by_value
+from meshrl.engines.remote.messages import Pickler
 from meshrl.errors import DataError, DataLost
 from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
+from meshrl.user_code import pickle_scripts_by_value
 
 _ALIGNED = 64
 """Bytes. Each buffer starts at a multiple."""

@@ -1,0 +1,267 @@
+"""A process that runs a user's code on its main thread, and is ended if a call takes too long.
+
+So the code works the same on every engine, whose ranks may be threads, and it cannot hold up or end a rank.
+"""
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Final, Protocol, TypeVar, cast
+from weakref import finalize
+
+import cloudpickle
+
+from meshrl.tasks.user_worker import AT_ONCE, LENGTH, Load, Raised, State, TookTooLong, how_it_ended, messages
+from meshrl.user_code import copies_here, pickle_scripts_by_value, set_place
+
+T = TypeVar("T")
+_START: Final = "import sys; sys.path[:] = sys.argv[2:]; from meshrl.tasks.user_worker import main; main()"
+_GRACE: Final = 0.25
+"""Seconds that a process gets to say itself that a call took too long."""
+
+
+class ProcessEnded(Exception):
+    """Raised for a call whose process has ended. `was_innocent`: another call ended it, so this one may be repeated."""
+
+    def __init__(self, reason: str, *, was_innocent: bool = False) -> None:
+        super().__init__(reason)
+        self.was_innocent = was_innocent
+
+
+def has_processes() -> bool:
+    """True if the running event loop can reach another process. False in virtual time."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return type(loop).remove_reader is not asyncio.AbstractEventLoop.remove_reader
+
+
+class UserProcess:
+    """A process that has loaded a user's code, and runs its calls for one event loop."""
+
+    def __init__(self, make: bytes, seconds: float | None = None) -> None:
+        """`make`: a pickled function that returns the object to call. `seconds`: the limit of a call.
+
+        Raises what loading raises.
+        """
+        self.ended: str | None = None
+        """Why the process has ended. None while it runs."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603 -- our own module
+                [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._process, self._socket = process, ours
+        self._kill = finalize(self, _end, process, ours)
+        connection = Connection(os.dup(ours.fileno()))
+        try:
+            connection.send(Load(make, sys.path, copies_here(), seconds))
+            failed = cast("Raised | None", connection.recv())
+        except (EOFError, OSError) as error:
+            raise ProcessEnded(f"loading the code ended its process: {self._stop()}") from error
+        finally:
+            connection.close()
+        if failed is not None:
+            self._stop()
+            raise _error_of(failed)
+        ours.setblocking(False)
+        self._seconds = seconds
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._begun: set[int] = set()
+        self._running: int | None = None
+        self._received, self._unsent = bytearray(), bytearray()
+        self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
+        """Call a method of the object, and return what `check`, a function of a module, makes of its result there.
+
+        `alone`: a plain method runs in a copy of the process, so that other calls do not wait, and its end ends it.
+        Raises what it raises, ProcessEnded, or TookTooLong, for which the process is ended if it does not answer.
+        """
+        if self.ended is not None:
+            raise ProcessEnded(self.ended, was_innocent=True)
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            loop.add_reader(self._socket, self._read)
+        number, future = next(self._numbers), loop.create_future()
+        wanted = cloudpickle.dumps((method, arguments, check, alone))
+        if not self._calls:
+            self._heard = loop.time()
+        self._calls[number] = future
+        self._send(number, wanted)
+        if self._seconds is not None and self._timer is None:
+            self._timer = loop.call_later(self._seconds + _GRACE, self._look)
+        try:
+            return cast("T", await future)
+        finally:
+            if self._calls.pop(number, None) is not None:  # it was cancelled
+                self._send(number, None)
+
+    def end(self) -> None:
+        """End the process. Calls in progress raise ProcessEnded."""
+        self._fail(ProcessEnded(f"its process {self._stop()}"))
+
+    def _send(self, number: int, wanted: bytes | None) -> None:
+        message = pickle.dumps((number, wanted))
+        if not self._unsent and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._write)  # with what else is sent in this turn
+        self._unsent += LENGTH.pack(len(message)) + message
+
+    def _write(self) -> None:
+        if self._loop is None or self.ended is not None:
+            return
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of an end
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._write)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            received = self._socket.recv(AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self.end()
+            return
+        self._received += received
+        if self._loop is not None:
+            self._heard = self._loop.time()
+        for message in messages(self._received):
+            self._hear(*cast("tuple[State, int, object]", pickle.loads(message)))  # noqa: S301 -- from our own process
+
+    def _hear(self, state: State, number: int, content: object) -> None:
+        if state == "runs":
+            self._running = number
+            self._begun.add(number)
+            return
+        if self._running == number:
+            self._running = None
+        if state == "waits":
+            return
+        self._begun.discard(number)
+        future = self._calls.pop(number, None)
+        if future is None or future.done():
+            return
+        if state == "value":
+            future.set_result(content)
+        else:
+            future.set_exception(_error_of(cast("Raised", content)))
+
+    def _look(self) -> None:
+        """End the process if it has said nothing for longer than a call may take."""
+        self._timer = None
+        if self._loop is None or self._seconds is None or not self._calls:
+            return
+        left = self._heard + self._seconds + _GRACE - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._stop()
+            self._fail(TookTooLong())
+
+    def _stop(self) -> str:
+        """End the process, and say how it ended."""
+        if self._kill.alive and self._kill.peek() is not None:
+            loop = getattr(self, "_loop", None)
+            if loop is not None and not loop.is_closed():
+                loop.remove_reader(self._socket)
+                loop.remove_writer(self._socket)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.05)  # it may be ending by itself
+            self._kill()
+        self.ended = how_it_ended(self._process.returncode)
+        return self.ended
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all calls. Those that had not begun, or only waited, are innocent if the one that ran is known."""
+        guilty = {self._running} if self._running in self._calls else self._begun & self._calls.keys()
+        calls, self._calls = self._calls, {}
+        for number, future in calls.items():
+            if not future.done():
+                guiltless = ProcessEnded(f"its process {self.ended}", was_innocent=True)
+                future.set_exception(error if number in guilty or not guilty else guiltless)
+
+
+def _end(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    ours.close()
+
+
+def _error_of(raised: Raised) -> BaseException:
+    known, name, text, place = raised
+    error = known if known is not None else cast("Exception", type(name, (Exception,), {})(text))
+    set_place(error, place)
+    return error
+
+
+class Code(Protocol):
+    """A user's code, wherever it runs."""
+
+    async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
+        """As `UserProcess.call`, with TimeoutError for a call that took too long."""
+        ...
+
+
+class UserCode:
+    """A user's code in a process, which is started again after its end."""
+
+    def __init__(self, make: Callable[[], object], seconds: float | None = None, limit: str = "") -> None:
+        """`make` and `seconds`, the limit of a call: see `UserProcess`. `limit`: the key that sets it, for messages.
+
+        Raises an exception of any kind if `make` cannot be pickled.
+        """
+        pickle_scripts_by_value()
+        self._start = partial(UserProcess, cloudpickle.dumps(make), seconds)
+        self._process = self._start()
+        self._limit = f"{limit} = {seconds or 0:g}"
+
+    async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
+        """As `UserProcess.call`. A call is repeated if its process ended on account of another one."""
+        while True:
+            if self._process.ended is not None:
+                self._process = self._start()
+            try:
+                return await self._process.call(method, *arguments, check=check, alone=alone)
+            except TookTooLong as error:
+                raise TimeoutError(self._limit) from error
+            except ProcessEnded as ended:
+                if not ended.was_innocent:
+                    raise
+
+
+class CodeHere:
+    """Code in this process: what calls no library, and a user's in virtual time."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        """`make` returns the object to call."""
+        self._made = make()
+
+    async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
+        """Return what `check` makes of the result."""
+        result: object = getattr(self._made, method)(*arguments)
+        return check(await result if inspect.isawaitable(result) else result)

@@ -1,0 +1,47 @@
+"""Answers to problems in mathematics: `numeric_answer` is strict, and `math_answer` compares expressions."""
+
+import pytest
+
+import meshrl as rl
+from meshrl.data import Batch
+from meshrl.tasks.builtin import numeric_answer
+from meshrl.tasks.function import FunctionReward
+
+EQUAL = [
+    (r"\boxed{3.50 \text{ kg}}", "3.5"), (r"\boxed{12{,}000}", "12000"), (r"\boxed{2\,500}", "2500"),
+    (r"\boxed{-2\frac{1}{4}}", "-2.25"), ("3 3/4", "15/4"), (r"\boxed{6.02 \times 10^{23}}", "6.02e23"),
+    (r"\boxed{25\%}", "1/4"), ("#### -7", "-7"), (r"\boxed{1}, no: \boxed{2}", "2"), ("<think>9</think>8", "8"),
+    (r"\boxed{\dfrac{-3}{4}}", "-3/4"), ("So the answer is $1,250.", "1250"), (r"\boxed{1.20e-3}", "0.0012"),
+]  # fmt: skip
+DIFFERENT = [
+    (r"\boxed{\{1, 2\}}", "2"), (r"\boxed{(0, 5]}", "5"), (r"\boxed{5 \text{ million}}", "5"), (r"\boxed{3x}", "3"),
+    (r"\boxed{2 \pm 3}", "3"), (r"\boxed{\frac{5}{\sqrt{3}}}", "3"), (r"\boxed{5000\%}", "0.5"), ("7 - 3", "3"),
+    (r"\boxed{4:3}", "3"), (r"\boxed{|{-4}|}", "-4"), (r"\boxed{1,23}", "123"), ("<think>so 8", "8"),
+    (r"\boxed{2^{x}}", "2"), (r"\boxed{\log_2 8}", "8"), ("between 3 and 4", "3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("completion", "answer"), EQUAL)
+def test_the_same_number(completion: str, answer: str) -> None:
+    assert numeric_answer("", completion, {"answer": answer}) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), DIFFERENT)
+def test_another_number_or_none(completion: str, answer: str) -> None:
+    assert numeric_answer("", completion, {"answer": answer}) == 0.0
+
+
+@pytest.mark.parametrize("answer", [r"\frac{\sqrt{3}}{2}", r"2\pi", "(1, 2)", "x"])
+def test_an_answer_that_is_no_number_is_an_error(answer: str) -> None:
+    with pytest.raises(ValueError, match="no number to compare with"):
+        numeric_answer("", r"\boxed{2}", {"answer": answer})
+
+
+async def test_math_answer_compares_expressions() -> None:
+    pytest.importorskip("math_verify")
+    answers = [r"$\frac{1}{2}$", r"\frac{\sqrt{3}}{2}", r"\{1, 2\}", "(0, 1]", r"2\sqrt{2}"]
+    completions = ["It is $0.5$", r"\boxed{\sqrt{3}/2}", r"\boxed{\{2, 1\}}", r"\boxed{[0, 1]}", r"\boxed{\sqrt{8}}"]
+    batch = Batch.of(prompt=[""] * 5, completion=completions, answer=answers, row=[{}] * 5)
+    scored = await FunctionReward(rl.RewardConfig(function="math_answer")).score(batch)
+    assert scored.rewards.tolist() == [1, 1, 1, 0, 1]
+    assert scored.objects("reward_error") == (None,) * 5

@@ -1,0 +1,250 @@
+"""A user's code runs on the main thread of a process of its own on every engine, and is ended if it hangs."""
+
+import asyncio
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+import meshrl as rl
+from meshrl.agents import Agent, AgentConfig, Episode, Gateway
+from meshrl.data import Batch
+from meshrl.tasks.environment import FunctionEnvironment
+from meshrl.tasks.function import FunctionReward
+from meshrl.testing import ScriptedChat, ScriptedSampler
+
+CODE = """
+import asyncio, decimal, multiprocessing, os, signal, sqlite3, sys, threading, time
+decimal.getcontext().prec = 50
+local, loop, database = threading.local(), asyncio.new_event_loop(), sqlite3.connect(":memory:")
+local.known = 1.0
+count, first = 0, None
+
+def alarm(p, c, row):
+    signal.alarm(60)
+    signal.alarm(0)
+    return signal.signal(signal.SIGUSR1, signal.SIG_IGN) == signal.SIG_DFL or 1
+
+def runs(p, c, row): return asyncio.run(asyncio.sleep(0, 1.0))
+def thread_local(p, c, row): return local.known
+def connection(p, c, row): return database.execute("select 1").fetchone()[0]
+def context(p, c, row): return decimal.getcontext().prec / 50
+def own_loop(p, c, row): return loop.run_until_complete(asyncio.sleep(0, 1.0))
+def prints(p, c, row): return print("to standard output") or 1.0
+
+def processes(p, c, row):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(float, ("1",))
+
+def moves(p, c, row):
+    os.chdir("/")
+    return 1.0
+
+async def same_loop(p, c, row):
+    global first
+    first = first or asyncio.get_running_loop()
+    return first is asyncio.get_running_loop()
+
+def exits(p, c, row): return sys.exit(3) if c == "bad" else 1.0
+def dies(p, c, row): return os._exit(3) if c == "bad" else 1.0
+def hangs(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
+async def blocks(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
+"""
+TURNS = """
+import asyncio, os, signal, threading, time
+local = threading.local()
+local.known = 1.0
+
+def scripted():
+    signal.alarm(60)
+    signal.alarm(0)
+    return asyncio.run(asyncio.sleep(0, local.known))
+
+class Game:
+    async def reset(self, row):
+        return row["prompt"]
+    def step(self, completion):
+        if completion == "hangs":
+            time.sleep(1000)
+        if completion == "dies":
+            os._exit(3)
+        return "", scripted(), False
+
+class Async(Game):
+    async def step(self, completion):
+        signal.alarm(60)
+        signal.alarm(0)
+        return "", 1.0, False
+
+count_of_calls = 0
+
+def solve(client, row):
+    global count_of_calls
+    count_of_calls += 1
+    if row["prompt"] == "dies":
+        os._exit(3)
+    if row["prompt"] == "hangs":
+        with open(row["fifo"], "w"):
+            time.sleep(1000)
+    return scripted() + len(client.models.list().data) + count_of_calls
+
+async def solve_later(client, row):
+    return 2.0
+
+def verdict(transcripts, row, result):
+    return scripted() + result
+"""
+ROWS = Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"])
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    (tmp_path / "user_rewards.py").write_text(CODE, "utf-8")
+    (tmp_path / "user_turns.py").write_text(TURNS, "utf-8")
+    return tmp_path / "user_rewards.py"
+
+
+async def test_what_works_in_a_script_works_in_a_reward(code: Path) -> None:
+    names = ["alarm", "runs", "thread_local", "connection", "context", "own_loop", "prints", "processes"]
+    names += ["moves", "same_loop"]
+    here = Path.cwd()
+    for seconds in (None, 60.0):
+        functions = {name: f"{code}:{name}" for name in (names if seconds is None else names[:2])}
+        reward = FunctionReward(rl.RewardConfig(functions=functions, row_timeout=seconds))
+        for _ in range(2):
+            scored = await reward.score(ROWS)
+            assert scored.objects("reward_error") == (None,) * 3
+            assert scored.rewards.tolist() == [len(functions)] * 3
+    assert Path.cwd() == here
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("exits", "SystemExit: 3"),
+        ("dies", "ProcessEnded: its process ended with status 3"),
+        ("hangs", "TimeoutError: the reward took longer than reward.row_timeout = 0.3"),
+    ],
+)
+async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, error: str) -> None:
+    with capture_logs():
+        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:{name}", row_timeout=0.3, errors="zero")).score(
+            ROWS
+        )
+    assert scored.rewards.tolist() == [1, 0, 1]
+    assert scored.objects("reward_error") == (None, error, None)
+
+
+async def test_async_code_that_blocks_its_loop_is_ended(code: Path) -> None:
+    config = rl.RewardConfig(function=f"{code}:blocks", row_timeout=0.3)
+    with capture_logs():
+        scored = await FunctionReward(config).score(ROWS)
+    assert "TimeoutError" in str(scored.objects("reward_error")[1])
+
+
+async def test_closures_travel_and_those_that_cannot_run_here(code: Path) -> None:
+    import threading  # noqa: PLC0415
+
+    factor, lock = 2.0, threading.Lock()
+
+    def travels(prompt: str, completion: str, row: object) -> float:
+        return factor * (threading.current_thread() is threading.main_thread())
+
+    def stays(prompt: str, completion: str, row: object) -> float:
+        with lock:
+            return factor
+
+    with capture_logs() as logs:
+        for function in (travels, stays):
+            assert (await FunctionReward(rl.RewardConfig(function=function)).score(ROWS)).rewards.tolist() == [2.0] * 3
+    assert ["cannot be pickled" in line["event"] for line in logs] == [True]
+
+
+def batch_of(*completions: str) -> Batch:
+    numbers = np.arange(len(completions))
+    return Batch.of(prompt=["a"] * len(completions), completion=list(completions), episode=numbers)
+
+
+async def played(code: Path, name: str, *turns: str, **table: float) -> tuple[list[float], tuple[object, ...]]:
+    source = name.format(code=code, turns=code.with_name("user_turns.py"))
+    config = rl.EnvironmentConfig.model_validate({"source": source, **table})
+    environment = FunctionEnvironment(config)
+    with capture_logs():
+        begun = await environment.reset(batch_of(*turns))
+        answer = await environment.step(begun.select([0]))
+        rest = await environment.step(begun.select(range(1, len(turns)))) if len(turns) > 1 else answer.select([])
+        again = await environment.step((await environment.reset(batch_of("right"))).select([0]))
+    return [*answer.rewards, *rest.rewards, *again.rewards], (
+        *answer.objects("reward_error"),
+        *rest.objects("reward_error"),
+    )
+
+
+async def test_what_works_in_a_script_works_in_an_environment(code: Path) -> None:
+    for name in ("{turns}:Game", "{turns}:Async", "reward:{code}:runs", "reward:{code}:same_loop"):
+        rewards, errors = await played(code, name, "right")
+        assert (rewards, errors) == ([1, 1], (None,)), name
+
+
+@pytest.mark.parametrize(
+    ("turn", "error"),
+    [
+        ("dies", "ProcessEnded: its process ended with status 3"),
+        ("hangs", "TimeoutError: the environment took longer than environment.turn_timeout = 0.3"),
+    ],
+)
+async def test_an_environment_that_ends_or_hangs_is_ended_and_others_say_so(code: Path, turn: str, error: str) -> None:
+    rewards, errors = await played(code, "{turns}:Game", turn, "right", turn_timeout=0.3)
+    lost = "RuntimeError: the environment is lost, because another episode ended their process"
+    assert (rewards, errors) == ([0, 0, 1], (error, lost))
+
+
+async def test_plain_agents_and_judges_each_have_a_process(code: Path, tmp_path: Path) -> None:
+    code = code.with_name("user_turns.py")
+    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+        with capture_logs():
+
+            async def play(row: dict[str, str], source: str = "solve", **table: object) -> Episode:
+                agent = Agent(AgentConfig.model_validate({"source": f"{code}:{source}", **table}))
+                return await agent.play(gateway, row, rl.Sampling())
+
+            agent = Agent(AgentConfig(source=f"{code}:solve", reward=f"{code}:verdict"))
+            both = await asyncio.gather(*(agent.play(gateway, {"prompt": ""}, rl.Sampling()) for _ in range(2)))
+            assert [(each.reward, each.error) for each in both] == [(4.0, None)] * 2
+            assert (await agent.play(gateway, {"prompt": "dies"}, rl.Sampling())).error == (
+                "RuntimeError: its process ended with status 3"
+            )
+            judged = await play({"prompt": ""}, "solve_later", reward=f"{code}:verdict")
+            assert (judged.reward, judged.error) == (3.0, None)
+            os.mkfifo(fifo := tmp_path / "fifo")
+            held = asyncio.create_task(asyncio.to_thread(fifo.read_text))
+            late = await play({"prompt": "hangs", "fifo": str(fifo)}, timeout=2.0)
+            assert "no result in 2 seconds" in str(late.error)
+            assert await held == "", "whoever held it has ended"
+
+
+async def test_functions_of_a_module_that_cannot_be_imported(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("nowhere")  # as pytest's import mode "importlib" makes them
+    package.__path__ = [str(code.parent)]
+    spec = importlib.util.spec_from_file_location("nowhere.helpers", code.with_name("helpers.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    helpers = "def one():\n    return 1.0\n\ndef reward(p, c, row):\n    return one()\n"
+    code.with_name("helpers.py").write_text(helpers, "utf-8")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nowhere", package)
+    monkeypatch.setitem(sys.modules, "nowhere.helpers", module)
+    spec.loader.exec_module(module)
+
+    def calls(prompt: str, completion: str, row: object) -> float:
+        return cast("float", module.one())
+
+    for function in (module.reward, calls, rl.from_trl(lambda completions: [module.one()])):
+        scored = await FunctionReward(rl.RewardConfig(function=function)).score(ROWS)
+        assert scored.rewards.tolist() == [1] * 3
