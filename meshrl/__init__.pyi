@@ -63,6 +63,8 @@ from .data import Batch as Batch
 from .data import Metrics as Metrics
 from .data import Ragged as Ragged
 from .data import Weights as Weights
+from .data import known_mean as known_mean
+from .data import with_rewards as with_rewards
 from .engines.local import LocalEngine as LocalEngine
 from .errors import MeshrlError as MeshrlError
 from .mesh import Actor as Actor
@@ -88,7 +90,9 @@ from .overlap import rollouts as rollouts
 from .roles import Critic as Critic
 from .roles import CriticConfig as CriticConfig
 from .roles import GroupSampling as GroupSampling
+from .roles import LoraConfig as LoraConfig
 from .roles import NewModel as NewModel
+from .roles import OptimizerConfig as OptimizerConfig
 from .roles import PairSampling as PairSampling
 from .roles import Policy as Policy
 from .roles import PolicyConfig as PolicyConfig
@@ -123,7 +127,10 @@ from .tasks import answer_pairs as answer_pairs
 from .tasks import from_trl as from_trl
 from .tasks import labelled as labelled
 from .tasks import labelled_steps as labelled_steps
+from .tasks import learned_answers as learned_answers
 from .tasks import least_margins as least_margins
+from .tasks import math_answer as math_answer
 from .tasks import mismatched as mismatched
+from .tasks import numeric_answer as numeric_answer
 from .tasks import overlong_penalty as overlong_penalty
 from .tasks import rejected_answers as rejected_answers

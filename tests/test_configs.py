@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run = load_job(path, []).run
             model = made / run.folder / run.name / "model"
             model.mkdir(parents=True, exist_ok=True)
-            (model / "config.json").write_text("{}", "utf-8")
+            (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
             save_tokenizer(model)
         save_models(made)
         yield made

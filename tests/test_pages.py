@@ -72,7 +72,7 @@ def write_files(page: Path, folder: Path) -> list[Path]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = ModuleType(f"page_{page.stem}")
-    vars(module)["__builtins__"] = builtins
+    vars(module).update(__builtins__=builtins, __file__=str(page))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -59,7 +59,7 @@ from meshrl.run import (
     shipped_configs,
     unchecked_rows,
 )
-from meshrl.tasks import TaskConfig
+from meshrl.tasks import Task, TaskConfig
 from meshrl.user_code import frames_of, is_of_meshrl
 
 _GIB: Final = 2**30
@@ -123,6 +123,8 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     job = _checked(config, overrides)
     task: object = getattr(job.config, "task", None)
     note = unchecked_rows(task) if isinstance(task, TaskConfig) else None
+    if isinstance(task, TaskConfig) and note is None:
+        Task.load(task)  # logs what a run would leave out
     typer.echo(f"{job.source}: no mistakes found{f'; {note}' if note else ''}")
 
 

@@ -134,6 +134,11 @@ class Batch(HasRefs):
         """Return a column of Python values, one for each row. Raises DataError if the column is of another kind."""
         return self._of_kind(name, tuple, "Python values")
 
+    def place(self, row: int) -> str:
+        """Name a row in an error: by its `place`, where its task's source has it, or else by its number here."""
+        here = "place" in self and "place" not in self.elsewhere
+        return str(self.objects("place")[row]) if here else f"row {row}"
+
     def _of_kind(self, name: str, kind: type[K], wanted: str) -> K:
         column = self[name]
         if not isinstance(column, kind):

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from meshrl.config import Config, PathIn
+from meshrl.data import OnError
 from meshrl.errors import BackendError, ConfigError
 from meshrl.hub import HUB_ID
 from meshrl.roles.registry import BackendOptions, backends, models_of, options_schema
@@ -206,8 +207,9 @@ class LoraConfig(Config):
     """Rank of the matrices A and B."""
     alpha: int = Field(default=32, gt=0)
     """Scale of the adapters, which is divided by `rank`."""
-    targets: tuple[str, ...] = ()
-    """Names of the layers that get adapters, such as `q_proj`. Default: all linear layers except the head."""
+    targets: str | tuple[str, ...] = ()
+    """Names of the layers that get adapters, such as `q_proj`: linear layers, embeddings, the head. A text is a regular
+    expression of whole names, or "all-linear". Default: all linear layers except the head."""
     sync: Literal["merged", "adapters"] = "merged"
     """What the policy sends to samplers: `merged` sends whole weights, `adapters` only the adapters, which samplers add
     to the model that they have loaded."""
@@ -288,6 +290,9 @@ class RewardModelConfig(PassConfig):
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """Tokens in one forward pass at most. A longer row gets its own pass."""
+    errors: OnError = "mask"
+    """What becomes of a row that the model cannot read, or whose score is not finite. `mask`: its reward is unknown, so
+    nothing is learned from it. `zero`: its reward is 0. `stop`: the run ends."""
 
     @field_validator("backend")
     @classmethod
@@ -360,7 +365,10 @@ class Sampling(Config):
     ignore_eos: bool = False
     """Continue after the end-of-sequence token, up to `max_tokens`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion. The completion's text is cut before them, but its tokens are kept."""
+    """Texts that end a completion, special tokens by name among them. The completion's text is cut before them, but its
+    tokens are kept."""
+    stop_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of tokens that end a completion, besides the model's own ends, and with `ignore_eos` too."""
     seed: int = 0
     """Seed for sampling."""
 

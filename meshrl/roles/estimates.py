@@ -146,13 +146,14 @@ _CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
 """The tokens before the characters in a new model's tokenizer."""
 
 
-def count_tokens(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:
-    """Count the tokens of each prompt as generation starts, or say why a prompt cannot be read. None if unknown.
+def count_tokens(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None:
+    """Count the tokens of each row, or say why it cannot be read. None if unknown.
 
-    Reads only the model's tokenizer. Raises ModelError if it cannot be read.
+    A row of a `prompt` alone has those that generation starts with. One with a `completion`, `messages` or `steps` has
+    those that the table's role encodes. Reads only the model's tokenizer. Raises ModelError if it cannot be read.
     """
     count = function_of(config.backend, "COUNTS")
-    return None if count is None else cast("Sequence[int | str] | None", count(config, prompts))
+    return None if count is None else cast("Sequence[int | str] | None", count(config, rows))
 
 
 def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:

@@ -7,7 +7,8 @@ these attributes too. All functions are given as import paths:
 - `MODELS`: what its roles do with the model of their table (see `Models`).
 - `AXES`: the axes along which the ranks of a role can be arranged, by role.
 - `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
-- `COUNTS`: a function that counts the tokens of prompts with the tokenizer of a table's model alone.
+- `COUNTS`: a function that counts the tokens of prompts, or of whole rows, with the tokenizer of a table's model alone.
+- `ENDS`: a function that says why completions of a sampler's model may never end, with its tokenizer alone.
 - `MEMORY`: a function that estimates the memory of a rank (`meshrl.roles.MemoryEstimate`), from a role's table and the
   model's config.json.
 - `FLOPS`: a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from the same.
@@ -135,7 +136,7 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
 
 
 def function_of(
-    backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "FLOPS", "CHAT"]
+    backend: str, name: Literal["NEEDS", "COUNTS", "ENDS", "MEMORY", "FLOPS", "CHAT"]
 ) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
     path = getattr(_module(backend), name, None)

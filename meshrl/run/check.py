@@ -3,13 +3,15 @@
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar, cast
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, as_list, dotted
+from meshrl.data import Batch, Prompt
 from meshrl.errors import (
     BackendError,
     ConfigError,
@@ -27,6 +29,7 @@ from meshrl.roles import (
     NewModel,
     PolicyConfig,
     ReferenceConfig,
+    RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
     Sampling,
@@ -47,13 +50,13 @@ from meshrl.run.memory import doubts_of_memory, longest_of
 from meshrl.run.scaffold import writer_of
 from meshrl.run.trackers import make_tracker
 from meshrl.tasks import (
+    GENERATORS,
     EnvironmentConfig,
     RewardConfig,
     TaskConfig,
+    accepted,
     counted,
-    dialogue,
-    fill_answer,
-    fill_prompt,
+    filled_rows,
     first_row,
     is_own,
     load_environment,
@@ -182,7 +185,8 @@ def _table_of(config: Config, name: str, kind: type[C]) -> C | None:
 def find_doubts(config: Config) -> list[str]:
     """Return valid settings of an algorithm's configuration that are rarely intended, each with its key.
 
-    These are `top_p` or `top_k` with a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
+    These are `top_p` or `top_k` with a loss that reads `sampler_logprobs`, `ahead` above 0 on one mesh, and completions
+    that may never end.
     """
     doubts: list[str] = []
     sampling, loss = _table_of(config, "sampling", Sampling), getattr(config, "loss", None)
@@ -195,6 +199,9 @@ def find_doubts(config: Config) -> list[str]:
             if is_set
         ]
     policy, sampler = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig)
+    if sampling and sampler and _models(sampler) != "ignored":
+        with suppress(MeshrlError):  # which are mistakes
+            doubts += [f"sampler: {doubt}" for doubt in doubts_of_ends(sampler, sampling)]
     ahead = getattr(config, "ahead", 0)
     if ahead and policy and sampler and policy.mesh == sampler.mesh:
         # Training continues while a sampler waits for servers or programs.
@@ -220,8 +227,9 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     if task is None or reward is None or _models(reward) != "none":
         return mistakes, doubts
     prompt, answer, row = first_row(task)
+    completions = ("", next(iter(accepted(answer)), ""))
     for name, function in reward.parts.items():
-        tried = try_reward(function, prompt, ("", answer), row | {"answer": answer}, _PATIENCE)
+        tried = try_reward(function, cast("str", prompt), completions, row | {"answer": answer}, _PATIENCE)
         errors = [error for _, error in tried if error]
         key = f"reward.functions.{name}" if name else "reward.function"
         if errors and len(errors) == len(tried):
@@ -243,14 +251,11 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
 
 
 def _mistakes_of_rows(config: Config) -> Iterator[str]:
-    models = (_table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig))
-    reads = next((model for model in models if model and _models(model) != "ignored"), None)
     task = _table_of(config, "task", TaskConfig)
     if task is None:
         return
-    sampling, evaluates = _table_of(config, "sampling", Sampling), getattr(config, "evaluation", None) is not None
     try:
-        for mistake in find_row_mistakes(task, reads, sampling, evaluates=evaluates):
+        for mistake in find_row_mistakes(task, config):
             yield f"task: {mistake}"
     except DataError as error:
         yield f"task: {error}"
@@ -312,6 +317,7 @@ def _checks_of_model(
     yield partial(check_chat, table, converses=converses and isinstance(table, SamplerConfig))
     if isinstance(table, SamplerConfig) and sampling:
         yield partial(check_room, table, sampling)
+        yield partial(doubts_of_ends, table, sampling)
     if isinstance(table, SamplerConfig) and policy and _models(policy) != "ignored":
         yield partial(check_dtype, table, policy)
         yield partial(check_takes, table)
@@ -382,6 +388,13 @@ def check_room(config: ModelConfig, sampling: Sampling) -> None:
         )
 
 
+def doubts_of_ends(config: SamplerConfig, sampling: Sampling) -> list[str]:
+    """Say why completions may never end. ModelError if none can, and DataError for unknown `stop_tokens`."""
+    find = function_of(config.backend, "ENDS") if config.backend in backends() else None
+    doubt = cast("str | None", find(config, sampling)) if find else None
+    return [doubt] if doubt else []
+
+
 def check_model(model: str) -> None:
     """Raise ModelError for a path that is neither a model folder nor a .gguf file, and an unknown name on the hub."""
     path = Path(model)
@@ -406,33 +419,29 @@ def check_model(model: str) -> None:
         raise ModelError(f"model {model!r}: {path.resolve()} has no config.json, so it is not the folder of a model")
 
 
-def find_row_mistakes(
-    task: TaskConfig, model: ModelConfig | None, sampling: Sampling | None, *, evaluates: bool = False
-) -> list[str]:
+def find_row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     """Return mistakes in the first rows of a task. Files are read to the end unless they are long.
 
-    Each row must be readable, fit the templates, and leave `model` room for `sampling.max_tokens`. If all rows are
-    read, some must be left to train on, and some to evaluate with if the run `evaluates`.
+    Each row must be readable, fit the templates, and leave the model room for `sampling.max_tokens`. The algorithm must
+    be able to make an example of it, which fits its model. If all rows are read, some must be left to train on, and
+    some to evaluate with if there is an `evaluation`.
     """
-    mistakes: list[str] = []
-    prompts: list[tuple[str, str]] = []  # the place of each row, and its prompt
     most = _most(task)
-    for number, (where, row) in enumerate(islice(read_rows(task, None if _is_file(task) else most), most)):
-        try:
-            prompts.append((where, fill_prompt(task, row, where)))
-            fill_answer(task, row, where)
-            dialogue(task, number, row, where)
-        except DataError as error:
-            mistakes.append(str(error))
+    rows, mistakes = filled_rows(task, islice(read_rows(task, None if _is_file(task) else most), most))
     if mistakes:
         return _first(mistakes)
-    if model:
-        mistakes += _unreadable(task, model, sampling, prompts)
+    models = (_table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig))
+    if model := next((model for model in models if model and _models(model) != "ignored"), None):
+        mistakes += _unreadable(task, model, _table_of(config, "sampling", Sampling), rows)
     if not mistakes and task.max_prompt_tokens is not None:
         try:
-            counted(task, [prompt for _, prompt in prompts])
+            counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
+            rows = rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
         except (ConfigError, ModelError) as error:
             mistakes.append(str(error))
+    if not mistakes and isinstance(config, AlgorithmConfig):
+        mistakes += _mistakes_of_examples(config, rows)
+    evaluates = getattr(config, "evaluation", None) is not None
     if _is_file(task) and unchecked_rows(task) is None and not mistakes:
         try:
             held_out = load_quietly(task).held_out  # a run reports what it leaves out when it loads the task
@@ -470,19 +479,45 @@ def unchecked_rows(task: TaskConfig) -> str | None:
 def _most(task: TaskConfig) -> int:
     if _is_file(task):
         return _FILE_ROWS
-    return _GENERATED_ROWS if task.source.startswith(("meshrl:", "reasoning_gym:")) else 1
+    return _GENERATED_ROWS if task.source.startswith(GENERATORS) else 1
 
 
 def _is_file(task: TaskConfig) -> bool:
     return Path(task.source).suffix in {".jsonl", ".parquet"}
 
 
-def _unreadable(
-    task: TaskConfig, model: ModelConfig, sampling: Sampling | None, prompts: Sequence[tuple[str, str]]
-) -> list[str]:
+def _fits(count: int | str, most: int) -> bool:
+    """True for a number of tokens up to `most`, and for the reason why they could not be counted."""
+    return isinstance(count, str) or count <= most
+
+
+def _mistakes_of_examples(config: AlgorithmConfig, rows: Batch) -> list[str]:
+    """Return rows that the algorithm cannot learn from, or else examples that the model which learns cannot read."""
+    mistakes: list[str] = []
+    try:
+        examples = config.examples(rows)
+    except DataError:
+        for row in range(len(rows)):
+            try:
+                config.examples(rows.select([row]))
+            except DataError as error:
+                mistakes.append(str(error))
+        return _first(mistakes)
+    kinds = (PolicyConfig, RewardTrainingConfig)
+    learners = (table for _, table in tables_of(config) if isinstance(table, kinds) and _models(table) != "ignored")
+    if examples is rows or (learner := next(learners, None)) is None:
+        return []
+    try:
+        counts = count_tokens(learner, examples) or ()
+    except ModelError as error:
+        return [str(error)]
+    return _first([*dict.fromkeys(count for count in counts if isinstance(count, str))])
+
+
+def _unreadable(task: TaskConfig, model: ModelConfig, sampling: Sampling | None, rows: Batch) -> list[str]:
     """Return prompts with characters that the model lacks, and prompts that leave no room for a completion."""
     try:
-        counts = count_tokens(model, [prompt for _, prompt in prompts])
+        counts = count_tokens(model, rows.only("prompt", "place"))
     except ModelError as error:
         return [str(error)]
     if counts is None:
@@ -491,11 +526,12 @@ def _unreadable(
     room = None if longest is None else longest - new
     strange: list[str] = []
     long: list[str] = []
-    for (where, prompt), count in zip(prompts, counts, strict=True):
+    for row, count in enumerate(counts):
         if isinstance(count, str):
-            strange.append(f"{where}: {count}")
-        elif room is not None and count > room and (task.max_prompt_tokens is None or count <= task.max_prompt_tokens):
-            long.append(f"{where}: the prompt has {count} tokens: {shortened(prompt)}")
+            strange.append(count)
+        elif room is not None and count > room and _fits(count, task.max_prompt_tokens or count):
+            prompt = shortened(rows.objects("prompt")[row])
+            long.append(f"{rows.place(row)}: the prompt has {count} tokens: {prompt}")
     remedy = (
         f"the model takes {longest} tokens, which with {new} new ones (sampling.max_tokens) leaves {room} for a "
         f"prompt: set task.max_prompt_tokens = {room} to leave longer ones out, or lower sampling.max_tokens"

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self, cast, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshrl.config import CODE, Config, Keys, PathIn
+from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
 from meshrl.roles import (
@@ -248,6 +249,14 @@ class AlgorithmConfig(Config):
                     f"set total_steps to {updates}, or make fewer updates"
                 )
         return self
+
+    def examples(self, rows: Batch) -> Batch:
+        """Return what the script learns of a task's rows, with `completion`, `messages` or `steps`, for `encode`.
+
+        `check` makes the examples of all rows before a run, and counts their tokens. By default the rows have prompts
+        alone. Raises DataError for a row that the script cannot learn from.
+        """
+        return rows
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:

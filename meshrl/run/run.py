@@ -346,6 +346,8 @@ class Run:
         if self._watch:
             self._watch.stop()
         rest = self._cursor.account(self._step if self._stepping else None)
+        if self._cursor.left_out:
+            self.recorder.summary(left_out=self._cursor.left_out)
         if sink.get() is self._events:  # unless the end is in another context than the start
             sink.set(self._outer)
         if data_cursor.get() is self._cursor:

@@ -158,18 +158,9 @@ def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
 
 def _json_line(where: str, row: Mapping[str, object]) -> bytes:
     try:
-        return msgspec.json.encode(row, enc_hook=_plain)
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise DataError(
-            f"{where}: cannot be written as JSON: {error}: give texts, numbers, lists and tables"
-        ) from error
-
-
-def _plain(value: object) -> object:
-    plain: Callable[[], object] | None = getattr(value, "tolist", None)
-    if plain is None:
-        raise TypeError(f"it holds a {type(value).__name__}")
-    return plain()
+        return msgspec.json.encode(row)
+    except ValueError as error:
+        raise DataError(f"{where}: cannot be written as JSON: {error}: correct the text") from error
 
 
 async def run_job(job: Job, begun: Callable[[Run], None] = lambda _: None) -> Run:

@@ -9,7 +9,8 @@ sampler. The backend `function` has roles that call Python functions: a reward, 
 """
 
 from meshrl.tasks import verifiers
-from meshrl.tasks.builtin import exact_match, finite, numeric_answer, overlong_penalty, reasoning_format
+from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, overlong_penalty, reasoning_format
+from meshrl.tasks.cells import accepted, fill
 from meshrl.tasks.cursor import (
     APART,
     CursorState,
@@ -29,15 +30,23 @@ from meshrl.tasks.function import (
     awaited,
     from_trl,
     gathered,
-    in_thread,
     is_own,
     load_function,
     try_reward,
 )
 from meshrl.tasks.sandbox import code_tests
-from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
-from meshrl.tasks.supervised import answer_pairs, labelled, labelled_steps, least_margins, mismatched, rejected_answers
-from meshrl.tasks.task import Task, counted, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
+from meshrl.tasks.sources import GENERATORS, Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.supervised import (
+    answer_pairs,
+    labelled,
+    labelled_steps,
+    learned_answers,
+    least_margins,
+    mismatched,
+    rejected_answers,
+)
+from meshrl.tasks.task import Task, counted, filled_rows, first_row, load_quietly
+from meshrl.tasks.user_process import UserCode, has_processes
 
 MODELS = "none"
 ROLES = {
@@ -48,6 +57,7 @@ ROLES = {
 
 __all__ = [
     "APART",
+    "GENERATORS",
     "MODELS",
     "ROLES",
     "CursorState",
@@ -63,30 +73,32 @@ __all__ = [
     "StepAccount",
     "Task",
     "TaskConfig",
+    "UserCode",
+    "accepted",
     "answer_pairs",
     "as_ranges",
     "awaited",
     "code_tests",
     "counted",
     "data_cursor",
-    "dialogue",
     "exact_match",
     "fill",
-    "fill_answer",
-    "fill_prompt",
+    "filled_rows",
     "finite",
     "first_row",
     "from_trl",
     "gathered",
+    "has_processes",
     "in_ranges",
-    "in_thread",
     "is_own",
     "labelled",
     "labelled_steps",
+    "learned_answers",
     "least_margins",
     "load_environment",
     "load_function",
     "load_quietly",
+    "math_answer",
     "mismatched",
     "numbered_rows",
     "numeric_answer",

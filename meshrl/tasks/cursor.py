@@ -5,7 +5,7 @@ checkpoint stores the numbers of used prompts. A resumed run skips them and draw
 For audits, the events of each step are a line in groups.jsonl.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -144,6 +144,8 @@ class DataCursor:
         """`is_kept`: True if checkpoints store it, which requires unique numbers of prompts."""
         self.begun = False
         """True once the loop has begun. Work before the loop is repeated with the same prompts."""
+        self.left_out: dict[str, int] = {}
+        """Number of rows that the task leaves out, by the reason."""
         self._pulling = False
         self._is_kept = is_kept
         self._before = before or CursorState((), (), ())
@@ -160,8 +162,9 @@ class DataCursor:
         self._next = [number * APART for number in range(self._closed)]
         """The next number of each deal."""
 
-    def deal(self, deal: Deal) -> int:
+    def deal(self, deal: Deal, left_out: Mapping[str, int]) -> int:
         """Open a source of prompts, and return its first number. DataError if the checkpoint's was another."""
+        self.left_out |= left_out
         number = len(self._deals)
         if number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(

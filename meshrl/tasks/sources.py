@@ -12,6 +12,7 @@ from random import Random
 from typing import Annotated, Any, Final, Literal, cast, get_type_hints
 
 import msgspec
+import numpy as np
 from pydantic import Field, JsonValue
 
 from meshrl.config import DEEPEST, Config, PathIn, too_deep, validate
@@ -19,11 +20,14 @@ from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
 from meshrl.hub import dataset_rows
 from meshrl.roles import ModelConfig
 from meshrl.tasks import verifiers
+from meshrl.tasks.cells import plain
 
 Row = dict[str, object]
 _Length = Annotated[int, Field(ge=3, le=8)]
 
 SPELLING: Final = "meshrl:spell_backward"
+GENERATORS: Final = ("meshrl:", "reasoning_gym:")
+"""The starts of sources that draw rows, perhaps the same one again."""
 _MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark that some editors write at the start of UTF-8 files."""
 _NAMED: Final = 3
@@ -58,7 +62,8 @@ class TaskConfig(Config):
     """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
     table, and `{{` is a brace."""
     answer: str = "{answer}"
-    """Template of the answer, in the same format. If the row's answer is null, the answer is the empty text."""
+    """Template of the answer, in the same format. If the row's answer is null, the answer is the empty text. If the
+    template is one key of a list, each text and number of the list is an accepted answer."""
     dialogues: tuple[tuple[MessageTemplate, ...], ...] = ()
     """Templates of dialogues, which rows use in turn, instead of prompt and answer. `sft` learns the assistant's
     messages in the policy's chat template. Default: no dialogues."""
@@ -68,8 +73,8 @@ class TaskConfig(Config):
     reader: ModelConfig | None = None
     """The model that counts tokens for `max_prompt_tokens`. The algorithm's configuration fills it in."""
     held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512
-    """Number of prompts to hold out from training. "all" holds out every prompt of `held_out_fraction`, and 0 trains on
-    every prompt."""
+    """Number of different prompts to hold out from training, with all their rows. "all" holds out every prompt of
+    `held_out_fraction`, and 0 trains on every prompt."""
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of the prompts that `held_out` is drawn from. A hash of the prompt decides, so it is the same in every
     run."""
@@ -109,14 +114,15 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     if config.source == SPELLING:
         items = spelling_rows(validate(SpellingConfig, config.options, f"{SPELLING}: task.options"))
     elif source == "hf":
-        items = dataset_rows(name, config.options, rows)
+        return _plain_rows(_numbered(dataset_rows(name, config.options, rows), config.source))
     elif source == "reasoning_gym":
         items = _reasoning_gym(name, config.options, rows)
     elif source == verifiers.NAME:
         items = verifiers.rows(name, config.options, rows)
     else:
-        return _some(_file_rows(config), config.source)
-    return _numbered(items, config.source)
+        rows_of_file = _file_rows(config)
+        return _some(rows_of_file if config.source.endswith(".jsonl") else _plain_rows(rows_of_file), config.source)
+    return _numbered(items, config.source)  # unchanged, because the package's own reward reads them
 
 
 def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
@@ -126,13 +132,19 @@ def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
-            yield dict(cast("Mapping[str, object]", row))
+            yield cast("Row", row)
 
-    return _numbered(copies(), "rows")
+    return _plain_rows(_numbered(copies(), "rows"))
 
 
 def _numbered(rows: Iterable[Row], source: str) -> Iterator[tuple[str, Row]]:
     return _some(((f"{source}, row {number}", row) for number, row in enumerate(rows)), source)
+
+
+def _plain_rows(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Yield rows with the values that they would have as lines of JSON."""
+    for where, row in rows:
+        yield where, {name: plain(value, f"{where}: `{name}`") for name, value in row.items()}
 
 
 def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, Row]]:
@@ -194,7 +206,8 @@ def _json_row(line: bytes, where: str) -> Row:
         row = msgspec.json.decode(line)
         deep = line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(row)
     except msgspec.DecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        hint = "; write null for NaN" if any(each in line for each in (b"NaN", b"Infinity")) else ""
+        raise DataError(f"{where}: not JSON: {error}{hint}") from error
     except UnicodeDecodeError:
         raise DataError(f"{where}: {_not_utf8(line)}") from None
     except RecursionError:
@@ -232,13 +245,27 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(path, file.schema_arrow.names, file.schema_arrow.types)
             for part in file.iter_batches():
+                wide = {field.name: field.type for field in part.schema if "float" in str(field.type)}
                 for row in part.to_pylist():
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", row | {name: _decimals(row[name], wide[name]) for name in wide}
                     number += 1
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError also for text that is not UTF-8
         raise DataError(
             f"{path}: cannot be read as a parquet file from row {number} on: {error}. Make or download it again"
         ) from error
+
+
+def _decimals(value: Any, kind: Any) -> Any:
+    """Return a cell of a column whose short floats have the decimals that they have as text."""
+    from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
+
+    if value is None:
+        return None
+    if short := {16: np.float16, 32: np.float32}.get(kind.bit_width if types.is_floating(kind) else 0):
+        return short(value)
+    if types.is_struct(kind):
+        return {field.name: _decimals(value[field.name], field.type) for field in kind}
+    return [_decimals(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[Any]) -> None:
@@ -257,7 +284,10 @@ def _alien(kind: Any) -> str:
     """Return the part of a column's type that rows cannot hold. Empty if there is none."""
     from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
 
-    tests = {"a date or time": types.is_temporal, "a decimal": types.is_decimal, "a map": types.is_map}
+    tests = {
+        "a date or time": types.is_temporal, "a decimal": types.is_decimal, "a map": types.is_map,
+        "bytes": lambda kind: types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind),
+    }  # fmt: skip
     if alien := next((name for name, test in tests.items() if test(kind)), ""):
         return alien
     inner = [kind.field(index).type for index in range(kind.num_fields)]

@@ -1,15 +1,34 @@
 """Data for supervised algorithms, made from a task's rows: preference pairs, labelled texts, and labelled steps."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, shortened
+from meshrl.tasks.cells import accepted, fill, only_key
 from meshrl.tasks.sources import Row
-from meshrl.tasks.task import fill, text_hash
+from meshrl.tasks.task import text_hash
+
+_REMEDY: Final = "set `rejected` to a template over these keys"
+
+
+def learned_answers(batch: Batch) -> list[str]:
+    """Return the text that is learned of each row's `answer`: the first one, if several are accepted.
+
+    Raises DataError for a row whose answer is null or blank, which would teach to say nothing, unless the batch has
+    `messages`.
+    """
+    texts = [answer for answer, _ in _texts(batch)]
+    for number, text in enumerate(texts if "messages" not in batch else ()):
+        if not text:
+            raise DataError(
+                f"{batch.place(number)} has no answer to learn, which is null or blank: leave the row out, or set "
+                "task.answer to a template over other keys"
+            )
+    return texts
 
 
 def answer_pairs(batch: Batch, others: Sequence[object]) -> Batch:
@@ -18,7 +37,7 @@ def answer_pairs(batch: Batch, others: Sequence[object]) -> Batch:
     Adds `completion`, `preferred` (int8: 1, then -1, or 0 for both if the texts are equal), and `groups` if the batch
     has none. Raises DataError unless `others` has one text for each row.
     """
-    answers = cast("tuple[str, ...]", batch.objects("answer"))
+    answers = learned_answers(batch)
     if len(answers) != len(others):
         raise DataError(f"answer_pairs: {len(answers)} rows and {len(others)} other texts: give one for each row")
     different = np.array([answer != other for answer, other in zip(answers, others, strict=True)], np.int8)
@@ -36,7 +55,10 @@ def rejected_answers(batch: Batch, template: str) -> list[str]:
     """
     if template:
         rows = cast("tuple[Row, ...]", batch.objects("row"))
-        return [fill(template, row, "rejected") for row in rows]
+        for number, row in enumerate(rows):
+            if (key := only_key(template)) in row and row[key] is None:
+                raise DataError(f"{batch.place(number)}: rejected: the row has null in {key!r}: leave the row out")
+        return [fill(template, row, f"{batch.place(number)}: rejected", _REMEDY) for number, row in enumerate(rows)]
     return [corrupted(answer, prompt) for answer, prompt in _texts(batch)]
 
 
@@ -55,14 +77,29 @@ def labelled(batch: Batch, label: str) -> Batch:
     for number, value in enumerate(labels):
         if not isinstance(value, bool):
             raise DataError(
-                f"row {number} has {label} = {value!r}: a label is true if the completion is good and false if it is "
-                "bad; name its key with `label`"
+                f"{batch.place(number)} has {label} = {value!r}: a label is true if the completion is good and false "
+                "if it is bad; name its key with `label`"
             )
-    return batch.assign(completion=batch.objects("answer"), desirable=np.array(labels, np.bool_))
+    learned_answers(batch.select(np.array(labels, np.bool_)))
+    return batch.assign(completion=[answer for answer, _ in _texts(batch)], desirable=np.array(labels, np.bool_))
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Pair each `prompt` with the next row's `completion`, the last with the first's. Keeps only these columns."""
+    """Pair each `prompt` with the next row's `completion`, the last with the first's. Keeps only these columns.
+
+    If the batch has `tokens`, they and `loss_mask` are paired and kept instead, where the completion begins at the
+    first learned token. No row gets longer than the longest of the batch: its end is cut off.
+    """
+    if "tokens" in batch:
+        longest, firsts = max(batch.lengths, default=0), [int(np.argmax(mask)) for mask in batch.loss_mask]
+        order = np.roll(np.arange(len(batch)), -1).tolist()
+
+        def paired(column: Ragged) -> Ragged:
+            pairs = zip(column, firsts, order, strict=True)
+            rows = [np.concatenate([own[:at], column[other][firsts[other] :]])[:longest] for own, at, other in pairs]
+            return Ragged.of(rows, column.values.dtype)
+
+        return Batch.of(tokens=paired(batch.tokens), loss_mask=paired(batch.loss_mask))
     texts = batch.objects("completion")
     return batch.only("prompt").assign(completion=[*texts[1:], *texts[:1]])
 
@@ -91,8 +128,8 @@ def least_margins(batch: Batch, key: str) -> NDArray[np.float32]:
     for number, value in enumerate(margins):
         if not _is_number(value) or not 0 <= cast("float", value) < np.inf:
             raise DataError(
-                f"row {number} has {key} = {value!r}: the least margin of a pair is a number, at least 0. Name its "
-                "key with `margin`"
+                f"{batch.place(number)} has {key} = {value!r}: the least margin of a pair is a number, at least 0. "
+                "Name its key with `margin`"
             )
     return np.array(margins, np.float32)
 
@@ -108,7 +145,8 @@ def labelled_steps(batch: Batch, steps: str, labels: str) -> Batch:
     if not steps:
         made = [_characters(answer, prompt) for answer, prompt in _texts(batch)]
     else:
-        made = [_read_steps(number, cast("Row", row), steps, labels) for number, row in enumerate(batch.objects("row"))]
+        rows = enumerate(cast("tuple[Row, ...]", batch.objects("row")))
+        made = [_read_steps(batch.place(number), row, steps, labels) for number, row in rows]
     return batch.assign(steps=[texts for texts, _ in made], step_labels=[each for _, each in made])
 
 
@@ -119,29 +157,29 @@ def _characters(answer: str, prompt: str) -> tuple[tuple[str, ...], tuple[float,
     return texts, tuple(float(at < wrong) for at in range(len(texts)))
 
 
-def _read_steps(number: int, row: Row, key: str, labels_key: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+def _read_steps(where: str, row: Row, key: str, labels_key: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
     texts, labels = row.get(key), row.get(labels_key)
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
         raise DataError(
-            f"row {number} has {key} = {shortened(texts)}: give a list of texts, one for each step. Name its key with "
+            f"{where} has {key} = {shortened(texts)}: give a list of texts, one for each step. Name its key with "
             "`completion`"
         )
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"row {number} has {key} = {shortened(texts)}: each step must be a text")
+        raise DataError(f"{where} has {key} = {shortened(texts)}: each step must be a text")
     remedy = "give as many labels as steps, each true, false or a number from 0 to 1"
     if not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != len(texts):
         raise DataError(
-            f"row {number} has {len(texts)} steps and {labels_key} = {shortened(labels)}: {remedy}; say its key by "
-            "`labels`"
+            f"{where} has {len(texts)} steps and {labels_key} = {shortened(labels)}: {remedy}; say its key by `labels`"
         )
     for label in labels:
         if not (isinstance(label, bool) or (_is_number(label) and 0 <= label <= 1)):
-            raise DataError(f"row {number} has the label {label!r} in {labels_key}: {remedy}")
+            raise DataError(f"{where} has the label {label!r} in {labels_key}: {remedy}")
     return tuple(map(str, texts)), tuple(map(float, labels))
 
 
 def _texts(batch: Batch) -> list[tuple[str, str]]:
-    return list(zip(map(str, batch.objects("answer")), map(str, batch.objects("prompt")), strict=True))
+    answers = [next(iter(accepted(answer)), "") for answer in batch.objects("answer")]
+    return list(zip(answers, map(str, batch.objects("prompt")), strict=True))
 
 
 def _is_of_half(key: str) -> bool:

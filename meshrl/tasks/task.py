@@ -1,44 +1,62 @@
 """Tasks: the source of prompts, which of them are held out, and how they are drawn in batches."""
 
 import hashlib
-import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Literal, NamedTuple, cast
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl import log
-from meshrl.data import Batch
-from meshrl.errors import ConfigError, DataError, did_you_mean
+from meshrl.data import Batch, Prompt, prompt_in
+from meshrl.errors import ConfigError, DataError
 from meshrl.roles import count_tokens
+from meshrl.tasks.cells import Answer, fill, fill_accepted, fitting, only_key, parsed
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
-from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.sources import GENERATORS, Row, TaskConfig, numbered_rows, read_rows
+
+_WHY: Final = {
+    "repeated": "the generator had drawn them before",
+    "too_long": "they have more than {most} tokens",
+    "set_apart": "task.held_out_fraction = {share} sets more apart than task.held_out = {wanted}",
+}
 
 
 class _Filled(NamedTuple):
     """A row, and the texts that the templates make from it."""
 
+    where: str
     row: Row
-    answer: str
+    prompt: Prompt
+    answer: Answer
     messages: list[Mapping[str, str]]
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, which decides the part that it is in."""
+        return self.prompt if isinstance(self.prompt, str) else repr(self.prompt)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts for training and evaluation, with the columns `prompt`, `answer` and `row` (the source's row).
+    """Prompts for training and evaluation, with the columns `prompt`, `answer`, `row` (the source's row) and `place`.
+
+    `place` names the row in its source, as in "rows.jsonl, line 9". A prompt is a text, or a list of messages.
 
     With `TaskConfig.dialogues` there is also `messages`, lists of `{"role": ..., "content": ...}`.
     """
 
     train: Batch
     held_out: Batch
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows in neither part: `repeated` prompts of a generator, prompts that are `too_long`, and those
+    that are `set_apart` for `held_out`, which takes fewer."""
 
     @classmethod
     def load(cls, config: TaskConfig) -> "Task":
-        """Read the source, drop repeated prompts, and separate the held-out ones."""
+        """Read the source, and separate the held-out prompts. Rows with equal prompts stay rows, in the same part."""
         return _task(config, read_rows(config))
 
     @classmethod
@@ -69,7 +87,7 @@ class Task:
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
         cursor = data_cursor.get()
-        first = cursor.deal(Deal(len(self.train), self._digest(), seed)) if cursor else 0
+        first = cursor.deal(Deal(len(self.train), self._digest(), seed), self.left_out) if cursor else 0
         return self._batches(rows, seed, first, cursor)
 
     def _batches(self, rows: int, seed: int, first: int, cursor: DataCursor | None) -> Iterator[Batch]:
@@ -105,52 +123,61 @@ def load_quietly(config: TaskConfig) -> Task:
 
 def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool = False) -> Task:
     """Make a task of rows and their places. `quiet`: do not log what is left out."""
-    every: dict[str, _Filled] = {}
+    filled: dict[object, _Filled] = {}
+    count = 0
     for where, row in source:
-        prompt = fill_prompt(config, row, where)
-        if prompt not in every:
-            answer = fill_answer(config, row, where)
-            every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
-    rows = _short_enough(config, every, quiet)
+        key = repr(_prompt(config, row, where)) if config.source.startswith(GENERATORS) else count
+        if key not in filled:
+            filled[key] = _filled(config, len(filled), where, row)
+        count += 1
+    rows = _short_enough(config, [*filled.values()])
     # A hash of the prompt decides, so another order, size or seed of the source moves no prompt between the parts.
-    places = {prompt: text_hash(prompt) / 2**64 for prompt in rows}
+    places = {each.text: text_hash(each.text) / 2**64 for each in rows}
     fraction = config.held_out_fraction if config.held_out else 0
-    apart = sorted((prompt for prompt in rows if places[prompt] < fraction), key=places.__getitem__)
+    apart = sorted((prompt for prompt, place in places.items() if place < fraction), key=places.__getitem__)
     wanted = len(apart) if config.held_out == "all" else config.held_out
     if len(apart) < wanted:
         raise DataError(
             f"{config.source}: held_out = {wanted}, but held_out_fraction = "
-            f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} apart: set "
+            f"{config.held_out_fraction} of its {len(places)} different prompts sets only {len(apart)} apart: set "
             'task.held_out = "all" to hold out these, or raise task.held_out_fraction'
         )
-    train = [prompt for prompt in rows if places[prompt] >= fraction]
+    train = [each for each in rows if places[each.text] >= fraction]
     if not train:
-        raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
-    return Task(train=_batch(rows, train), held_out=_batch(rows, apart[:wanted]))
+        raise DataError(f"{config.source}: no prompt is left to train on: all {len(places)} are held out")
+    chosen = set(apart[:wanted])
+    held_out = sorted((each for each in rows if each.text in chosen), key=lambda each: places[each.text])
+    left_out = {
+        "repeated": count - len(filled),
+        "too_long": len(filled) - len(rows),
+        "set_apart": len(rows) - len(train) - len(held_out),
+    }
+    task = Task(_batch(train), _batch(held_out), {why: some for why, some in left_out.items() if some})
+    for why, some in task.left_out.items() if not quiet else ():
+        log.info(
+            f"{config.source}: {some:,} of {count:,} prompts are left out: "
+            + _WHY[why].format(most=config.max_prompt_tokens, share=config.held_out_fraction, wanted=wanted)
+        )
+    return task
 
 
-def _short_enough(config: TaskConfig, rows: Mapping[str, _Filled], quiet: bool) -> Mapping[str, _Filled]:
+def _short_enough(config: TaskConfig, rows: Sequence[_Filled]) -> Sequence[_Filled]:
     """Drop rows whose prompt has more than `config.max_prompt_tokens` tokens. DataError if none is left."""
     if config.max_prompt_tokens is None:
         return rows
-    counts = zip(rows, counted(config, list(rows)), strict=True)
-    short = [prompt for prompt, count in counts if isinstance(count, str) or count <= config.max_prompt_tokens]
+    counts = zip(rows, counted(config, [each.prompt for each in rows]), strict=True)
+    short = [each for each, count in counts if isinstance(count, str) or count <= config.max_prompt_tokens]
     if not short:
         raise DataError(
             f"{config.source}: each of its {len(rows)} prompts has more than "
             f"task.max_prompt_tokens = {config.max_prompt_tokens} tokens"
         )
-    if (dropped := len(rows) - len(short)) and not quiet:
-        log.info(
-            f"{config.source}: {dropped} of {len(rows)} prompts are left out: they have more than "
-            f"{config.max_prompt_tokens} tokens"
-        )
-    return {prompt: rows[prompt] for prompt in short}
+    return short
 
 
-def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
+def counted(config: TaskConfig, prompts: Sequence[Prompt]) -> Sequence[int | str]:
     """Count tokens like `count_tokens`, with the reader for `config.max_prompt_tokens`. ConfigError if none can."""
-    counts = count_tokens(config.reader, prompts) if config.reader else None
+    counts = count_tokens(config.reader, Batch.of(prompt=prompts)) if config.reader else None
     if counts is None:
         raise ConfigError(
             f"task.max_prompt_tokens = {config.max_prompt_tokens}: there is no tokenizer to count tokens with: "
@@ -159,13 +186,32 @@ def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
     return counts
 
 
-def first_row(config: TaskConfig) -> tuple[str, str, Row]:
+def first_row(config: TaskConfig) -> tuple[Prompt, Answer, Row]:
     """Return the prompt and the answer of a task's first row, and the row. DataError if a template does not fit."""
-    where, row = next(iter(read_rows(config, rows=1)))
-    return fill_prompt(config, row, where), fill_answer(config, row, where), row
+    filled = _filled(config, 0, *next(iter(read_rows(config, rows=1))))
+    return filled.prompt, filled.answer, filled.row
 
 
-def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
+def filled_rows(config: TaskConfig, rows: Iterable[tuple[str, Row]]) -> tuple[Batch, list[str]]:
+    """Return rows as a task has them, none left out, and the mistakes of those that do not fit the templates."""
+    filled: list[_Filled] = []
+    mistakes: list[str] = []
+    for number, (where, row) in enumerate(rows):
+        try:
+            filled.append(_filled(config, number, where, row))
+        except DataError as error:
+            mistakes.append(str(error))
+    return _batch(filled), mistakes
+
+
+def _filled(config: TaskConfig, number: int, where: str, row: Row) -> _Filled:
+    """Fill the templates with the row of this number. DataError if one does not fit."""
+    prompt, remedy = _prompt(config, row, where), 'set task.answer to a template over these keys, or to "" if nothing'
+    answer = fill_accepted(config.answer, row, f"{where}: answer", f"{remedy} reads the answer")
+    return _Filled(where, row, prompt, answer, _dialogue(config, number, row, where))
+
+
+def _dialogue(config: TaskConfig, number: int, row: Row, where: str) -> list[Mapping[str, str]]:
     """Return the messages of the row with this number. DataError if a template does not fit."""
     if not config.dialogues:
         return []
@@ -175,77 +221,31 @@ def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: 
     ]
 
 
-def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
-    """Return a row's prompt. DataError if the template does not fit, or puts whole messages into the text."""
-    prompt = fill(config.prompt, row, f"{where}: prompt", "set task.prompt to a template over these keys")
-    for _, key, _, _ in _parsed(config.prompt):
-        value = row.get(key) if key else None
-        if isinstance(value, list) and value and all(map(_is_message, value)):
-            raise DataError(
-                f"{where}: prompt: `{key}` is a list of messages: write {{{key}[{len(value) - 1}][content]}}, with "
-                "policy.chat = true"
-            )
-        if _is_message(value):
-            raise DataError(f"{where}: prompt: `{key}` is a message: write {{{key}[content]}}, with policy.chat = true")
-    return prompt
+def _prompt(config: TaskConfig, row: Row, where: str) -> Prompt:
+    """Return a row's prompt: a text, or all messages if the template is a key that has them.
 
-
-def fill_answer(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
-    """Return a row's answer. DataError if the template does not fit."""
-    remedy = 'set task.answer to a template over these keys, or to "" if nothing reads the answer'
-    return fill(config.answer, row, f"{where}: answer", remedy)
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and "content" in value
-
-
-def fill(template: str, row: Mapping[str, object], where: str, remedy: str = "") -> str:
-    """Fill a template with the row's values.
-
-    Raises DataError, which names `where`, if the template does not fit the row or the row lacks a key. `remedy`: what
-    to do about the latter.
+    DataError if the template does not fit, puts messages into a text, or finds only null.
     """
-    try:
-        if (pieces := _pieces(template)) is None:
-            return _FORMATTER.vformat(template, (), row)
-        return "".join([f"{text}{'' if key is None or (value := row[key]) is None else value}" for text, key in pieces])
-    except KeyError as error:
-        key = str(error.args[0])
-        hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}" + (remedy and f": {remedy}")
-        raise DataError(f"{where}: the template {template!r} needs {key!r}, which the row lacks; {hint}") from error
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
+    with fitting(config.prompt, row, f"{where}: prompt"):
+        pieces = parsed(config.prompt)
+    keys = [key for _, key, _, _ in pieces if key]
+    for key in keys:
+        value = row.get(key)
+        messages = value if isinstance(value, list) else [value]
+        if value and all(isinstance(each, Mapping) and "role" in each for each in messages):
+            if only_key(config.prompt) == key:
+                return prompt_in(messages, f"{where}: prompt: `{key}`")
+            raise DataError(
+                f"{where}: prompt: `{key}` has messages, which are no text: write {{{key}}} alone for all of "
+                f"them, with policy.chat = true, or {{{key}{'[0]' if messages is value else ''}[content]}}"
+            )
+    prompt = fill(config.prompt, row, f"{where}: prompt", "set task.prompt to a template over these keys")
+    if keys and prompt.split() == "".join([text for text, _, _, _ in pieces]).split():
         raise DataError(
-            f"{where}: the template {template!r} does not fit the row: {error}. "
-            "Write {key} or {key[inner]}, and {{ and }} for braces"
-        ) from error
-
-
-_Piece = tuple[str, str | None, str | None, str | None]
-
-
-class _Template(string.Formatter):
-    def format_field(self, value: object, format_spec: str) -> str:
-        return "" if value is None else cast("str", super().format_field(value, format_spec))
-
-    def parse(self, format_string: str) -> Sequence[_Piece]:
-        return _parsed(format_string)
-
-
-@cache
-def _parsed(template: str) -> Sequence[_Piece]:
-    return list(string.Formatter().parse(template))
-
-
-_FORMATTER = _Template()
-
-
-@cache
-def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
-    """Split a template with plain keys into texts, each with the key after it. None for others, which fill slowly."""
-    pieces = _parsed(template)
-    is_plain = all(key is None or (key.isidentifier() and not form and not convert) for _, key, form, convert in pieces)
-    return [(text, key) for text, key, _, _ in pieces] if is_plain else None
+            f"{where}: the prompt is empty, as the row has nothing in {', '.join(keys)}: leave the row out, or set "
+            "task.prompt to a template over other keys"
+        )
+    return prompt
 
 
 def text_hash(text: str) -> int:
@@ -253,7 +253,11 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def _batch(rows: Mapping[str, _Filled], prompts: list[str]) -> Batch:
-    some = [rows[prompt] for prompt in prompts]
-    batch = Batch.of(prompt=list(prompts), answer=[each.answer for each in some], row=[each.row for each in some])
-    return batch.assign(messages=[each.messages for each in some]) if some and some[0].messages else batch
+def _batch(rows: Sequence[_Filled]) -> Batch:
+    batch = Batch.of(
+        prompt=[each.prompt for each in rows],
+        answer=[each.answer for each in rows],
+        row=[each.row for each in rows],
+        place=[each.where for each in rows],
+    )
+    return batch.assign(messages=[each.messages for each in rows]) if rows and rows[0].messages else batch

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 CHAT = "meshrl.testing.scripted:read_chat"
-COUNTS = "meshrl.testing.fakes:count_prompts"
+COUNTS = "meshrl.testing.fakes:count_rows"
 MODELS = "ignored"
 
 ROLES = {

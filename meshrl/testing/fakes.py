@@ -43,7 +43,7 @@ from meshrl.roles import (
     SteppingSampler,
 )
 from meshrl.run import BackgroundEvaluations, Run, RunConfig, Steps
-from meshrl.tasks import RewardConfig
+from meshrl.tasks import RewardConfig, accepted
 from meshrl.testing.scripted import END, cut_answer, reply
 
 R = TypeVar("R")
@@ -55,9 +55,10 @@ _ONE_BY_ONE, _LOTS = 12, 4
 _TOKENS = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
-def count_prompts(_config: ModelConfig, prompts: Sequence[str]) -> list[int]:
+def count_rows(_config: ModelConfig, rows: Batch) -> list[int]:
     """Count one token per character."""
-    return [len(prompt) for prompt in prompts]
+    texts = [rows.objects(name) for name in ("prompt", "completion", "messages") if name in rows]
+    return [sum(len(str(text)) for text in row) for row in zip(*texts, strict=True)]
 
 
 class State(msgspec.Struct, frozen=True):
@@ -265,14 +266,16 @@ class FakeSampler(SteppingSampler):
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
         limits = rows.row("max_tokens").tolist() if "max_tokens" in rows else [sampling.max_tokens] * len(rows)
         texts = self._completions(rows, numbers, sampling)
-        answers = [cut_answer(text, sampling.stop, limit) for text, limit in zip(texts, limits, strict=True)]
+        stops = (*sampling.stop, *sampling.stop_tokens)
+        answers = [cut_answer(text, stops, limit) for text, limit in zip(texts, limits, strict=True)]
         return _with_completions(rows, [answer.drawn for answer in answers], self.weights.version).assign(
             completion=[answer.completion for answer in answers],
             truncated=np.array([answer.truncated for answer in answers], np.bool_),
         )
 
     def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
-        prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
+        prompts = list(map(str, rows.objects("prompt")))
+        answers = [next(iter(accepted(answer)), "") for answer in rows.objects("answer")]
         skill = float(self.weights.tensors[_SKILL][0])
         if sampling.temperature == 0:
             return answers if skill >= 0.5 else prompts
@@ -296,7 +299,7 @@ class FakeReward(Reward):
     async def score(self, batch: Batch) -> Batch:
         """Compare `completion` with `answer`."""
         pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
-        return _rewarded(batch, [one == other for one, other in pairs])
+        return _rewarded(batch, [one in (accepted(other) or ("",)) for one, other in pairs])
 
 
 class FakeRewardModel(_Learner, RewardModel):

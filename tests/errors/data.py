@@ -62,7 +62,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "row-out-of-range": lambda: BATCH.select([0, 2]),
     "short-mask": lambda: BATCH.select([True]),
     "unknown-metric": lambda: rl.Metrics.of(loss=(3.0, 2))["lose"],
-    "reward-that-is-not-finite": lambda: rl.group_advantages([1.0, float("nan")], [0, 0]),
+    "reward-that-is-infinite": lambda: rl.group_advantages([1.0, float("inf")], [0, 0]),
     "mini-batches-of-nothing": lambda: list(
         rl.minibatches(BATCH.assign(loss_mask=rl.Ragged.of([[0, 0, 0], [0]], np.bool_)), epochs=1, count=2, seed=0)
     ),

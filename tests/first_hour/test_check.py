@@ -157,9 +157,8 @@ def test_each_line_is_looked_at(mine: Path) -> None:
 
 def test_columns_that_are_lists() -> None:
     write_rows(*({"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS))
-    told = "`prompt` is a list of messages: write {prompt[0][content]}, with policy.chat = true"
-    assert told in check(CHAT, "task.prompt={prompt}")
-    assert check(CHAT, "task.prompt={prompt[0][content]}") == GOOD
+    for template in ("{prompt}", "{prompt[0][content]}"):
+        assert check(CHAT, f"task.prompt={template}") == GOOD
     write_rows(*({"numbers": [number, 1], "answer": str(number + 1)} for number in range(8)))
     assert check("task.prompt=sum {numbers}") == GOOD
 

@@ -31,7 +31,7 @@ def test_each_page_is_copied_with_what_it_runs_on(tmp_path: Path, monkeypatch: p
         assert ("first: " in told) == bool(mistakes)
         for name in ("quickstart-sft", "quickstart-agent-sft", "quickstart"):
             (model := folder / "runs" / name / "model").mkdir(parents=True)
-            (model / "config.json").write_text("{}", "utf-8")
+            (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
             save_tokenizer(model)
         assert find_mistakes(job.config) == []
 

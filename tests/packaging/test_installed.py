@@ -103,6 +103,7 @@ USES = {
     "agents": ("python", "-c", "from meshrl.agents import Gateway; import meshrl.agents.recording"),
     "fsdp": (*RUN, MODEL, "policy.backend=fsdp"),
     "http": ("python", "-c", "import meshrl_http.sampler"),
+    "maths": ("python", "-c", "import meshrl as rl; assert rl.math_answer('', '$1/2$', {'answer': '0.5'}) == 1"),
     "megatron": (*RUN, MODEL, "policy.backend=megatron", "sampler.backend=torch"),
     "mlflow": (*RUN, *FAKES, "run.log=mlflow"),
     "otlp": (*RUN, *FAKES, "run.otlp=http://127.0.0.1:9"),

@@ -38,6 +38,7 @@ async def slow_length(prompt, completion, row):
     global running, most
     running += 1
     most = max(most, running)
+    assert most <= 2
     await asyncio.sleep(0.001 * (5 - len(completion)))
     running -= 1
     return np.float32(len(completion))
@@ -106,13 +107,13 @@ async def test_an_async_function_keeps_the_rows_in_order_and_the_limit(functions
     config = RewardConfig(function=f"{functions}:slow_length", concurrency=2)
     done = await FunctionReward(config).score(rollouts("a", "bcd", "", "ef"))
     assert done.rewards.tolist() == [1, 3, 0, 2]
-    assert vars(sys.modules["meshrl_file_my_rewards"])["most"] == 2
+    assert done.objects("reward_error") == (None,) * 4
 
 
 async def test_what_a_function_raises_and_no_number_stay_on_the_row_and_are_logged_once(functions: str) -> None:
     with capture_logs() as logs:
         values, errors = await scored(f"{functions}:picky", rollouts("bad", "good", "bad", "text"))
-    assert values == [0, 1, 0, 0]
+    assert values == pytest.approx([math.nan, 1, math.nan, math.nan], nan_ok=True)
     assert errors[:3] == ["ValueError: cannot judge prompt 0", None, "ValueError: cannot judge prompt 2"]
     assert errors[3] == "TypeError: a reward must be a number, not '1'"
     assert [log["error"] for log in logs if "my_rewards.py, line " in log["at"]] == errors[:1]
@@ -123,10 +124,10 @@ async def test_named_rewards_are_summed_and_told_apart(functions: str) -> None:
     config = RewardConfig(functions=named, weights={"length": 0.5, "picky": -1.0})
     with capture_logs():
         done = await FunctionReward(config).score(rollouts("right", "bad", "a"))
-    assert done.rewards.tolist() == [1 + 2.5 - 1, 1.5, 0.5 - 1]
+    assert done.rewards == pytest.approx([1 + 2.5 - 1, math.nan, 0.5 - 1], nan_ok=True)
     assert done.row("reward_correct").tolist() == [1, 0, 0]
     assert done.row("reward_length").tolist() == [5, 3, 1]
-    assert done.row("reward_picky").tolist() == [1, 0, 1]
+    assert done.row("reward_picky") == pytest.approx([1, math.nan, 1], nan_ok=True)
     assert done.objects("reward_error") == (None, "picky: ValueError: cannot judge prompt 1", None)
     assert (await FunctionReward(config).score(rollouts())).row("reward_length").dtype == np.float32
 
@@ -197,7 +198,7 @@ NUMBERS: dict[str, Fraction | int | None] = {
     "it lost -$5": -5,
     "it is \N{MINUS SIGN}4": -4,
     "x = -3": -3,
-    "7-3": 3,
+    "7-3": None,
     "10 - 3 = 7.": 7,
     "1/2": Fraction(1, 2),
     ".5": Fraction(1, 2),

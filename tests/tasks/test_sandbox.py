@@ -114,6 +114,5 @@ async def test_as_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[object] = [{"tests": TESTS}, {"tests": TESTS[0]}, {"tests": []}]
     completions = [f"```python\n{ADD}```", "def add(a, b): return 0", ADD]
     scored = await reward.score(Batch.of(prompt=["add"] * 3, completion=completions, row=rows))
-    assert scored.rewards.tolist() == [1, 0, 0]
-    assert scored.rewards.dtype == np.float32
+    np.testing.assert_array_equal(scored.rewards, np.array([1, 0, np.nan], np.float32), strict=True)
     assert scored.objects("reward_error")[:2] == (None, None)

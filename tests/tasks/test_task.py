@@ -39,9 +39,9 @@ def sums(count: int) -> list[dict[str, object]]:
 def test_a_json_lines_file(write: Write) -> None:
     more: list[dict[str, object]] = [{"question": "a", "answer": None}, {"question": "b", "answer": 2}]
     task = Task.load(TaskConfig(source=write(*sums(3), *sums(2), *more), held_out=0))
-    assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1=", "a", "b"), "a repeated prompt counts once"
-    assert task.train.objects("answer") == ("1", "2", "3", "", "2")
-    assert task.train.objects("row") == (*sums(3), *more)
+    assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1=", "0+1=", "1+1=", "a", "b")
+    assert task.train.objects("answer") == ("1", "2", "3", "1", "2", "", "2")
+    assert task.train.objects("row") == (*sums(3), *sums(2), *more)
     assert len(task.held_out) == 0
     assert task.held_out.names == task.train.names
 
