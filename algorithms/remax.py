@@ -43,7 +43,7 @@ async def remax(run: rl.Run, config: RemaxConfig) -> None:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "baseline", *rl.kl_columns(config.kl))
             advantages = rl.penalised_rewards(batch, config.kl) - np.asarray(batch.row("baseline"), np.float32)
-            advantages = np.nan_to_num(advantages)  # nothing is learned without the reward or the baseline
+            advantages[np.isnan(advantages)] = 0  # nothing is learned without the reward or the baseline
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
             await rl.publish(policy, stream)
             await run.record(metrics, batch, **rl.kl_metrics(batch))

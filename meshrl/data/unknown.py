@@ -29,8 +29,8 @@ def with_rewards(batch: Batch, rewards: ArrayLike, errors: Sequence[str | None],
     if on_error == "stop" and failed:
         of = f", of the prompt {shortened(batch.objects('prompt')[failed[0]])}," if "prompt" in batch else ""
         raise DataError(
-            f'row {failed[0]}{of} has no reward: {errors[failed[0]]}. The run ends because of errors = "stop": '
-            '"mask" learns nothing from such rows'
+            f"{batch.place(failed[0])}{of} has no reward: {errors[failed[0]]}. The run ends because of "
+            'errors = "stop": "mask" learns nothing from such rows'
         )
     if on_error == "mask":
         values[failed] = np.nan

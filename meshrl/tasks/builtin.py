@@ -50,7 +50,7 @@ _UNIT: Final = re.compile(
     r"[a-zA-Z]+|(?<=\s)[mgslhLNJWVAKCF](?![a-zA-Z]))(?:\^\{?[23]\}?|[²³])?$"
 )
 _UNIT_WORD: Final = re.compile(r"[a-zA-Z]+(?:\^\{?[23]\}?|[²³])?[.,;!?$)]*")
-_STATED: Final = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*", re.IGNORECASE)
+_STATED: Final = re.compile(r"\banswer(?:\s+is\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
 _SENTENCE: Final = re.compile(r"[.!?](?:\s|$)|\n")
 _BINARY: Final = re.compile(r"(?:[+*/^=<>\\-]|\\\w+)$")
 

@@ -21,6 +21,7 @@ from weakref import finalize
 
 import cloudpickle
 
+from meshrl.errors import described
 from meshrl.tasks.user_worker import AT_ONCE, LENGTH, Load, Raised, State, TookTooLong, how_it_ended, messages
 from meshrl.user_code import copies_here, pickle_scripts_by_value, set_place
 
@@ -72,7 +73,7 @@ class UserProcess:
             connection.send(Load(make, sys.path, copies_here(), seconds))
             failed = cast("Raised | None", connection.recv())
         except (EOFError, OSError) as error:
-            raise ProcessEnded(f"loading the code ended its process: {self._stop()}") from error
+            raise ProcessEnded(f"its process {self._stop()} while it loaded the code") from error
         finally:
             connection.close()
         if failed is not None:
@@ -98,6 +99,8 @@ class UserProcess:
         if self.ended is not None:
             raise ProcessEnded(self.ended, was_innocent=True)
         loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):  # of an earlier `asyncio.run`
+            raise ProcessEnded(self._stop(), was_innocent=True)
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self._socket, self._read)
@@ -150,9 +153,9 @@ class UserProcess:
         if self._loop is not None:
             self._heard = self._loop.time()
         for message in messages(self._received):
-            self._hear(*cast("tuple[State, int, object]", pickle.loads(message)))  # noqa: S301 -- from our own process
+            self._hear(*cast("tuple[State, int, bytes]", pickle.loads(message)))  # noqa: S301 -- from our own process
 
-    def _hear(self, state: State, number: int, content: object) -> None:
+    def _hear(self, state: State, number: int, pickled: bytes) -> None:
         if state == "runs":
             self._running = number
             self._begun.add(number)
@@ -164,6 +167,11 @@ class UserProcess:
         self._begun.discard(number)
         future = self._calls.pop(number, None)
         if future is None or future.done():
+            return
+        try:
+            content: object = pickle.loads(pickled)  # noqa: S301 -- as above
+        except Exception as error:  # noqa: BLE001 -- of a class that only the other process has loaded
+            future.set_exception(TypeError(f"its result, or its error, cannot be unpickled here: {described(error)}"))
             return
         if state == "value":
             future.set_result(content)
@@ -196,8 +204,11 @@ class UserProcess:
         return self.ended
 
     def _fail(self, error: Exception) -> None:
-        """Fail all calls. Those that had not begun, or only waited, are innocent if the one that ran is known."""
-        guilty = {self._running} if self._running in self._calls else self._begun & self._calls.keys()
+        """Fail all calls. Those that had not begun, or only waited, are innocent if the one that ran is known.
+
+        All are innocent of what a cancelled one did.
+        """
+        guilty = self._begun & self._calls.keys() if self._running is None else {self._running}
         calls, self._calls = self._calls, {}
         for number, future in calls.items():
             if not future.done():

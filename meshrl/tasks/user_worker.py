@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -94,8 +94,9 @@ def messages(received: bytearray) -> Iterator[bytes]:
         until = LENGTH.size + cast("int", LENGTH.unpack_from(received)[0])
         if len(received) < until:
             return
-        yield bytes(received[LENGTH.size : until])
+        message = bytes(received[LENGTH.size : until])
         del received[:until]
+        yield message
 
 
 def how_it_ended(code: int) -> str:
@@ -117,10 +118,13 @@ def raised(error: BaseException) -> Raised:
 
 def _end(child: int) -> str:
     """End a copy with all that it has started. Returns how it ended."""
-    os.kill(child, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    return how_it_ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for kill in (os.kill, os.killpg):
+        with suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
+    try:
+        return how_it_ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    except ChildProcessError:
+        return "ended, and the user's code has waited for it"
 
 
 async def _limited(value: Awaitable[object], seconds: float) -> object:
@@ -221,24 +225,22 @@ class Runner:
             answer = self._message("value", call.number, call.check(getattr(self._made, call.method)(*call.arguments)))
         except BaseException as error:  # noqa: BLE001 -- as above
             answer = self._message("error", call.number, raised(error))
-        with os.fdopen(write, "wb") as pipe, suppress(OSError):
-            pipe.write(LENGTH.pack(len(answer)) + answer)
         with suppress(Exception):
             sys.stdout.flush()
+        with os.fdopen(write, "wb") as pipe, suppress(OSError):  # what has answered is ended
+            pipe.write(LENGTH.pack(len(answer)) + answer)
         os._exit(0)
 
     async def _relay(self, number: int, child: int, pipe: int) -> None:
         """Say what a copy says, and end it with all that it has started."""
-        reader = asyncio.StreamReader()
-        transport, _ = await self._loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
-        )
-        answer = None
+        reader, answer = asyncio.StreamReader(), None
         try:
-            with suppress(asyncio.IncompleteReadError):
+            transport, _ = await self._loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
+            )
+            with closing(transport), suppress(asyncio.IncompleteReadError):
                 answer = await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size)))
         finally:
-            transport.close()
             ended = _end(child)
             del self._tasks[number]
         if answer is None:
@@ -251,9 +253,10 @@ class Runner:
     @staticmethod
     def _message(state: State, number: int, content: object) -> bytes:
         try:
-            return pickle.dumps((state, number, content))
+            pickled = pickle.dumps(content)
         except Exception as error:  # noqa: BLE001 -- the function may return anything
-            return pickle.dumps(("error", number, raised(TypeError(f"its result cannot be pickled: {error}"))))
+            state, pickled = "error", pickle.dumps(raised(TypeError(f"its result cannot be pickled: {error}")))
+        return pickle.dumps((state, number, pickled))
 
     def _send(self, message: bytes) -> None:
         if not self._unsent:

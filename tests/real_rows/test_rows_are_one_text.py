@@ -10,6 +10,7 @@ from transformers import ByT5Tokenizer
 from meshrl.agents import Message
 from meshrl.agents.conversation import Conversation, Drawn
 from meshrl.data import Batch, Ragged, Source
+from meshrl.errors import DataError
 from meshrl.roles import PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling
 from meshrl_torch.model.chat import HuggingFaceChat
 from meshrl_torch.model.text import Words
@@ -148,3 +149,19 @@ async def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
     batch = await encoded(tmp_path, tokenizer, messages=[TURNS])
     assert batch.tokens[0].tolist() == ids(tokenizer, str(tokenizer.apply_chat_template(TURNS, tokenize=False)))
     assert "".join(learned(tokenizer, batch)[0]) == f"yes no</s>{CODE}</s>"
+
+
+async def test_calls_of_tools_are_learned_as_the_template_writes_them(tmp_path: Path) -> None:
+    template = PLAIN.replace("m.content ", "m.tool_calls[0].function.name if m.tool_calls else m.content ")
+    tokenizer = made("bytes", template)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}], "language": "a"}
+    turns: list[dict[str, Any]] = [
+        TURNS[0],
+        call,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    batch = await encoded(tmp_path, tokenizer, messages=[turns, turns[:2]])
+    assert ["".join(each) for each in learned(tokenizer, batch)] == ["f</s>yes</s>", "f</s>"]
+    with pytest.raises(DataError, match="leaves out a part of message 1, 'I call'"):
+        await encoded(tmp_path, tokenizer, messages=[[turns[0], {**call, "content": "I call"}]])

@@ -20,7 +20,7 @@ from meshrl.tasks.function import FunctionReward
 from meshrl.testing import ScriptedChat, ScriptedSampler
 
 CODE = """
-import asyncio, decimal, multiprocessing, os, signal, sqlite3, sys, threading, time
+import asyncio, decimal, enum, multiprocessing, os, signal, sqlite3, sys, threading, time
 decimal.getcontext().prec = 50
 local, loop, database = threading.local(), asyncio.new_event_loop(), sqlite3.connect(":memory:")
 local.known = 1.0
@@ -50,6 +50,12 @@ async def same_loop(p, c, row):
     global first
     first = first or asyncio.get_running_loop()
     return first is asyncio.get_running_loop()
+
+class Colour(enum.Enum):
+    RED = 1
+
+def unknown_class(p, c, row):
+    raise KeyError(Colour.RED)
 
 def exits(p, c, row): return sys.exit(3) if c == "bad" else 1.0
 def dies(p, c, row): return os._exit(3) if c == "bad" else 1.0
@@ -122,6 +128,13 @@ async def test_what_works_in_a_script_works_in_a_reward(code: Path) -> None:
             assert scored.objects("reward_error") == (None,) * 3
             assert scored.rewards.tolist() == [len(functions)] * 3
     assert Path.cwd() == here
+
+
+def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_event_loop(code: Path) -> None:
+    reward = FunctionReward(rl.RewardConfig(function=f"{code}:unknown_class"))
+    for _ in range(2):
+        errors = asyncio.run(reward.score(ROWS)).objects("reward_error")
+        assert all("cannot be unpickled here" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(

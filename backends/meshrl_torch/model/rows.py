@@ -251,17 +251,22 @@ class _Dialogue:
         part = self._turn(last)
         whole, end = self._whole, None
         if part is None:
+            if any(value and not isinstance(cast("object", value), str) for value in self._messages[last].values()):
+                raise self._left_out(last)  # such as a call of a tool, which no text says
             whole, part, end = self._continued()
         elif not part[2]:
             whole, end = whole[: part[1]], self._words.end
         for at, each in zip(earlier, found, strict=False):
             if each is None or not whole.startswith(self._whole[: each[1]]):
-                raise DataError(
-                    f"{self._where}: the chat template leaves out a part of message {at}, "
-                    f"{self._messages[at]['content']!r:.60}, so the turn cannot be learned. Templates that drop the "
-                    "thoughts of earlier turns do so: learn 'last', or give each turn as a separate row"
-                )
+                raise self._left_out(at)
         return _Text(whole, [(start, stop) for start, stop, _ in (*filter(None, found), part)], end)
+
+    def _left_out(self, at: int) -> DataError:
+        return DataError(
+            f"{self._where}: the chat template leaves out a part of message {at}, "
+            f"{self._messages[at]['content']!r:.60}, so the turn cannot be learned. Templates that drop the "
+            "thoughts of earlier turns do so: learn 'last', or give each turn as a separate row"
+        )
 
     def _continued(self) -> tuple[str, tuple[int, int, bool], int | None]:
         """Append the last turn to its prompt, and return the text, the turn in it, and the token to append.
@@ -280,9 +285,11 @@ class _Dialogue:
     def _turn(self, at: int) -> tuple[int, int, bool] | None:
         """Return from which character to which a turn is, and whether a token ends it. None if a part is left out."""
         shown, messages = self._content(at), self._messages
-        if shown is None:
-            return None
         opened = self._rendered(messages[:at], opens=True)
+        if shown is None:
+            if messages[at]["content"].strip() or not self._whole.startswith(opened):
+                return None
+            shown = len(opened), len(opened)  # nothing is left out, as before the call of a tool
         start, limit = len(opened), len(self._whole)
         if not self._whole.startswith(opened):
             start = self._opening(at, opened, shown[0])
@@ -292,12 +299,11 @@ class _Dialogue:
         place, end = min(((place, text) for place, text in ends if place >= 0), default=(shown[1], ""))
         stop = place + len(end)
         begin = self._content(at - 1) if at else None
-        turn, alone = _squeezed(self._whole[begin[1] if begin else 0 : stop]), ""
+        turn = _squeezed(self._whole[begin[1] if begin else 0 : stop])
         for name, text in messages[at].items():
             if name == "role" or not isinstance(cast("object", text), str) or _squeezed(text) in turn:
                 continue
-            alone = alone or _squeezed(self._rendered(messages[: at + 1]))
-            if name == "content" or _squeezed(text) in alone:
+            if name == "content" or MARK in self._rendered([*messages[:at], {**messages[at], name: MARK}]):
                 return None
         return start, stop, bool(end)
 

@@ -234,8 +234,10 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
             (body, whole) = (list(tokenizer(text, add_special_tokens=each)["input_ids"]) for each in (False, True))
         except Exception:  # noqa: BLE001, S112 -- a tokenizer of few characters raises what it likes
             continue
+        if not body:
+            continue
         starts = range(len(whole) - len(body) + 1)
-        return next((whole[:at] for at in starts if body and whole[at : at + len(body)] == body), [])
+        return next((whole[:at] for at in starts if whole[at : at + len(body)] == body), [])
     return []
 
 

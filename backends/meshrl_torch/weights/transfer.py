@@ -119,8 +119,8 @@ def make_probe(passes: Passes, version: int) -> Probe | None:
     if length < _FEWEST:
         return None
     random, lengths = np.random.default_rng(version), [length] * _ROWS
-    if model.native_tokens < model.max_tokens:
-        lengths.append(min(model.native_tokens + _TOKENS, model.max_tokens))
+    if model.native_tokens < model.max_tokens - 1:
+        lengths.append(min(model.native_tokens + _TOKENS, model.max_tokens - 1))
     tokens = Ragged.of([random.integers(0, model.known, each, np.int32) for each in lengths], np.int32)
     return Probe(tokens, _logprobs(passes, tokens))
 
