@@ -142,12 +142,12 @@ def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_e
     [
         ("exits", "SystemExit: 3"),
         ("dies", "ProcessEnded: its process ended with status 3"),
-        ("hangs", "TimeoutError: the reward took longer than reward.row_timeout = 0.3"),
+        ("hangs", "TimeoutError: the reward took longer than reward.row_timeout = 2"),
     ],
 )
 async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, error: str) -> None:
     with capture_logs():
-        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:{name}", row_timeout=0.3, errors="zero")).score(
+        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:{name}", row_timeout=2, errors="zero")).score(
             ROWS
         )
     assert scored.rewards.tolist() == [1, 0, 1]
@@ -155,7 +155,7 @@ async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str
 
 
 async def test_async_code_that_blocks_its_loop_is_ended(code: Path) -> None:
-    config = rl.RewardConfig(function=f"{code}:blocks", row_timeout=0.3)
+    config = rl.RewardConfig(function=f"{code}:blocks", row_timeout=2)
     with capture_logs():
         scored = await FunctionReward(config).score(ROWS)
     assert "TimeoutError" in str(scored.objects("reward_error")[1])
@@ -209,11 +209,11 @@ async def test_what_works_in_a_script_works_in_an_environment(code: Path) -> Non
     ("turn", "error"),
     [
         ("dies", "ProcessEnded: its process ended with status 3"),
-        ("hangs", "TimeoutError: the environment took longer than environment.turn_timeout = 0.3"),
+        ("hangs", "TimeoutError: the environment took longer than environment.turn_timeout = 2"),
     ],
 )
 async def test_an_environment_that_ends_or_hangs_is_ended_and_others_say_so(code: Path, turn: str, error: str) -> None:
-    rewards, errors = await played(code, "{turns}:Game", turn, "right", turn_timeout=0.3)
+    rewards, errors = await played(code, "{turns}:Game", turn, "right", turn_timeout=2)
     lost = "RuntimeError: the environment is lost, because another episode ended their process"
     assert (rewards, errors) == ([0, 0, 1], (error, lost))
 
