@@ -42,18 +42,6 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    folders: dict[str, str] = {}
-
-    def made(name: str) -> str:
-        if name not in folders:
-            folders[name] = random_model(SHAPES[name], tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return made
-
-
 def logprobs_of(network: Any) -> np.ndarray[Any, Any]:
     with torch.no_grad():
         return torch.cat(by_row(network.eval(), BATCH)).numpy()

@@ -46,18 +46,6 @@ def rows_of(*lengths: int, same: int = 0) -> Batch:
     return Batch.of(tokens=Ragged.of(rows, np.int32), loss_mask=Ragged.of(masks, np.bool_))
 
 
-@pytest.fixture(scope="module")
-def model(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    folders: dict[str, str] = {}
-
-    def made(name: str) -> str:
-        if name not in folders:
-            folders[name] = random_model(SHAPES[name], tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return made
-
-
 def alone(folder: str, batch: Batch) -> np.ndarray[Any, Any]:
     with torch.no_grad():
         return torch.cat(by_row(AutoModelForCausalLM.from_pretrained(folder), batch)).numpy()

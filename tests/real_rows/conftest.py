@@ -1,0 +1,17 @@
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def model(
+    request: pytest.FixtureRequest, random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """The folder of a random model of a shape in the module's SHAPES."""
+
+    @cache
+    def made(name: str) -> str:
+        return random_model(request.module.SHAPES[name], tmp_path_factory.mktemp(name))
+
+    return made
