@@ -15,6 +15,10 @@ ENGINES := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadfile
 CORE := $(addprefix tests/,mesh data roles run observe planning testing overlap)
 FAST := $(CORE) $(addprefix tests/,algo cli engines tasks \
 	test_architecture.py test_public_api.py)
+# Pythons that are on the path, or pyenv's, which puts names on the path that do not start.
+PYTHON_AT = $(firstword $(foreach python,python$(1) $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python), \
+	$(shell $(python) -c '' 2>/dev/null && echo $(python))))
+PYTHONS = $(foreach version,3.11 3.12 3.13 3.14,$(if $(call PYTHON_AT,$(version)),$(version)))
 # Tests of the same bits, under each of these sets of a processor's instructions. `make test` uses the largest.
 CAPABILITIES := default $(shell grep -qs avx512f /proc/cpuinfo && echo avx2)
 # Modules that are compiled again in each process cost more than the files.
@@ -26,11 +30,11 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 # WIDE=yes runs tests that are marked wide too.
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
-SEPARATE := test-attack test-bits test-lowest test-newest test-vllm test-sglang test-cluster
+SEPARATE := test-attack test-bits test-lowest test-newest test-pythons test-vllm test-sglang test-cluster
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-cluster test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-pythons test-cluster test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +72,14 @@ test-bits: setup  ## the tests of equal bits, for each set of this processor's i
 
 test-lowest test-newest: test-%: .venv-%/.done  ## the tests of the core, with the lowest (newest) versions of the packages that it needs
 	.venv-$*/bin/pytest -n 2 --dist loadfile -m "$(NARROW)not process and not slow" $(CORE)
+
+test-pythons:  ## on each Python that is here, in an environment of its newest packages: test-fast, the engine of processes, a run
+	for version in $(PYTHONS); do $(MAKE) test-python$$version || exit 1; done
+
+test-python%: .venv-python%/.done
+	.venv-python$*/bin/pytest -n 2 --dist loadgroup -m "not process and not slow and not wide" $(FAST)
+	.venv-python$*/bin/pytest -n 2 --dist loadfile -m "not wide" tests/processes
+	.venv-python$*/bin/meshrl run sft/quickstart run.engine=processes steps=3
 
 test-cluster: setup  ## several hosts, made of namespaces: as root (docs/hosts.md)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs -n 2 --dist loadfile tests/cluster
@@ -132,6 +144,12 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 .venv-newest/.done: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
+.PRECIOUS: .venv-python%/.done
+.venv-python%/.done: pyproject.toml
+	test -x $(@D)/bin/python || $(call PYTHON_AT,$*) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --editable '.[torch,agents,tasks,watch]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 .venv-vllm/.done .venv-sglang/.done: .venv-%/.done: requirements-%.txt
