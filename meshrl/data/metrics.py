@@ -13,7 +13,7 @@ class Metrics:
 
     A mean of means is wrong if ranks hold different numbers of tokens. Sums and counts add up correctly.
 
-        Metrics.of(loss=(loss_sum, tokens), lr=(lr, 1))["loss"]
+        Metrics.of(loss=(loss_sum, tokens), lr=lr)["loss"]
     """
 
     __slots__ = ("_entries",)
@@ -22,9 +22,9 @@ class Metrics:
         self._entries = {name: (float(total), float(count)) for name, (total, count) in entries.items()}
 
     @classmethod
-    def of(cls, **entries: tuple[float, float]) -> Self:
-        """Make metrics from `name=(sum, count)`."""
-        return cls(entries)
+    def of(cls, **entries: tuple[float, float] | float) -> Self:
+        """Make metrics from `name=(sum, count)`. A number alone counts once."""
+        return cls({name: value if isinstance(value, tuple) else (value, 1.0) for name, value in entries.items()})
 
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:

@@ -10,7 +10,7 @@ from meshrl.errors import DataError
 
 
 def test_means_by_hand() -> None:
-    parts = [Metrics.of(loss=(1.0, 1), lr=(0.5, 1)), Metrics.of(loss=(0.0, 3), lr=(0.5, 1))]
+    parts = [Metrics.of(loss=(1.0, 1), lr=0.5), Metrics.of(loss=(0.0, 3), lr=(0.5, 1))]
     assert Metrics.mean(parts).means() == {"loss": 0.25, "lr": 0.5}, "a mean of means would be wrong"
     assert Metrics.mean(parts).entries["loss"] == (1.0, 4.0)
     lacking = [Metrics.of(a=(1, 2)), Metrics.of(b=(3, 4)), Metrics({})]
