@@ -5,9 +5,10 @@ import re
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import Final, SupportsFloat, cast
+from itertools import chain, product
+from typing import Final, SupportsFloat, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +17,7 @@ from meshrl.errors import shortened
 from meshrl.tasks.cells import accepted
 from meshrl.tasks.sources import Row
 
+T = TypeVar("T")
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _OPEN: Final = "<think>"
 _CLOSE: Final = "</think>"
@@ -125,14 +127,34 @@ def math_answer(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG00
     library = import_module("math_verify")  # an extra, and slow to import
 
     texts = [each.rpartition(_MARK)[2].strip() for each in accepted(row["answer"])]
-    every = [library.parse(text if "$" in text or "\\boxed" in text else f"${text}$") for text in texts if text]
-    if not any(every):
+    parsed = [library.parse(text if "$" in text or "\\boxed" in text else f"${text}$") for text in texts if text]
+    if not any(parsed):
         raise ValueError(f"math-verify cannot read the row's answer {shortened(row['answer'])}: write it in LaTeX")
     _, close, answer = completion.rpartition(_CLOSE)
     if not close and _OPEN in completion:
         return 0.0
-    given = library.parse(answer)
-    return float(any(library.verify(right, given) for right in every if right))
+    slow: type[BaseException] = library.errors.TimeoutException
+    given, too_slow = _unless_wrong(partial(library.parse, answer, raise_on_error=True), slow)
+    for right, mine in product(chain(*parsed), given or ()):
+        is_equal, took_longer = _unless_wrong(partial(library.verify, right, mine, raise_on_error=True), slow)
+        if is_equal:
+            return 1.0
+        too_slow = too_slow or took_longer
+    if too_slow:
+        raise TimeoutError("math-verify gave up after 5 seconds: whether the answer is right is unknown")
+    return 0.0
+
+
+def _unless_wrong(call: Callable[[], T], slow: type[BaseException]) -> tuple[T | None, bool]:
+    """Return the result, None for what the library cannot read or compare, and whether it gave up after its time."""
+    try:
+        return call(), False
+    except slow:
+        return None, True
+    except Exception as error:
+        if "threaded environment" in str(error):
+            raise
+        return None, False
 
 
 def reasoning_format(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward

@@ -1,5 +1,6 @@
 """Answers to problems in mathematics: `numeric_answer` is strict, and `math_answer` compares expressions."""
 
+import numpy as np
 import pytest
 
 import meshrl as rl
@@ -45,3 +46,13 @@ async def test_math_answer_compares_expressions() -> None:
     scored = await FunctionReward(rl.RewardConfig(function="math_answer")).score(batch)
     assert scored.rewards.tolist() == [1, 1, 1, 0, 1]
     assert scored.objects("reward_error") == (None,) * 5
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("completion", [r"\boxed{10000000000000000000!}", "$9^{9^{9^{9^9}}}$"])
+async def test_what_math_verify_gives_up_is_unknown(completion: str) -> None:
+    pytest.importorskip("math_verify")
+    batch = Batch.of(prompt=[""], completion=[completion], answer=["5"], row=[{}])
+    scored = await FunctionReward(rl.RewardConfig(function="math_answer")).score(batch)
+    assert np.isnan(scored.rewards[0])
+    assert "gave up after 5 seconds" in str(scored.objects("reward_error")[0])
