@@ -2,7 +2,19 @@
 
 import asyncio
 import difflib
+import os
+import re
 from collections.abc import Iterable, Mapping
+from errno import EAGAIN, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOSPC, errorcode
+from traceback import walk_tb
+from typing import Final, cast
+
+_NO_ROOM: Final = (ENOSPC, EDQUOT, EMFILE, ENFILE, EAGAIN, ENOMEM)
+_TEXTS: Final = "|".join(
+    (*map(os.strerror, _NO_ROOM), "can't start new thread", "No usable temporary directory", "Cannot fork")
+)
+_NO_ROOM_TOLD: Final = re.compile(rf"\b(?:{'|'.join(map(errorcode.__getitem__, _NO_ROOM))})\b|(?i:{_TEXTS})")
+"""Matches what programs and libraries say in such cases."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -30,7 +42,22 @@ def described(error: BaseException) -> str:
     except (Exception, SystemExit, asyncio.CancelledError) as worse:  # noqa: BLE001 -- a user's class may do anything
         text = f"(its text cannot be made: str() raised {type(worse).__name__})"
     # UTF-8 cannot encode half a surrogate pair.
-    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+    return f"{type(error).__name__}: {text}{unset_variable(error)}".encode(errors="backslashreplace").decode()
+
+
+_LOOK_UPS: Final = (type(os.environ).__getitem__.__code__, type(os.environ).__delitem__.__code__)
+
+
+def unset_variable(error: BaseException) -> str:
+    """Return what to do about a KeyError of `os.environ`, as a sentence in brackets. "" for any other error."""
+    if not isinstance(error, KeyError) or not any(
+        frame.f_code in _LOOK_UPS for frame, _ in walk_tb(error.__traceback__)
+    ):
+        return ""
+    return (
+        " (the environment of this process has no such variable: set it where the run is started, and name it in "
+        "run.environment, which carries it to ranks on a cluster)"
+    )
 
 
 class MeshrlError(Exception):
@@ -99,6 +126,53 @@ class ModelError(MeshrlError):
 
 class EngineDied(ModelError):
     """An actor's backend process has ended, such as an inference engine. `respawn` starts another."""
+
+
+class Discard(MeshrlError):
+    """Raised by a user's code to discard its episode or row. The reward is unknown, whatever `errors` says."""
+
+
+class MachineFault(MeshrlError):
+    """The machine had no space, files, processes, memory or container for a user's code, however often it was tried."""
+
+
+def tells_of_no_room(text: str) -> bool:
+    """True if a program says that the machine had no space, files, processes or memory for it."""
+    return _NO_ROOM_TOLD.search(text) is not None
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """True for an exception that came of a lack of space, files, processes or memory on the machine."""
+    return any(
+        isinstance(each, MachineFault)
+        or (isinstance(each, OSError) and each.errno in _NO_ROOM)
+        or (isinstance(each, OSError | RuntimeError) and tells_of_no_room(described(each)))
+        for each in _causes(error)
+    )
+
+
+def is_discarded(error: BaseException) -> bool:
+    """True for an exception after which a reward is unknown, whatever `errors` says: `Discard`, or `sys.exit(75)`."""
+    return any(
+        isinstance(each, Discard) or (isinstance(each, SystemExit) and each.code == os.EX_TEMPFAIL)
+        for each in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterable[BaseException]:
+    """Return an exception, those in its group, and those that they came of on this rank."""
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or any(each is known for known in found):
+            continue
+        found.append(each)
+        if not isinstance(each, RankFailed):
+            left.append(each.__cause__ or (None if each.__suppress_context__ else each.__context__))
+        if isinstance(each, BaseExceptionGroup):
+            left.extend(cast("Iterable[BaseException]", each.exceptions))
+    return found
 
 
 class BackendError(MeshrlError):

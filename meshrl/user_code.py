@@ -3,22 +3,32 @@
 import asyncio
 import importlib
 import importlib.util
+import inspect
+import io
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Final
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import cloudpickle
 
 from meshrl import log
-from meshrl.errors import ConfigError, described, did_you_mean
+from meshrl.errors import ConfigError, MachineFault, described, did_you_mean, is_discarded, is_of_machine
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from collections import ChainMap
+    from pickle import Pickler as _Base  # the base of cloudpickle's, which ships no types
+else:
+    _Base = cloudpickle.Pickler
 
 RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions of a user's function that cost only its own row. `unless_cancelled` handles the last one."""
@@ -26,6 +36,8 @@ RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
 
 _PLACE: Final = "_meshrl_place"
 """The attribute of an exception that came from another process."""
+_WAITS: Final = tuple(0.1 * 2**tries for tries in range(8))
+"""Seconds that a call waits after each fault of the machine."""
 _copies: dict[Path, Path] = {}
 """Folders on the controller's machine, and their copies on this one."""
 
@@ -138,6 +150,47 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
+_Reduce: TypeAlias = Callable[..., tuple[Callable[..., object], tuple[object, ...]]]
+REDUCED: Final = cast("ChainMap[type, _Reduce]", cloudpickle.Pickler.dispatch_table).maps[0]
+"""How cloudpickle reduces types in its own way."""
+
+
+def _reduce_code(code: CodeType) -> tuple[Callable[..., object], tuple[object, ...]]:
+    make, arguments = REDUCED[CodeType](code)
+    return make, tuple([code.co_filename if each == "<dynamic-code>" else each for each in arguments])
+
+
+class CodePickler(_Base):
+    """cloudpickle's, which carries classes and functions of scripts by value. Their code keeps the name of its file."""
+
+    def reducer_override(self, obj: object) -> object:  # type: ignore[override]
+        """Reduce an object. Python 3.14 evaluates annotations here, and they may name what only checkers import."""
+        if isinstance(obj, CodeType):
+            return _reduce_code(obj)
+        try:
+            return super().reducer_override(obj)
+        except NameError:
+            cast("FunctionType", obj).__annotations__ = {}  # which no other process reads
+            return super().reducer_override(obj)
+
+
+def pickled(value: object) -> bytes:
+    """Pickle a value with the code of scripts."""
+    pickle_scripts_by_value()
+    file = io.BytesIO()
+    CodePickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
+def signature_of(called: Callable[..., object]) -> inspect.Signature:
+    """Return a signature. Annotations may name what only checkers import: Python 3.14 evaluates them when asked."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format  # noqa: PLC0415 -- earlier versions lack it
+
+        return inspect.signature(called, annotation_format=Format.FORWARDREF)
+    return inspect.signature(called)
+
+
 def unless_cancelled(error: BaseException) -> None:
     """Raise the error again if this task is being cancelled, as opposed to a CancelledError of the user's code."""
     task = asyncio.current_task()
@@ -191,7 +244,7 @@ def _is_of_meshrl(frame: traceback.FrameSummary) -> bool:
 
 
 class FirstErrors:
-    """Describes errors of a user's code, and logs where each kind occurred the first time."""
+    """Describes errors of a user's code, and logs the place of each kind once. Discarded rows are not logged."""
 
     def __init__(self, warning: str) -> None:
         """`warning`: the message of the log."""
@@ -203,10 +256,36 @@ class FirstErrors:
         text = described(error)[:500]
         # The place identifies a mistake. The message may contain a value of the row.
         place = place_of(error)
-        if (kind := f"{type(error).__name__} {place}") not in self._told:
+        if (kind := f"{type(error).__name__} {place}") not in self._told and not is_discarded(error):
             self._told.add(kind)
             log.warning(self._warning, error=text, at=place)
         return text
+
+
+_FAULTS: Final = FirstErrors("the machine has no room for a user's code, which is called again")
+
+
+async def tried_again(call: Callable[[], Awaitable[T]]) -> T:
+    """Return what a user's code gives. After a fault of the machine it is called again, later each time.
+
+    Raises MachineFault if that did not help.
+    """
+    waits = list(_WAITS)
+    while True:
+        try:
+            return await call()
+        except RAISED as error:
+            unless_cancelled(error)
+            if not is_of_machine(error):
+                raise
+            if not waits:
+                raise MachineFault(
+                    f"the machine had no room {len(_WAITS) + 1} times in {sum(_WAITS):.0f} s: {where_raised(error)}. "
+                    "Give it what it lacks, such as space (TMPDIR), open files (ulimit -n) or processes (ulimit -u), "
+                    "or let less run at once (concurrency)"
+                ) from error
+            _FAULTS.told(error)
+        await asyncio.sleep(waits.pop(0))
 
 
 def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from getpass import getuser
@@ -57,7 +58,10 @@ def environment(folder: Path, backend: str) -> dict[str, str]:
     paths.mkdir()
     for package in (meshrl_torch, meshrl_inference, import_module(f"meshrl_{backend}")):
         (paths / package.__name__).symlink_to(Path(str(package.__file__)).parent)
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getuser()}")  # torch's usual place, for later engines
+    user = str(os.getuid())
+    with suppress(KeyError, OSError):  # a user without a name
+        user = getuser()
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_{user}")  # torch's usual place, for later engines
     return {
         **os.environ,
         "PYTHONPATH": str(paths),

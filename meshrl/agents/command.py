@@ -1,4 +1,4 @@
-"""A program that runs for one row, in a container or not: input and output in files, all its processes end together."""
+"""A program that runs for one row, in a container or not, under a supervisor: all its processes end together."""
 
 import asyncio
 import json
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import IO, Final, Literal, TypeAlias, cast
 
 from meshrl import log
-from meshrl.errors import ConfigError, MeshrlError
+from meshrl.errors import ConfigError, Discard, MachineFault, MeshrlError, described, tells_of_no_room
+from meshrl.supervisor import LONGEST, NOT_STARTED, supervised
 
 Runtime: TypeAlias = Literal["docker", "podman"]
 _ANSWERS: Final = 30.0
-"""Seconds that a runtime has to report its version, or to stop a container."""
+"""Seconds that a runtime has to report its version."""
 
 
 def check_runtime(runtime: Runtime) -> None:
@@ -53,14 +54,10 @@ class Container:
             *(*options, self.image, *command),
         ]
 
-    async def end(self) -> None:
-        """Stop the container. Killing only the client would leave it running."""
-        command, quiet = (self.runtime, "rm", "--force", "--volumes", self.name), asyncio.subprocess.DEVNULL
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWERS):
-                await (await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)).wait()
-                return
-        log.warning(f"{self.runtime} did not end the container {self.name} in {_ANSWERS:g} s: look for it yourself")
+    @property
+    def ending(self) -> Sequence[str]:
+        """The command line that ends the container. Killing only the client would leave it running."""
+        return self.runtime, "rm", "--force", "--volumes", self.name
 
 
 _REPORTED: Final = 1 << 16
@@ -111,13 +108,36 @@ async def run(
 ) -> None:
     """Run a command to its end.
 
-    `environment` is added to this process's environment. The command's processes form a group. None of the group is
-    left when this returns, raises or is cancelled, except a process that started its own session. The command is killed
-    if it writes more than `output.most_bytes`. In a container it gets no other variables, and nothing that it started
-    survives. Raises CommandFailed if it fails, and OSError if it cannot be started.
+    `environment` is added to this process's environment. Nothing that the command started is left when this returns,
+    raises or is cancelled, or when this process is killed. The command is killed if it writes more than
+    `output.most_bytes`. In a container it gets no other variables. Raises CommandFailed if it fails, Discard if its
+    status is 75, and MachineFault if the machine could not run it or keep its output.
     """
-    whole = container.running(command, environment) if container else command
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+    name = command[0] if command else container.runtime if container else ""
+    try:
+        status = await _run(command, standard_input, environment, output, container)
+    except OSError as error:
+        raise MachineFault(f"{name} could not be run, or its output kept: {described(error)}") from error
+    if not status:
+        return
+    last = (output.stderr or output.stdout)[-400:].strip()
+    if status == os.EX_TEMPFAIL:
+        raise Discard(last or f"{name} ended with status {status}")
+    if status == NOT_STARTED or tells_of_no_room(last):
+        raise MachineFault(f"{name} ended with status {status}: {last}")
+    raise CommandFailed(f"{name} ended with status {status}: {last}")
+
+
+async def _run(
+    command: Sequence[str],
+    standard_input: bytes,
+    environment: Mapping[str, str],
+    output: Output,
+    container: Container | None,
+) -> int:
+    """Run a command to its end, and return its status."""
+    whole = supervised(container.running(command, environment), container.ending) if container else supervised(command)
+    with _file() as stdin, _file() as stdout, _file() as stderr:
         stdin.write(standard_input)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
@@ -126,26 +146,21 @@ async def run(
         try:
             await _ended(process, (stdout, stderr), output.most_bytes)
         finally:
-            ended = process.returncode is not None
-            _end_group(process)
-            await process.wait()
+            with suppress(ProcessLookupError):
+                process.terminate()
+            status = await process.wait()
             output.read(stdout, stderr)
-            if container and not ended:
-                await container.end()
-    if process.returncode:
-        last = (output.stderr or output.stdout)[-400:].strip()
-        raise CommandFailed(f"{command[0] if command else whole[0]} ended with status {process.returncode}: {last}")
+            if container and status == -signal.SIGALRM:
+                left = f"{container.runtime} did not end the container {container.name} in {LONGEST} s"
+                log.warning(f"{left}: look for it yourself")
+    return status
 
 
-def _end_group(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the group. If its number belongs to a new process, the group was empty."""
-    if process.returncode is not None:
-        with suppress(ProcessLookupError):
-            with suppress(PermissionError):
-                os.kill(process.pid, 0)
-            return
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _file() -> IO[bytes]:
+    """Open a file for a stream: in memory, so that no full disk spoils what a program reads and writes."""
+    if hasattr(os, "memfd_create"):  # on Linux
+        return os.fdopen(os.memfd_create("meshrl-agent"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 async def _ended(process: asyncio.subprocess.Process, outputs: Sequence[IO[bytes]], most_bytes: int) -> None:

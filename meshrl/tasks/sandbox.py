@@ -32,7 +32,8 @@ from pydantic import Field
 
 from meshrl import log
 from meshrl.config import Config
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, MachineFault
+from meshrl.supervisor import supervised
 from meshrl.tasks import sandbox_worker
 
 Outcome: TypeAlias = Literal["passed", "failed", "timeout", "memory", "error"]
@@ -104,7 +105,7 @@ _CHILD: Final = str(sandbox_worker.__file__)
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
 """The first of the unused user ids. As root, each sandbox gets another one, so its processes count separately."""
-_REPORTED: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
+_REPORTED: Final[Sequence[Outcome]] = ("passed", "failed", "memory", "error")
 _LONGEST: Final = 256
 """Most bytes of a reported outcome."""
 _START: Final = 1.0
@@ -170,7 +171,10 @@ async def run_tests(code: str, tests: Sequence[str], limits: Limits | None = Non
 
 
 async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) -> float:  # noqa: ARG001 -- a reward's
-    """Return 1.0 if the completion's code passes the row's `tests`: Python with `assert`, a text or a list of them."""
+    """Return 1.0 if the completion's code passes the row's `tests`: Python with `assert`, a text or a list of them.
+
+    Raises ValueError if the row has none, and MachineFault if the sandbox did not work.
+    """
     tests = row.get("tests")
     listed = [tests] if isinstance(tests, str) else tests
     are_texts = isinstance(listed, list) and all(isinstance(test, str) for test in cast("list[object]", listed))
@@ -178,7 +182,7 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
         raise ValueError(f"the row has no `tests` to run: Python with assert, a text or a list of them, not {tests!r}")
     result = await run_tests(code_of(completion), cast("list[str]", listed))
     if result.outcome == "error":
-        raise RuntimeError(f"the sandbox did not work: {result.output[-400:]}")
+        raise MachineFault(f"the sandbox did not work: {result.output[-400:].strip()}")
     return float(result.outcome == "passed")
 
 
@@ -216,7 +220,10 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
         exit_code = _spawn((*held.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, write_end)
         with printed.open("rb") as output:
             text = output.read(limits.output_bytes).decode("utf-8", "replace")
-        return Result(_outcome(exit_code, read_end, secret, text), text, time.monotonic() - began)
+        outcome, disk = _outcome(exit_code, read_end, secret, text), os.statvfs(folder)
+        if outcome == "failed" and disk.f_blocks and not disk.f_bavail:
+            outcome, text = "error", f"{text}\nno space is left in {tempfile.gettempdir()} for what the code writes"
+        return Result(outcome, text, time.monotonic() - began)
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -250,7 +257,7 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
     environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with printed.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 -- our own script
-            command,
+            supervised(command),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -262,13 +269,9 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.timeout + _START)
         except subprocess.TimeoutExpired:
-            process.terminate()  # without namespaces, it ends processes that have left the session
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_START)
             return None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
             process.wait()
     return process.returncode
 

@@ -1,7 +1,7 @@
 """The inside of a sandbox: a script that runs a job from standard input, under limits. See `sandbox.py`.
 
-The first process gives up its rights, starts a second one that runs the code, and waits for it. It adopts orphans, and
-ends all of them at its end. Landlock limits the files that they may use, and seccomp their system calls. Both need no
+The first process gives up its rights, starts a second one that runs the code, and waits for it. The supervisor of both
+ends what they leave. Landlock limits the files that they may use, and seccomp their system calls. Both need no
 privileges, apply to all processes that are started then, and cannot be undone. This script imports no meshrl, which
 would take longer than most jobs.
 """
@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import resource
-import signal
 import struct
 import sys
 import traceback
@@ -24,7 +23,7 @@ from typing import Any, Final, NoReturn
 
 import_module("importlib.util")  # code uses it after `import importlib` alone
 
-_KEEP_CAPS, _NO_NEW_PRIVS, _AMBIENT, _DUMPABLE, _SECCOMP, _SUBREAPER, _PDEATHSIG = 8, 38, 47, 4, 22, 36, 1
+_KEEP_CAPS, _NO_NEW_PRIVS, _AMBIENT, _DUMPABLE, _SECCOMP = 8, 38, 47, 4, 22
 """Constants of prctl(2)."""
 _CAPABILITIES: Final = 0x20080522
 """The version of the call, from capabilities(7)."""
@@ -75,16 +74,6 @@ def landlock_version() -> int:
 def hide() -> None:
     """Prevent other processes of this user from reading this one's memory or environment."""
     _prctl(_DUMPABLE, 0)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends."""
-    _prctl(_PDEATHSIG, signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
-    _prctl(_SUBREAPER, 1)
 
 
 def become(uid: int, kept: int) -> None:
@@ -231,59 +220,22 @@ def main() -> NoReturn:
         os.chdir(here)
     become(job["uid"], _READ_SEARCH if job["reads"] else -1)
     hide()
-    end_with_parent()  # another user's id has cleared it
-    adopt_orphans()
     worker = os.fork()
     if not worker:
         _run(job, here)
-    signal.signal(signal.SIGTERM, lambda *_: _end(worker, -signal.SIGKILL))
     done, status = os.wait()
     while done != worker:
         done, status = os.wait()
-    _end(worker, os.waitstatus_to_exitcode(status))
-
-
-def _end(worker: int, code: int) -> NoReturn:
-    """End every descendant, then this process. If it is first in a process namespace, the kernel ends the others."""
-    with suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while os.getpid() != 1:
-            for child in _children():
-                os.kill(child, signal.SIGKILL)
-            os.wait()
+    code = os.waitstatus_to_exitcode(status)
     os._exit(128 + (72 if code >= 0 else -code))
 
 
-def _children() -> list[int]:
-    """List the children of this process, dead ones included."""
-    found: list[int] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int((process / "stat").read_text("utf-8").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(process.name))
-    return found
-
-
 def _run(job: dict[str, Any], here: Path) -> NoReturn:
-    """Run the code, then its tests, and report the outcome."""
-    counted = 0 if job["own_count"] else _running()
-    cpu = math.ceil(job["timeout"])
-    for kind, soft, hard in (
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_AS, job["memory"], job["memory"]),
-        (resource.RLIMIT_NPROC, counted + job["processes"], counted + job["processes"]),
-        (resource.RLIMIT_FSIZE, job["file_bytes"], job["file_bytes"]),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0, 0),
-    ):
-        most = resource.getrlimit(kind)[1]
-        allowed = [limit if most == resource.RLIM_INFINITY else min(limit, most) for limit in (soft, hard)]
-        resource.setrlimit(kind, (allowed[0], allowed[1]))
-    shared = (_SHARED,) if job["spaces"] else ()
-    confine(_READABLE, (*_WRITABLE, *shared, str(here)), own_processes=job["spaces"])
-    outcome = "failed"
+    """Run the code, then its tests, and report the outcome: `error` if there was no room to begin."""
+    outcome = "error"
     try:
+        _limit(job, here)
+        outcome = "failed"
         names: dict[str, object] = {"__name__": "__main__"}
         exec(compile(job["code"], "<code>", "exec"), names)  # noqa: S102 -- this is the purpose of a sandbox
         for number, test in enumerate(job["tests"]):
@@ -299,6 +251,24 @@ def _run(job: dict[str, Any], here: Path) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def _limit(job: dict[str, Any], here: Path) -> None:
+    counted = 0 if job["own_count"] else _running()
+    cpu = math.ceil(job["timeout"])
+    for kind, soft, hard in (
+        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        (resource.RLIMIT_AS, job["memory"], job["memory"]),
+        (resource.RLIMIT_NPROC, counted + job["processes"], counted + job["processes"]),
+        (resource.RLIMIT_FSIZE, job["file_bytes"], job["file_bytes"]),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0, 0),
+    ):
+        most = resource.getrlimit(kind)[1]
+        allowed = [limit if most == resource.RLIM_INFINITY else min(limit, most) for limit in (soft, hard)]
+        resource.setrlimit(kind, (allowed[0], allowed[1]))
+    shared = (_SHARED,) if job["spaces"] else ()
+    confine(_READABLE, (*_WRITABLE, *shared, str(here)), own_processes=job["spaces"])
 
 
 def _running() -> int:

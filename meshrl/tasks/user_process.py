@@ -1,13 +1,13 @@
 """A process that runs a user's code on its main thread, and is ended if a call takes too long.
 
-So the code works the same on every engine, whose ranks may be threads, and it cannot hold up or end a rank.
+So the code works the same on every engine, whose ranks may be threads, and it cannot hold up or end a rank. What it has
+started ends with its process, and that ends with the one that needs it.
 """
 
 import asyncio
 import inspect
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -16,17 +16,19 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Final, Protocol, TypeVar, cast
-from weakref import finalize
-
-import cloudpickle
+from weakref import finalize, ref
 
 from meshrl.errors import described
+from meshrl.supervisor import supervised
 from meshrl.tasks.user_worker import AT_ONCE, LENGTH, Load, Raised, State, TookTooLong, how_it_ended, messages
-from meshrl.user_code import copies_here, pickle_scripts_by_value, set_place
+from meshrl.user_code import copies_here, pickled, set_place
 
 T = TypeVar("T")
 _START: Final = "import sys; sys.path[:] = sys.argv[2:]; from meshrl.tasks.user_worker import main; main()"
+_ENDS: Final = 5.0
+"""Seconds that a plain call may still run after it was cancelled. Then its process is ended."""
 _GRACE: Final = 0.25
 """Seconds that a process gets to say itself that a call took too long."""
 
@@ -61,13 +63,14 @@ class UserProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: S603 -- our own module
-                [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path],
+                supervised([sys.executable, "-c", _START, str(theirs.fileno()), *sys.path]),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self._process, self._socket = process, ours
-        self._kill = finalize(self, _end, process, ours)
+        self._loops: list[asyncio.AbstractEventLoop] = []
+        self._kill = finalize(self, _end, process, ours, self._loops)
         connection = Connection(os.dup(ours.fileno()))
         try:
             connection.send(Load(make, sys.path, copies_here(), seconds))
@@ -103,9 +106,10 @@ class UserProcess:
             raise ProcessEnded(self._stop(), was_innocent=True)
         if self._loop is None:
             self._loop = loop
-            loop.add_reader(self._socket, self._read)
+            self._loops.append(loop)
+            loop.add_reader(self._socket, _reader(self, self._socket, loop))
         number, future = next(self._numbers), loop.create_future()
-        wanted = cloudpickle.dumps((method, arguments, check, alone))
+        wanted = pickled((method, arguments, check, alone))
         if not self._calls:
             self._heard = loop.time()
         self._calls[number] = future
@@ -117,6 +121,12 @@ class UserProcess:
         finally:
             if self._calls.pop(number, None) is not None:  # it was cancelled
                 self._send(number, None)
+                if number == self._running:  # and holds up the others
+                    loop.call_later(_ENDS, self._end_if_running, number)
+
+    def _end_if_running(self, number: int) -> None:
+        if self.ended is None and number == self._running:
+            self.end()
 
     def end(self) -> None:
         """End the process. Calls in progress raise ProcessEnded."""
@@ -139,7 +149,8 @@ class UserProcess:
         else:
             self._loop.remove_writer(self._socket)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read what the process has sent."""
         try:
             received = self._socket.recv(AT_ONCE)
         except BlockingIOError:
@@ -193,10 +204,6 @@ class UserProcess:
     def _stop(self) -> str:
         """End the process, and say how it ended."""
         if self._kill.alive and self._kill.peek() is not None:
-            loop = getattr(self, "_loop", None)
-            if loop is not None and not loop.is_closed():
-                loop.remove_reader(self._socket)
-                loop.remove_writer(self._socket)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.05)  # it may be ending by itself
             self._kill()
@@ -216,11 +223,34 @@ class UserProcess:
                 future.set_exception(error if number in guilty or not guilty else guiltless)
 
 
-def _end(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _end(process: "subprocess.Popen[bytes]", ours: socket.socket, loops: list[asyncio.AbstractEventLoop]) -> None:
+    process.terminate()
     process.wait()
+    for loop in loops:
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(_close, ours, loop)
+            return
     ours.close()
+
+
+def _close(ours: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    if ours.fileno() >= 0:
+        loop.remove_reader(ours)
+        loop.remove_writer(ours)
+        ours.close()
+
+
+def _reader(process: UserProcess, ours: socket.socket, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """Return what reads for a process. The loop does not keep the process alive."""
+    alive = ref(process)
+
+    def read() -> None:
+        if (found := alive()) is not None:
+            found.read()
+        else:
+            _close(ours, loop)
+
+    return read
 
 
 def _error_of(raised: Raised) -> BaseException:
@@ -246,16 +276,16 @@ class UserCode:
 
         Raises an exception of any kind if `make` cannot be pickled.
         """
-        pickle_scripts_by_value()
-        self._start = partial(UserProcess, cloudpickle.dumps(make), seconds)
+        self._start = partial(UserProcess, pickled(make), seconds)
         self._process = self._start()
+        self._starting = Lock()
         self._limit = f"{limit} = {seconds or 0:g}"
 
     async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
         """As `UserProcess.call`. A call is repeated if its process ended on account of another one."""
         while True:
             if self._process.ended is not None:
-                self._process = self._start()
+                await asyncio.to_thread(self._restart)  # loading may take long
             try:
                 return await self._process.call(method, *arguments, check=check, alone=alone)
             except TookTooLong as error:
@@ -263,6 +293,11 @@ class UserCode:
             except ProcessEnded as ended:
                 if not ended.was_innocent:
                     raise
+
+    def _restart(self) -> None:
+        with self._starting:
+            if self._process.ended is not None:
+                self._process = self._start()
 
 
 class CodeHere:

@@ -24,8 +24,8 @@ from typing import Final, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
-from meshrl.errors import described
-from meshrl.tasks.sandbox_worker import end_with_parent
+from meshrl.errors import Discard, MachineFault, described, is_discarded, is_of_machine, unset_variable
+from meshrl.supervisor import adopt, end_all
 from meshrl.user_code import RAISED, find_copies, place_of
 
 State: TypeAlias = Literal["runs", "waits", "value", "error"]
@@ -70,11 +70,10 @@ class Call(NamedTuple):
 def main() -> NoReturn:
     """Load the code, and run calls until the process that started this one is gone."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a thread of the other process may have blocked some
-    if sys.platform == "linux":
-        end_with_parent()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a killed process would lose buffered text
+            # A killed process would lose buffered text. Its locale may lack characters of rows.
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
     connection = Connection(int(sys.argv[1]))
     code = cast("Load", connection.recv())
     sys.path[:] = code.paths
@@ -106,21 +105,24 @@ def how_it_ended(code: int) -> str:
 
 def raised(error: BaseException) -> Raised:
     """Return an exception as it is sent."""
+    place, kind = place_of(error), MachineFault if is_of_machine(error) else Discard if is_discarded(error) else None
+    if kind and type(error) is not kind:
+        error = kind(described(error))  # its class and its causes may not be known to other processes
     name, _, text = described(error).partition(": ")
-    known = type(error).__module__.partition(".")[0] in _KNOWN and isinstance(error, RAISED)
-    known = known and not isinstance(error, StopIteration)  # a future cannot hold it
+    told = isinstance(error, StopIteration) or unset_variable(
+        error
+    )  # a future cannot hold it; this needs its traceback
+    known = type(error).__module__.partition(".")[0] in _KNOWN and isinstance(error, RAISED) and not told
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301
     except Exception:  # noqa: BLE001 -- it may hold anything
         known = False
-    return error if known else None, name, text, place_of(error)
+    return error if known else None, name, text, place
 
 
 def _end(child: int) -> str:
     """End a copy with all that it has started. Returns how it ended."""
-    for kill in (os.kill, os.killpg):
-        with suppress(ProcessLookupError):
-            kill(child, signal.SIGKILL)
+    end_all(child)
     try:
         return how_it_ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     except ChildProcessError:
@@ -218,8 +220,7 @@ class Runner:
             os.close(write)
             return child, read
         os.setsid()
-        if sys.platform == "linux":
-            end_with_parent()
+        adopt()
         np.random.seed()  # noqa: NPY002 -- Python's own generator does so by itself
         try:
             answer = self._message("value", call.number, call.check(getattr(self._made, call.method)(*call.arguments)))

@@ -33,10 +33,17 @@ MORE = {
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
 }
 NARROW = ("ppo", "grpo on fsdp")
-# The reward's process is a child of the policy's, which it ends in the fourth step if it is told to.
+# The process that needs the reward's is above its supervisors. It is the policy's, and ends in the fourth step if the
+# reward is told to end it.
 REWARD = """
 import os, signal, time
 from pathlib import Path
+
+def policy():
+    above = Path("/proc", str(os.getppid()))
+    while "supervisor.py" in (above / "cmdline").read_text():
+        above = above.with_name((above / "stat").read_text().rpartition(")")[2].split()[1])
+    return int(above.name)
 
 def right_letters(prompt, completion, row):
     about_to = Path(__file__).with_name("about to die")
@@ -45,7 +52,7 @@ def right_letters(prompt, completion, row):
         about_to.unlink()
         while not (steps.parent / "checkpoints/step-000002").exists():
             time.sleep(0.01)
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(policy(), signal.SIGKILL)
     return sum(one == other for one, other in zip(completion, row["answer"])) / 5
 """
 

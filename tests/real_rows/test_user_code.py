@@ -1,6 +1,7 @@
 """A user's code runs on the main thread of a process of its own on every engine, and is ended if it hangs."""
 
 import asyncio
+import gc
 import importlib.util
 import os
 import sys
@@ -159,6 +160,28 @@ async def test_async_code_that_blocks_its_loop_is_ended(code: Path) -> None:
     with capture_logs():
         scored = await FunctionReward(config).score(ROWS)
     assert "TimeoutError" in str(scored.objects("reward_error")[1])
+
+
+async def test_a_process_ends_with_the_actor_that_needs_it(code: Path) -> None:
+    code.write_text("import os\ndef reward(p, c, row): return os.getpid()", "utf-8")
+    reward = FunctionReward(rl.RewardConfig(function=f"{code}:reward"))
+    number = int((await reward.score(ROWS)).rewards[0])
+    os.kill(number, 0)
+    del reward
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+@pytest.mark.wide
+async def test_a_hung_call_that_was_cancelled_holds_up_no_other(code: Path) -> None:
+    os.mkfifo(begun := code.with_name("begun"))
+    code.write_text(CODE.replace("time.sleep(1000)", f"[open({str(begun)!r}, 'w'), time.sleep(1000)]"), "utf-8")
+    reward = FunctionReward(rl.RewardConfig(function=f"{code}:hangs"))
+    scoring = asyncio.create_task(reward.score(ROWS.select([1])))
+    with await asyncio.to_thread(begun.open):
+        scoring.cancel()
+    assert (await reward.score(ROWS.select([0]))).rewards.tolist() == [1]
 
 
 async def test_closures_travel_and_those_that_cannot_run_here(code: Path) -> None:
