@@ -66,6 +66,7 @@ from .data import Weights as Weights
 from .data import known_mean as known_mean
 from .data import with_rewards as with_rewards
 from .engines.local import LocalEngine as LocalEngine
+from .errors import Discard as Discard
 from .errors import MeshrlError as MeshrlError
 from .mesh import Actor as Actor
 from .mesh import Gather as Gather

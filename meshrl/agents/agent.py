@@ -1,7 +1,7 @@
 """An agent: a user's program that talks to the model, played for one row of a task, and its outcome.
 
-A program that raises or hangs fails its own episode only. An error of the sampler is not the program's fault: `play`
-raises it.
+A program that raises or hangs fails its own episode only. An error of the sampler and a fault of the machine are not
+the program's: `play` raises the first, and plays the episode again after the second.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
 from meshrl.data import OUTCOMES, Batch, with_rewards
-from meshrl.errors import ConfigError, DataError, shortened
+from meshrl.errors import ConfigError, DataError, is_discarded, is_of_machine, shortened
 from meshrl.roles import Sampling
 from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
-from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, load_name, tried_again, unless_cancelled
 
 _RETRIES: Final = 8
 """Number of times that the client of a function repeats a request for which the gateway has no room."""
@@ -46,7 +46,7 @@ class Episode:
     rows: Batch
     """What the agent asked and got, as `Conversation.rows`. Each row has the episode's `rewards` and `reward_error`."""
     reward: float
-    """Reward of the episode. If it failed, NaN, which is unknown, or 0 with `errors = "zero"`."""
+    """Reward of the episode. NaN, which is unknown, if it was discarded or failed, or 0 with `errors = "zero"`."""
     error: str | None
     """The exception, or a message that the time limit was exceeded. None if the episode succeeded."""
     turns: int
@@ -89,8 +89,8 @@ class Agent:
 
         A plain function that exceeds the time limit is ended with its process. An async function is cancelled, and
         abandoned if it has not ended 5 seconds later. If both the sampler and the episode failed, the sampler's
-        exception is raised. Raises ConfigError without a server, and DataError for an episode that failed with
-        `errors = "stop"`.
+        exception is raised. Raises ConfigError without a server, DataError for an episode that failed with
+        `errors = "stop"`, and MachineFault if the machine had no room for it, however often it was played.
         """
         if self.needs_server and not gateway.is_serving:
             raise ConfigError(
@@ -98,22 +98,29 @@ class Agent:
             )
         if self._is_apart and has_processes():
             self._apart()  # its start does not count as time of an episode
-        async with self._room:
-            tries = 0
-            while True:
-                tries += 1
-                episode = await self._play(gateway, row, sampling, tries)
-                if episode.error is not None and tries <= self._config.retries:
-                    continue
-                if episode.error is not None and self._config.errors == "stop":
-                    raise DataError(
-                        f'an episode failed, and agent.errors = "stop": {episode.error}; its row is {shortened(row)}'
-                    )
-                return episode
+        tries = 0
 
-    async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
+        async def once() -> tuple[Episode, bool]:
+            nonlocal tries
+            tries += 1
+            return await self._play(gateway, row, sampling, tries)
+
+        async with self._room:
+            episode, failed = await tried_again(once)
+            while failed and tries <= self._config.retries:
+                episode, failed = await tried_again(once)
+        if failed and self._config.errors == "stop":
+            raise DataError(
+                f'an episode failed, and agent.errors = "stop": {episode.error}; its row is {shortened(row)}'
+            )
+        return episode
+
+    async def _play(
+        self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int
+    ) -> tuple[Episode, bool]:
+        """Return the episode, and whether it failed. Raises a fault of the machine."""
         session, output = gateway.open(sampling), self._output()
-        reward, error, turns = math.nan if self._config.errors == "mask" else 0.0, None, None
+        reward, error, turns, failed = math.nan, None, None, False
         try:
             result = await self._result(gateway, session, row, output)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
@@ -121,13 +128,16 @@ class Agent:
             unless_cancelled(raised)
             if session.failure is not None:
                 raise session.failure from raised
-            error = self._errors.told(raised)
+            if is_of_machine(raised):
+                raise
+            error, failed = self._errors.told(raised), not is_discarded(raised)
+            reward = 0.0 if failed and self._config.errors == "zero" else math.nan
         finally:
             rows = gateway.close(session)
         rows = with_rewards(rows, np.full(len(rows), reward), [error] * len(rows), "zero")
         answers = len(session.conversation)
         by_turn = np.full(answers, reward, np.float32) if error else _by_turn(reward, turns, answers)
-        return Episode(rows, reward, error, answers, tries, output.text, by_turn)
+        return Episode(rows, reward, error, answers, tries, output.text, by_turn), failed
 
     def _output(self) -> Output:
         """Choose the file for the next command's output, and delete the oldest one."""

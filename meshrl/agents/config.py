@@ -12,7 +12,7 @@ from meshrl.config import CODE, Config
 from meshrl.data import OnError
 from meshrl.errors import ConfigError
 from meshrl.tasks import verifiers
-from meshrl.user_code import load_name
+from meshrl.user_code import load_name, signature_of
 
 
 class AgentConfig(Config):
@@ -88,7 +88,7 @@ def _function(what: str, source: str, *arguments: str) -> Callable[..., object]:
     if not callable(function):
         raise ConfigError(f"{what} {source!r}: is {function!r}, not a function")
     try:
-        inspect.signature(function).bind(*arguments)
+        signature_of(function).bind(*arguments)
     except TypeError as error:
         called = f"{', '.join(arguments[:-1])} and {arguments[-1]}"
         raise ConfigError(f"{what} {source!r}: is called with {called}, and does not fit: {error}") from error

@@ -21,11 +21,13 @@ OUTCOMES: Final[dict[OnError, str]] = {"mask": "no reward", "zero": "reward 0", 
 def with_rewards(batch: Batch, rewards: ArrayLike, errors: Sequence[str | None], on_error: OnError = "mask") -> Batch:
     """Add `rewards`, float32, and `reward_error`. Every backend's `score` returns this.
 
-    `rewards` is float[rows]. `errors` has the reason of each row that could not be judged, and None for others.
-    `on_error` says what becomes of such a row. With "mask" its reward is NaN, and its `loss_mask`, if the batch has
-    one, becomes False. Raises DataError with "stop", if there is an error.
+    `rewards` is float[rows], NaN where they are unknown. `errors` has the reason of each row that could not be judged,
+    and None for others. `on_error` says what becomes of such a row, unless its reward is NaN already, as of a discarded
+    one. With "mask" its reward is NaN, and its `loss_mask`, if the batch has one, becomes False. Raises DataError with
+    "stop", if there is such a row.
     """
-    values, failed = np.array(rewards, np.float32), [row for row, error in enumerate(errors) if error is not None]
+    values = np.array(rewards, np.float32)
+    failed = [row for row, error in enumerate(errors) if error is not None and not np.isnan(values[row])]
     if on_error == "stop" and failed:
         of = f", of the prompt {shortened(batch.objects('prompt')[failed[0]])}," if "prompt" in batch else ""
         raise DataError(

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from meshrl.config import CODE
 from meshrl.data import OUTCOMES, Batch, OnError
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, is_discarded, is_of_machine
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
@@ -23,7 +23,7 @@ from meshrl.tasks.builtin import exact_match, finite
 from meshrl.tasks.function import PURE, RewardFunction, gathered, load_function
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import Code, CodeHere, UserCode, has_processes
-from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, load_name, signature_of, tried_again, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
 """The result of a step: the observation, the reward of this turn, and whether the episode is over."""
@@ -83,15 +83,18 @@ class Environment(Actor, ABC):
     @endpoint
     @abstractmethod
     async def reset(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Begin an episode for each row, by `episode` (int64). Adds `prompt` and `reward_error` (text or None)."""
+        """Begin an episode for each row, by `episode` (int64).
+
+        Adds `prompt`, `rewards` (float32, 0, or NaN if it is unknown already) and `reward_error` (text or None).
+        """
 
     @endpoint
     @abstractmethod
     async def step(self, batch: Shard[Batch]) -> Gather[Batch]:
         """Answer each row's `completion`, the text of its last turn.
 
-        Adds `observation` (text), `rewards` (float32, for this turn), `done` (bool) and `reward_error`. A row with an
-        error is done.
+        Adds `observation` (text), `rewards` (float32, for this turn, NaN if it is unknown whatever `errors` says),
+        `done` (bool) and `reward_error`. A row with an error is done.
         """
 
     @endpoint
@@ -123,19 +126,27 @@ class FunctionEnvironment(Environment):
                     "set task.prompt to a template such as {prompt[0][content]}; `reset` gets the whole row"
                 )
 
-        async def one(index: int) -> tuple[str, str | None]:
-            row = copy.deepcopy(cast("Row", rows[index]))
-            own = {} if answers[index] is None else {"answer": copy.copy(answers[index])}
-            row |= {"prompt": prompts[index]} | own
-            self._running.add(numbers[index])
+        async def one(index: int) -> tuple[str, float, str | None]:
+            row = cast("Row", rows[index]) | {"prompt": prompts[index]}
+            row |= {} if answers[index] is None else {"answer": answers[index]}
+
+            async def begin() -> str:
+                await self._drop(numbers[index])  # it is begun again
+                self._running.add(numbers[index])
+                return await self._code.call("reset", numbers[index], copy.deepcopy(row), check=_prompt)
+
             try:
-                return await self._code.call("reset", numbers[index], row, check=_prompt), None
+                return await tried_again(begin), 0.0, None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
-                return str(prompts[index]), await self._fail(numbers[index], error)
+                return str(prompts[index]), *await self._fail(numbers[index], error)
 
         begun = await gathered(one, len(batch), self._concurrency)
-        return batch.assign(prompt=[text for text, _ in begun], reward_error=[error for _, error in begun])
+        return batch.assign(
+            prompt=[text for text, _, _ in begun],
+            rewards=np.array([reward for _, reward, _ in begun], np.float32),
+            reward_error=[error for _, _, error in begun],
+        )
 
     async def step(self, batch: Batch) -> Batch:
         """Call each row's instance, and drop it if the episode is done. DataError if the row has no instance here."""
@@ -149,7 +160,8 @@ class FunctionEnvironment(Environment):
                 answer = await self._code.call("step", number, str(texts[index]), check=_checked)
             except RAISED as error:
                 unless_cancelled(error)
-                return ("", 0.0, True), await self._fail(number, error)
+                reward, told = await self._fail(number, error)
+                return ("", reward, True), told
             _, _, done = answer
             return answer, await self._drop(number) if done else None
 
@@ -179,9 +191,10 @@ class FunctionEnvironment(Environment):
             return self._errors.told(error)
         return None
 
-    async def _fail(self, number: int, error: BaseException) -> str:
+    async def _fail(self, number: int, error: BaseException) -> tuple[float, str]:
+        """Drop an instance. Returns the reward of its episode, NaN if it is unknown in any case, and the error."""
         await self._drop(number)
-        return self._errors.told(error)
+        return np.nan if is_discarded(error) or is_of_machine(error) else 0.0, self._errors.told(error)
 
 
 class Instances:
@@ -277,7 +290,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
             "step(completion) -> (observation, reward, done)"
         )
     try:
-        inspect.signature(cls).bind(**config.options)
+        signature_of(cls).bind(**config.options)
     except TypeError as error:
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"

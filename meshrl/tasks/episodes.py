@@ -98,12 +98,12 @@ class Episodes(Sampler):
         else:
             numbers = self._begun + np.arange(len(rows), dtype=np.int64)
             self._begun += len(rows)
-        whole = rows.assign(episode=numbers)
+        whole = rows.assign(episode=numbers, rewards=np.zeros(len(rows), np.float32))
         begun = await self._on_its_rank(self._environment.reset, whole)
         return whole.assign(
             prompt=list(begun.objects("prompt")),
             reward_error=list(begun.objects("reward_error")),
-            rewards=np.zeros(len(rows), np.float32),
+            rewards=begun.rewards,
             turns=np.zeros(len(rows), np.int32),
             completion=[""] * len(rows),
             observation=[None] * len(rows),
@@ -159,7 +159,7 @@ class Episodes(Sampler):
         answers = zip(sent.tolist(), answer.objects("reward_error"), answer.objects("observation"), strict=True)
         for row, error, text in answers:
             errors[row], shown[row] = error, "" if done[row] else self._template.replace("{observation}", str(text))
-        rewards[[error is not None for error in errors]] = 0
+        rewards[np.array([error is not None for error in errors], np.bool_) & ~np.isnan(rewards)] = 0
         late = ~done & (turns >= self._turns)
         texts = zip(live.objects("completion"), live.objects("turn_text"), shown, late.tolist(), strict=True)
         after = live.assign(

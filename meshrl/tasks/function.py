@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Self, SupportsFloat, TypeAlias, TypeVar, cast
 
-import cloudpickle
 import numpy as np
 from pydantic import (
     Field,
@@ -30,13 +29,13 @@ from pydantic import (
 from meshrl import log
 from meshrl.config import CODE
 from meshrl.data import OUTCOMES, Batch, OnError, Prompt, with_rewards
-from meshrl.errors import ConfigError, described, did_you_mean
+from meshrl.errors import ConfigError, described, did_you_mean, is_discarded, is_of_machine
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, reasoning_format, reasoning_gym
 from meshrl.tasks.sandbox import check_safe, code_tests
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import UserCode, has_processes
-from meshrl.user_code import RAISED, FirstErrors, load_name, pickle_scripts_by_value, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, load_name, pickled, signature_of, tried_again, unless_cancelled
 
 T = TypeVar("T")
 
@@ -219,8 +218,10 @@ class FunctionReward(Reward):
         if any(errors) and "loss_mask" in batch:
             batch = await batch.load("loss_mask")
         rewards = np.nan_to_num(values) @ np.array([part.weight for part in self._parts])
+        failed = np.array([text is not None for _, text in scored], np.bool_).reshape(values.shape)
+        rewards[(failed & np.isnan(values)).any(axis=1)] = np.nan
         if self._on_error == "mask":
-            values[np.array([text is not None for _, text in scored], np.bool_).reshape(values.shape)] = np.nan
+            values[failed] = np.nan
         names = [part.name for part in self._parts if part.name]
         return with_rewards(batch, rewards, errors, self._on_error).assign(
             **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)}
@@ -284,9 +285,8 @@ def _is_sent(function: str | Callable[..., object]) -> bool:
     if isinstance(function, str) or named(function) in PURE:
         return named(function) not in PURE
     load_function(function)  # what is wrong with it is told here
-    pickle_scripts_by_value()
     try:
-        cloudpickle.dumps(function)
+        pickled(function)
     except Exception as error:  # noqa: BLE001 -- it may hold anything
         log.warning(
             f"reward function {named(function)} runs on a thread of this process, where signals and the time limits of "
@@ -323,15 +323,15 @@ async def boundary(
 ) -> tuple[float, BaseException | None]:
     """Return the reward, or 0.0 and the function's exception, or the error of an invalid result.
 
-    The reward is NaN if the function does not judge the row.
+    The reward is NaN if the function does not judge the row, if it discards it, and after a fault of the machine.
     """
     try:
-        return finite(await awaited(function(prompt, completion, row))), None
+        return finite(await tried_again(lambda: awaited(function(prompt, completion, row)))), None
     except NotJudged:
         return math.nan, None
     except RAISED as error:  # a user's function may raise anything, which is recorded
         unless_cancelled(error)
-        return 0.0, error
+        return math.nan if is_discarded(error) or is_of_machine(error) else 0.0, error
 
 
 def try_reward(
@@ -408,7 +408,7 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
 
 def _check_parameters(name: str, function: Callable[..., object]) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
         if "completions" in signature.parameters:
             raise ConfigError(
                 f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function); in a file, "
@@ -417,7 +417,7 @@ def _check_parameters(name: str, function: Callable[..., object]) -> None:
         signature.bind("", "", {})
     except TypeError as error:
         raise ConfigError(
-            f"reward function {name!r} takes {inspect.signature(function)}: {error}; "
+            f"reward function {name!r} takes {signature_of(function)}: {error}; "
             "it is called as function(prompt, completion, row)"
         ) from error
     except ValueError:
@@ -436,7 +436,7 @@ def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
     of None or NaN, which means "does not apply" in TRL, is left out of the sum of `functions`. If there is no other,
     the reward of the row is unknown.
     """
-    takes = inspect.signature(function).parameters
+    takes = signature_of(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
     async def reward(prompt: Prompt, completion: str, row: Row) -> float:

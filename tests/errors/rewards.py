@@ -12,10 +12,12 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 import meshrl as rl
+from meshrl.agents import Agent, Gateway
 from meshrl.agents.config import load_agent
 from meshrl.config import validate
 from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.tasks.function import FunctionReward
+from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 from meshrl_torch.model.text import character_tokenizer
 
 JUDGE = """
@@ -127,7 +129,15 @@ def _verifiers(version: str | None) -> None:
         load_agent(rl.AgentConfig(source="verifiers:wordle"))
 
 
+def _full_disk() -> None:
+    write = 'raise OSError(errno.ENOSPC, "No space left on device", "notes.txt")'
+    Path("mine.py").write_text(f"import errno\n\n\nasync def solve(client, row):\n    {write}\n", "utf-8")
+    agent, gateway = Agent(rl.AgentConfig(source="mine.py:solve")), Gateway(ScriptedSampler([]), ScriptedChat())
+    simulate(lambda: agent.play(gateway, {}, rl.Sampling()))
+
+
 MISTAKES: dict[str, Callable[[], object]] = {
+    "disk-that-is-full-for-an-agent": _full_disk,
     "unknown-reward": lambda: _reward("exactmatch"),
     "reward-file-missing": lambda: _reward("rewards/judge.py:judge"),
     "reward-file-that-raises": lambda: _reward("broken.py:judge"),
