@@ -36,7 +36,10 @@ ConfigArgument = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as policy.optimizer.lr=1e-4 steps=20."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys to override, such as policy.optimizer.lr=1e-4 steps=20. ~KEY removes a key or a table.",
+    ),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.")]
 RolloutSeconds = Annotated[
@@ -82,7 +85,12 @@ def settings(config: str, overrides: list[str] | None) -> list[str]:
             key, equals, value = argument.lstrip("-").partition("=")
             value = value if equals else "true" if following.startswith("-") else following
             raise ConfigError(f"{argument}: keys are set without dashes. Write {key.replace('-', '_')}={value}")
-        if at and "=" not in argument and "=" not in following and not following.startswith("-"):
+        if (
+            at
+            and "=" not in argument + following
+            and not argument.startswith("~")
+            and not following.startswith(("-", "~"))
+        ):
             raise ConfigError(
                 f"{argument} {following}: a key and its value are one argument. Write {argument}={following}"
             )

@@ -5,7 +5,7 @@ raises one error with all mistakes, in the terms of the file. `PathIn` marks key
 `CODE` keys that may name a function in a file.
 """
 
-from meshrl.config.base import CODE, Config, Keys, PathIn, Table, dotted, leaves
+from meshrl.config.base import CODE, Config, Keys, PathIn, Table, dotted, expanded, leaves
 from meshrl.config.toml_file import DEEPEST, apply_overrides, load_toml, too_deep
 from meshrl.config.validation import as_list, mistakes_in, validate
 
@@ -19,6 +19,7 @@ __all__ = [
     "apply_overrides",
     "as_list",
     "dotted",
+    "expanded",
     "leaves",
     "load_toml",
     "mistakes_in",

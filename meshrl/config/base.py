@@ -137,7 +137,12 @@ class Paths:
             return text
         by_command_line = is_overridden(path, self._overridden)
         root, other = (self._here, self._folder) if by_command_line else (self._folder, self._here)
-        wanted, elsewhere = root / match[1], other / match[1]
+        try:
+            name = match[1] if "$" in match[1] and _exists(root / match[1]) else expanded(match[1])
+        except ValueError as error:
+            self.mistakes.append((path, f"{dotted(path)} = {shown(text)}: {error}"))
+            return text
+        wanted, elsewhere = root / name, other / name
         if not _exists(wanted):
             if _exists(elsewhere):
                 start = "on the command line start at the current" if by_command_line else "in a file start at its"
@@ -149,6 +154,19 @@ class Paths:
                 return text
         # Do not resolve the last part: the interpreter of an environment is a link.
         return text[: match.start(1)] + str(wanted.parent.resolve() / wanted.name) + text[match.end(1) :]
+
+
+def expanded(path: str) -> str:
+    """Return a path with its `~` and `$VARIABLES` replaced. ValueError for those that are not known here."""
+    whole = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 -- a Path would drop the slash of `x/`
+    if whole.startswith("~"):
+        user = whole.partition("/")[0]
+        raise ValueError(
+            f"the home folder of {user} is not known here: write the whole path, or ./{user} for that name"
+        )
+    if unset := re.search(r"\$(?:\w+|\{\w+\})", whole):
+        raise ValueError(f"{unset[0]} is not set in the environment: export it, or write the whole path")
+    return whole
 
 
 def is_config(annotation: object) -> TypeGuard[type[Config]]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from meshrl.config.base import Table, dotted, shown
+from meshrl.config.base import Table, dotted, leaves, shown
 from meshrl.config.neighbours import counterparts
-from meshrl.errors import ConfigError, nearest, shortened
+from meshrl.errors import ConfigError, did_you_mean, nearest, shortened
 
 DEEPEST: Final = 100
 """Maximal nesting of lists and tables, in a configuration and in a task's row."""
@@ -15,7 +15,7 @@ _TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make 
 
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
-    """Read the tables of a TOML file, and apply `key.sub=value` overrides.
+    """Read the tables of a TOML file, and apply `key.sub=value` overrides. `~key.sub` removes a key or a table.
 
     A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and taken as text if it is not valid TOML. Raises
     ConfigError if the file is missing, not valid TOML or nested too deeply, or if an override does not fit it.
@@ -68,7 +68,10 @@ def too_deep(value: object) -> bool:
 
 def _put(table: Table, override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = [part.strip() for part in key.split(".")]
+    parts = [part.strip() for part in key.removeprefix("~").split(".")]
+    if key.startswith("~"):
+        _remove(table, override, parts)
+        return
     if not equals or not all(parts):
         raise ConfigError(
             f"command line: {override!r} is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
@@ -86,6 +89,17 @@ def _put(table: Table, override: str) -> None:
             )
         target = below
     target[parts[-1]] = _value(text.strip())
+
+
+def _remove(table: Table, override: str, parts: Sequence[str]) -> None:
+    above: object = table
+    for part in parts[:-1]:
+        above = above.get(part) if isinstance(above, dict) else None
+    if "=" in override or not isinstance(above, dict) or parts[-1] not in above:
+        keys = dict.fromkeys(dotted(path[:depth]) for path, _ in leaves(table) for depth in range(1, len(path) + 1))
+        hint = did_you_mean(dotted(parts), keys, "~{}") or "write ~key.sub for a key that the file sets"
+        raise ConfigError(f"command line: {override}: {dotted(parts)} is not set, so it cannot be removed; {hint}")
+    del above[parts[-1]]
 
 
 def _value(text: str) -> object:

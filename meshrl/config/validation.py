@@ -50,7 +50,7 @@ def mistakes_in(
 def _checked(
     schema: type[C], table: Mapping[str, object], source: str | Path, overrides: Sequence[str], folder: Path
 ) -> C | list[str]:
-    overridden = [override.partition("=")[0].strip() for override in overrides]
+    overridden = [override.removeprefix("~").partition("=")[0].strip() for override in overrides]
     paths = Paths(folder, overridden)
     table = paths.in_table(schema, table)
     whole, mistakes = schema.prepared(table), paths.mistakes

@@ -3,7 +3,7 @@
 All implement the protocol `mesh.Engine`. `make_engine` loads the named engine. The package itself loads none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshrl.errors import ConfigError
@@ -20,6 +20,7 @@ def make_engine(
     patience: float = PATIENCE,
     packages: Sequence[str] = (),
     code: Sequence[Path] = (),
+    environment: Mapping[str, str] = {},
 ) -> Engine:
     """Make an engine by its name in `run.engine`.
 
@@ -27,7 +28,8 @@ def make_engine(
     the engine `processes` imports once for all. `shared_memory_mib`: most MiB for all processes of the engine,
     including this one. `patience`: seconds to wait for an unreachable node. `packages`: the packages of the roles'
     backends. Each node of Ray must have the versions that are here. `code`: folders that ranks import from, which are
-    copied to other nodes. Raises ConfigError if the engine's own package is not installed.
+    copied to other nodes. `environment`: variables that ranks on a cluster get. Raises ConfigError if the engine's own
+    package is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
     if name == "local":
@@ -44,4 +46,4 @@ def make_engine(
         raise ConfigError(
             f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
         ) from None
-    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience, packages, code)
+    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience, packages, code, environment)

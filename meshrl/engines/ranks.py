@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
-from meshrl.errors import ConfigError, ContractError, MeshStopped
+from meshrl.errors import ConfigError, ContractError, MeshStopped, unset_variable
 from meshrl.mesh import HasRefs, seal_arrays
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ def reason_and_traceback(error: BaseException) -> tuple[str, str]:
     """Return an exception's text, and its traceback without the engine's own frames."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
-    text = traceback.format_exception_only(error)
-    return "".join(text).strip(), "".join([*traceback.format_list(own), *text])
+    text = f"{''.join(traceback.format_exception_only(error)).strip()}{unset_variable(error)}"
+    return text, "".join([*traceback.format_list(own), f"{text}\n"])
 
 
 def actor_stopped(actor: str, rank: int, endpoint: str) -> MeshStopped:

@@ -12,6 +12,7 @@ import numpy as np
 from meshrl.errors import ContractError
 from meshrl.mesh.actor import Actor, CollectiveActor, is_endpoint
 from meshrl.mesh.sharding import Axes, Mark, holds_mark, read_marks, type_name
+from meshrl.user_code import signature_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class Endpoint:
     result: Mark
     stream: bool
     """True for an async generator, whose values are passed on as a rank yields them."""
+
+    def __reduce__(self) -> tuple[type["Endpoint"], tuple[object, ...]]:
+        """Leave out types and defaults, which calls do not read and another process may be unable to make."""
+        empty = inspect.Parameter.empty
+        bare = [
+            inspect.Parameter(each.name, each.kind, default=empty if each.default is empty else ...)
+            for each in self.signature.parameters.values()
+        ]
+        mark = Mark(self.result.kind, self.result.axes, None)
+        return Endpoint, (self.name, inspect.Signature(bare), dict(self.shards), mark, self.stream)
 
 
 Contract = Mapping[str, Endpoint]
@@ -66,20 +77,22 @@ def _declared(cls: type) -> list[tuple[str, type, Callable[..., object]]]:
 def _read_endpoint(
     cls: type, owner: type, name: str, function: Callable[..., object], shape: Mapping[str, int]
 ) -> Endpoint | list[str]:
+    override = inspect.getattr_static(cls, name)
+    overrides = override is not function and inspect.isfunction(override)
     try:
-        marks, stream = read_marks(function)
+        marks, stream = read_marks(function, cls)
+        own, _ = read_marks(override, cls) if overrides else ({}, False)
     except NameError as error:
         return [f"the annotation {error.name!r} is not known at run time: import it outside `if TYPE_CHECKING`"]
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     parameters = list(signature.parameters.values())[1:]
     result = marks.pop("return", Mark("missing", (), None))
     mistakes = _kind_mistakes(cls, name, stream)
     for parameter, mark in marks.items():
         mistakes += _parameter_mistakes(parameter, mark, shape)
     mistakes += _result_mistakes(result, shape, stream)
-    override = inspect.getattr_static(cls, name)
-    if override is not function and inspect.isfunction(override):
-        mistakes += _override_mistakes(owner, signature, marks, result, override)
+    if overrides:
+        mistakes += _override_mistakes(owner, signature, {**marks, "return": result}, own, override)
     if mistakes:
         return mistakes
     shards = {parameter: mark.axes for parameter, mark in marks.items() if mark.kind == "shard"}
@@ -89,7 +102,7 @@ def _read_endpoint(
 
 def _extra_parameters(role: Sequence[inspect.Parameter], override: Callable[..., object]) -> list[inspect.Parameter]:
     known = {parameter.name for parameter in role} | {"self"}
-    return [p for p in inspect.signature(override).parameters.values() if p.name not in known]
+    return [p for p in signature_of(override).parameters.values() if p.name not in known]
 
 
 def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> None:
@@ -173,16 +186,16 @@ def _axis_mistakes(where: str, mark: Mark, shape: Mapping[str, int]) -> list[str
 
 
 def _override_mistakes(
-    owner: type, base: inspect.Signature, marks: Mapping[str, Mark], result: Mark, override: Callable[..., object]
+    owner: type,
+    base: inspect.Signature,
+    marks: Mapping[str, Mark],
+    own: Mapping[str, Mark],
+    override: Callable[..., object],
 ) -> list[str]:
     """Mistakes of an override against its role. Plain types inherit the role's marks."""
-    try:
-        own, _ = read_marks(override)
-    except NameError as error:
-        return [f"the annotation {error.name!r} is not known at run time: import it outside `if TYPE_CHECKING`"]
     mistakes = []
     for name, mark in own.items():
-        inherited = result if name == "return" else marks.get(name)
+        inherited = marks.get(name)
         differs = inherited is not None and (mark.kind, mark.axes) != (inherited.kind, inherited.axes)
         if differs and mark.kind != "plain":
             what = "the result" if name == "return" else f"parameter `{name}`"
@@ -190,7 +203,7 @@ def _override_mistakes(
                 f"{what} is {mark} here but {inherited} in {owner.__name__}: the contract stands once, "
                 f"on {owner.__name__}; write the plain type here"
             )
-    parameters = list(inspect.signature(override).parameters.values())[1:]
+    parameters = list(signature_of(override).parameters.values())[1:]
     role = list(base.parameters.values())[1:]
     if [(p.name, p.kind) for p in parameters[: len(role)]] != [(p.name, p.kind) for p in role]:
         text = f"do not start with {_names(role)}, those of {owner.__name__}: write these first, in this order"

@@ -31,7 +31,7 @@ from meshrl.errors import CallTimeout, ContractError, MeshrlError, did_you_mean
 from meshrl.events import Call, Span, clock, sink
 from meshrl.mesh import scatter
 from meshrl.mesh.actor import CollectiveActor, Rank
-from meshrl.mesh.contract import Contract, Endpoint, read_contract
+from meshrl.mesh.contract import Contract, Endpoint
 from meshrl.mesh.engine import Engine, Member, OnSpan, Request
 from meshrl.mesh.refs import put_large, resolve
 from meshrl.mesh.scatter import UNDIVIDED, Along, Plan, Planner, make_plan, scatter_args
@@ -125,11 +125,12 @@ class Handle:
 
     def __reduce__(self) -> tuple[Callable[..., "Handle"], tuple[object, ...]]:
         it = self._meshrl
-        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh, it.timeout, it.planner)
+        ranks = dict(it.shape), list(it.members)
+        return _received, (it.actor, dict(it.contract), *ranks, it.engine, it.mesh, it.timeout, it.planner)
 
 
-def _received(actor: type, shape: Mapping[str, int], *others: Any) -> Handle:
-    return Handle(Deployment(actor, read_contract(actor, shape), shape, *others))
+def _received(*fields: Any) -> Handle:
+    return Handle(Deployment(*fields))
 
 
 class BoundEndpoint:

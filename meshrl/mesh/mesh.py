@@ -12,6 +12,7 @@ from meshrl.mesh.actor import Rank
 from meshrl.mesh.contract import check_may_shrink, read_contract
 from meshrl.mesh.engine import Engine, Resources, Slot
 from meshrl.mesh.handle import Deployment, Handle
+from meshrl.user_code import signature_of
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -73,9 +74,9 @@ class Mesh:
             )
         contract = read_contract(cls, self.axes)
         try:
-            inspect.signature(cls).bind(*args, **kwargs)
+            signature_of(cls).bind(*args, **kwargs)
         except TypeError as error:
-            raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
+            raise ContractError(f"{cls.__name__}{signature_of(cls)} cannot be constructed: {error}") from None
         check_may_shrink(cls, self.axes, self._min_ranks)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
         away = {member.rank.index for member in members if not member.has_started}

@@ -144,9 +144,13 @@ _KINDS: Mapping[TypeAliasType, str] = {
 }
 
 
-def read_marks(function: Callable[..., object]) -> tuple[dict[str, Mark], bool]:
-    """Read a method's marks by parameter and "return", and whether it streams. NameError if a type is unknown."""
-    hints = typing.get_type_hints(function, include_extras=True)
+def read_marks(function: Callable[..., object], cls: type) -> tuple[dict[str, Mark], bool]:
+    """Read the marks of a class's method by parameter and "return", and whether it streams.
+
+    Annotations may name the class itself, wherever it is defined. NameError if another type is unknown.
+    """
+    own = {each.__name__: each for each in reversed(cls.__mro__)}
+    hints = typing.get_type_hints(function, localns=own, include_extras=True)
     returned = hints.get("return")
     stream = typing.get_origin(returned) in (AsyncIterator, AsyncGenerator)
     if stream:

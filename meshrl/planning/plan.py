@@ -329,4 +329,4 @@ def _loading(config: str, given: Sequence[str]) -> Load:
 
 
 def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
+    return override.removeprefix("~").partition("=")[0].strip()

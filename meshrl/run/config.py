@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self, cast, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from meshrl.config import CODE, Config, Keys, PathIn
+from meshrl.config import CODE, Config, Keys, PathIn, expanded
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
@@ -110,6 +110,9 @@ class RunConfig(Config):
     shared_memory_mib: int | None = Field(default=None, ge=1)
     """MiB of `/dev/shm` that all processes of the run together may use on each machine. Data beyond it goes through
     files in the temporary folder. Default: all that is free."""
+    environment: list[Annotated[str, Field(pattern=r"^\w[\w*?]*$")]] = Field(default=[])
+    """Names of environment variables that ranks get from the process that starts the run, such as `["JUDGE_KEY",
+    "HF_*"]`. Ranks on a Ray cluster that runs already need this. Values are not recorded."""
     patience: float = Field(default=PATIENCE, gt=0)
     """Seconds to wait for an unreachable host before its ranks count as lost (engine Ray)."""
     deterministic: bool = False
@@ -146,6 +149,11 @@ class RunConfig(Config):
     def trackers(self) -> list[str]:
         """The trackers that `log` names, and that of `otlp`."""
         return [*([self.log] if isinstance(self.log, str) else self.log), *(["otlp"] if self.otlp else [])]
+
+    @field_validator("folder")
+    @classmethod
+    def _expanded(cls, folder: str) -> str:
+        return expanded(folder)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -265,7 +273,7 @@ class AlgorithmConfig(Config):
         A sampler also gets the policy's adapters if `lora.sync` is "adapters".
         """
         filled = dict(table)
-        if filled.get("evaluation") is False:  # the only way for a command line to remove a file's table
+        if filled.get("evaluation") is False:
             del filled["evaluation"]
         run, policy, task = table.get("run"), table.get("policy"), table.get("task")
         if isinstance(task, Mapping) and "max_prompt_tokens" in task and (counts := cls._first_model(table)):

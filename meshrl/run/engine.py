@@ -1,17 +1,19 @@
 """The engine of a run, and waiting for resources after a machine has failed."""
 
 import asyncio
+import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, cast
 
 from meshrl import log
 from meshrl.engines import make_engine
-from meshrl.errors import BackendError, NoRoom
+from meshrl.errors import BackendError, ConfigError, NoRoom
 from meshrl.mesh import Engine, Mesh
 from meshrl.roles import import_path, packages_of
 from meshrl.run.config import RunConfig
@@ -44,7 +46,18 @@ def engine_of(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
         config.patience,
         sorted(packages),
         sorted({path.parent for path in _files_named(resolved)}),
+        _environment(config.environment),
     )
+
+
+def _environment(names: Sequence[str]) -> Mapping[str, str]:
+    """Return the variables with these names. ConfigError for one that is not set here."""
+    if unset := [name for name in names if not {*"*?"} & {*name} and name not in os.environ]:
+        raise ConfigError(
+            f"run.environment names {' and '.join(unset)}, which the environment of this process lacks: set it where "
+            "the run is started, or leave the name out"
+        )
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, each) for each in names)}
 
 
 def _files_named(value: object) -> Iterator[Path]:

@@ -21,6 +21,8 @@ from meshrl.mesh import boot_id
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of a file system without locks."""
+_COPIES: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Variables in which launchers say how many copies of a command they have started."""
 _LEASE: Final = 30.0
 """Seconds without a sign of life after which an owner counts as dead."""
 _BEATS: Final = 6
@@ -135,9 +137,14 @@ class FolderLock:
         owner = _owner(_read(self._file))
         elsewhere = owner is not None and owner.machine != _machine()
         gone = f", or, if that host is gone for good, remove {self._file}" if elsewhere else ""
+        copies = [f"{name} = {os.environ[name]}" for name in _COPIES if os.environ.get(name, "1") not in ("0", "1")]
+        launched = copies and (
+            f". If a launcher has started this command several times ({copies[0]}), leave torchrun, accelerate, mpirun "
+            "or srun out: one process starts all ranks, as run.engine and run.meshes say"
+        )
         raise ConfigError(
             f"{self._folder} is being written by {owner or 'another process'}: wait for the end of that run, or give "
-            f"this one another run.name{gone}"
+            f"this one another run.name{gone}{launched or ''}"
         )
 
 

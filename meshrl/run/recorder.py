@@ -135,6 +135,7 @@ class Recorder:
         folder = self.folder
         if sizes is not None:
             cut_files(folder, sizes)
+            self._trackers.recall(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._resolved = _without_none(resolved)
         write_whole(folder / "config.toml", tomli_w.dumps(self._resolved).encode())

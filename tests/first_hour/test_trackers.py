@@ -82,13 +82,13 @@ def records(file: Path) -> Iterator[bytes]:
 def test_wandb(tracked: Path) -> None:
     record = import_module("wandb.proto.wandb_internal_pb2").Record
     files = sorted(tracked.glob("runs/quickstart/wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2
+    assert len(files) == 1, "a resumed run writes all of it again, because wandb counts its lines from 0"
     told = [record.FromString(each) for file in files for each in records(file)]
     begun = [each.run for each in told if each.HasField("run") and each.run.run_id]
     assert {each.run_id for each in begun} == {(tracked / "runs/quickstart/run_id").read_text("utf-8").strip()}
     assert {(each.project, each.display_name) for each in begun} == {("meshrl", "quickstart")}
     config = {item.key: json.loads(item.value_json) for item in begun[0].config.update}
-    assert (config["steps"], config["links"]) == (2, links(tracked))
+    assert (config["steps"], config["links"]) == (4, links(tracked))
     history = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in each.history.item}
         for each in told
@@ -97,7 +97,7 @@ def test_wandb(tracked: Path) -> None:
     found = {line["step"]: line["reward"] for line in history if "reward" in line}
     assert found == dict(enumerate(rewards(tracked)))
     assert [line["step"] for line in history if "samples/path" in line or "samples" in line] == [0, 2]
-    assert [each.artifact.type for each in told if each.HasField("artifact")].count("report") == 2
+    assert [each.artifact.type for each in told if each.HasField("artifact")].count("report") == 1
 
 
 @pytest.mark.process

@@ -3,13 +3,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
 import ray
 
-from meshrl import Actor, Mesh, Resources, current_rank, each, endpoint
+from meshrl import Actor, Mesh, Resources, Run, RunConfig, current_rank, each, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.channel import interface_of
 from meshrl.engines.ray.cluster import Cluster, Node, host_and_port, room_for
@@ -29,6 +30,10 @@ class Probe(Actor):
     @endpoint
     async def environment(self) -> Same[object]:
         return self.found
+
+    @endpoint
+    async def variables(self, names: list[str]) -> Same[object]:
+        return [os.environ.get(name) for name in names]
 
     @endpoint
     async def threads(self) -> Same[int]:
@@ -52,6 +57,21 @@ async def test_a_rank_finds_what_torch_distributed_needs_and_a_thread_where_no_c
     assert await (await (await Mesh.reserve(engine, 1)).spawn(Probe)).threads() == 1
     await mesh.stop()
     assert await (await (await Mesh.reserve(engine, 1)).spawn(Probe)).threads() == 2
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_ranks_of_a_cluster_that_runs_get_the_variables_that_the_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a")
+    monkeypatch.setenv("JUDGE_URL", "b")
+    named = RunConfig(engine="ray", environment=["JUDGE_*"], folder=str(tmp_path))
+    async with Run(named) as run:
+        probe = await (await run.mesh(1)).spawn(Probe)
+        assert await probe.variables(["JUDGE_KEY", "JUDGE_URL", "RANK"]) == ["a", "b", "0"]
+    async with Run(named.model_copy(update={"environment": []})) as run:
+        assert await (await (await run.mesh(1)).spawn(Probe)).variables(["JUDGE_KEY"]) == [None]
+    assert "JUDGE_URL" not in (tmp_path / "run" / "config.toml").read_text("utf-8")
 
 
 def test_local_ranks_are_counted_by_node() -> None:
@@ -159,12 +179,42 @@ async def test_a_ray_that_does_not_answer_or_start_is_told_with_what_to_do(monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     nowhere = r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
-    late = r"did not start .* within 0 s: The current node timed out .*`ray start --head`"
+    late = r"did not start .* within 0 s: .*The current node timed out .*`ray start --head`"
     for engine, told in ((RayEngine("127.0.0.1:9"), nowhere), (RayEngine(), late)):
         with pytest.raises(ConfigError, match=told):
             await Mesh.reserve(engine, 1, Resources(cpus=0))
         await engine.close()
         monkeypatch.setattr(ray, "init", init)
+
+
+@pytest.mark.parametrize(
+    ("raised", "says", "folder"),
+    [
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "AF_UNIX path .*TMPDIR.*HOME", "/tmp/ray"),  # noqa: S108
+        (PermissionError(13, "Permission denied", "/home/x/.ray"), "'/home/x/.ray'.*TMPDIR.*HOME", None),
+        (Exception("The current node timed out during startup"), "timed out .*may be overloaded", None),
+    ],
+)
+async def test_a_ray_that_cannot_start_names_the_place_and_gets_short_paths_and_a_token_of_its_own(
+    raised: Exception, says: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def init(*_: object, **options: object) -> None:
+        given.update(options, token=os.environ.get("RAY_AUTH_TOKEN"))
+        raise raised
+
+    for name in [name for name in os.environ if name.startswith("RAY_A")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)) if folder else "/tmp")  # noqa: S108
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    engine = RayEngine()
+    with pytest.raises(ConfigError, match=rf"(?s)did not start .*{says}") as told:
+        await Mesh.reserve(engine, 1, Resources(cpus=0))
+    await engine.close()
+    assert ("overloaded" in str(told.value)) == ("timed out" in str(raised))
+    assert (given.get("_temp_dir"), len(str(given["token"]))) == (folder, 32)
 
 
 HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}

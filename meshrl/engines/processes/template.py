@@ -110,6 +110,10 @@ def main() -> None:
     os.environ["PYTHONPATH"] = paths
     if not paths:
         del os.environ["PYTHONPATH"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            with suppress(OSError):  # of a file that is a pipe by now
+                stream.reconfigure(errors="backslashreplace")  # a locale may lack characters of rows
     for module in modules.split(",") if modules else ():
         with suppress(Exception):  # the rank that needs it reports the error
             import_module(module)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,14 @@ class RankProcess:
         shares_memory: bool,
         share: Share,
         controller: Home,
+        environment: Mapping[str, str],
         packaged: Sequence[str],
     ) -> None:
-        """`controller`: its place. `packaged`: folders of a `Package`. The others: see `work_as`, `Host` and `pool`."""
+        """`controller`: its place. `environment`: variables to set. `packaged`: folders of a `Package`.
+
+        The others: see `work_as`, `Host` and `pool`.
+        """
+        os.environ.update(environment)
         settle_in(packaged, paths)
         work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only mapped values are fetched this way

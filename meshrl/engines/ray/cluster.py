@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import floor
+from secrets import token_hex
 from threading import Thread, current_thread, main_thread
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -21,7 +23,7 @@ import ray
 from meshrl import log
 from meshrl.engines.ray.code import Versions
 from meshrl.engines.remote import HealthPort, Reply, is_reachable, monitor_of
-from meshrl.errors import ConfigError, NoRoom
+from meshrl.errors import ConfigError, NoRoom, described
 from meshrl.mesh import Resources, boot_id, free_cores
 
 Amounts: TypeAlias = Mapping[str, float]
@@ -83,6 +85,8 @@ NOTHING: Final[Amounts] = {"memory": 1}
 """The reservation of a rank without needs. Ray refuses an empty request, and one byte is always available."""
 _ANSWER: Final = 10.0
 """Seconds within which a cluster's address must accept a connection."""
+_TEMPORARY: Final = 36
+"""Bytes of a temporary folder in which Ray's sockets still have paths of at most 107 bytes."""
 _AGAIN: Final = 0.5
 """Seconds between two checks whether silent nodes answer again."""
 _LAG: Final = 1.0
@@ -259,18 +263,32 @@ async def _connect(address: str | None) -> _Link:
         cores = free_cores()
         write_log = partial(log.info, "starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        folder = None if len(os.fsencode(temporary)) <= _TEMPORARY else "/tmp/ray"  # noqa: S108 -- Ray's own
         # The first log line imports its writer, and Ray need not wait for that.
         logged = asyncio.get_running_loop().run_in_executor(None, write_log)
         # Not in a separate thread: Ray's processes would end with it.
         began = time.monotonic()
         try:
-            with _own_sigterm():
-                ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+            with _own_token(), _own_sigterm():
+                ray.init(
+                    "local",
+                    num_cpus=cores,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=folder,
+                )
         except Exception as error:
+            seconds = f"within {time.monotonic() - began:.0f} s"
+            advice = (
+                "the machine may be overloaded: run the command again"
+                if "timed out" in str(error) or isinstance(error, TimeoutError)
+                else f"Ray writes to the temporary folder, {temporary} (TMPDIR), and to the home folder (HOME): let "
+                "this user write there, or name others"
+            )
             raise ConfigError(
-                f"Ray did not start on this machine within {time.monotonic() - began:.0f} s: {error}; the machine may "
-                "be overloaded: run the command again, or start Ray yourself with `ray start --head` and set "
-                "run.engine = 'auto'"
+                f"Ray did not start on this machine {seconds}: {described(error)}; {advice}; or start Ray yourself "
+                "with `ray start --head` and set run.engine = 'auto'"
             ) from error
         finally:
             await logged
@@ -283,6 +301,20 @@ async def _connect(address: str | None) -> _Link:
     except ConnectionError as error:
         raise _unreachable(address, error) from error
     return "joined"
+
+
+@contextmanager
+def _own_token() -> Generator[None]:
+    """Give a new cluster a token in the environment. Ray would write one to the home folder, which may be read-only."""
+    if any(name.startswith("RAY_AUTH_") for name in os.environ):
+        yield
+        return
+    os.environ["RAY_AUTH_TOKEN"] = token_hex(16)
+    try:
+        yield
+    except BaseException:
+        del os.environ["RAY_AUTH_TOKEN"]
+        raise
 
 
 @contextmanager

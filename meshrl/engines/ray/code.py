@@ -151,7 +151,7 @@ _CONDA: Final = "conda-meta"
 _RUN: Final = "metrics.jsonl"
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, in any environment."""
-_TOO_WIDE: Final = frozenset({Path("/"), Path.home()})
+_TOO_WIDE: Final = frozenset({Path("/"), Path(os.path.expanduser("~"))})  # noqa: PTH111 -- there may be no home
 """Folders from which only a module's own file is taken."""
 _OURS: Final = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("meshrl", "backends", "algorithms"))
 _LARGEST: Final = 5

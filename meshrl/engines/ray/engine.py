@@ -52,7 +52,7 @@ class RayReservation(Reservation):
         asked: Amounts,
         package: Package | None,
         resources: Resources,
-        rank_arguments: tuple[int, bool, Share, Home],
+        rank_arguments: tuple[int, bool, Share, Home, Mapping[str, str]],
         log: str,
         rank_logs: RankLogs,
     ) -> None:
@@ -258,7 +258,7 @@ class RayEngine(RemoteEngine):
     For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`: seconds to wait for an
     unreachable host before its ranks count as lost. `packages`: packages whose versions must agree on each node,
     besides Python, meshrl and torch. `code`: the user's folders that ranks import from, besides what this process has
-    imported. Other nodes get copies.
+    imported. Other nodes get copies. `environment`: variables that ranks get.
     """
 
     def __init__(
@@ -269,8 +269,10 @@ class RayEngine(RemoteEngine):
         patience: float = PATIENCE,
         packages: Sequence[str] = (),
         code: Sequence[Path] = (),
+        environment: Mapping[str, str] = {},
     ) -> None:
         super().__init__(HostRef, inline_bytes)
+        self._environment = environment
         self._share = share
         self._cluster = Cluster(address, patience, packages, self._lose)
         self._code = code
@@ -307,11 +309,9 @@ class RayEngine(RemoteEngine):
                 # On our cluster, it could only wait for other meshes of this run, which may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            rank_arguments = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
+            own = self.inline_bytes, self.shares_memory, self._share, self._cluster.home, self._environment
             package = await self._packaged(nodes, resources)
-            reservation = RayReservation(
-                self._cluster, count, asked, package, resources, rank_arguments, log, self._rank_logs
-            )
+            reservation = RayReservation(self._cluster, count, asked, package, resources, own, log, self._rank_logs)
             self._reservations.append(reservation)
         return await self._settled(reservation)
 

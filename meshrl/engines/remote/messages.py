@@ -13,18 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
-
-import cloudpickle
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from meshrl.mesh import Rank, Ref
-from meshrl.user_code import carry_scripts_with
-
-if TYPE_CHECKING:
-    from collections import ChainMap
-    from pickle import Pickler as _Base  # the base of cloudpickle's, which ships no types
-else:
-    _Base = cloudpickle.Pickler
+from meshrl.user_code import REDUCED, CodePickler, carry_scripts_with
 
 
 class HealthPort(NamedTuple):
@@ -198,8 +190,6 @@ class Channel(ABC):
 _EVERYWHERE: Final = frozenset({"meshrl", "numpy"})
 """Packages that every rank can import."""
 _NAMED: Final = type, FunctionType
-_reduced_types: Final = cast("ChainMap[type, object]", cloudpickle.Pickler.dispatch_table).maps[0]
-"""Types that cloudpickle reduces in its own way."""
 _reference_types: list[type] = [Ref]
 """Types that cannot travel in an exception, because their store could not count them."""
 
@@ -211,8 +201,8 @@ def register_pickler(register: Callable[[ModuleType], object], reference: type) 
         _reference_types.append(reference)
 
 
-class Pickler(_Base):
-    """cloudpickle's, which carries classes and functions of scripts by value, with fewer checks for each object."""
+class Pickler(CodePickler):
+    """A `CodePickler` with fewer checks for each object."""
 
     def reducer_override(self, obj: object) -> object:  # type: ignore[override]
         """Reduce an object. cloudpickle looks each class and function up in its module, and all types in tables."""
@@ -222,8 +212,8 @@ class Pickler(_Base):
             is_everywhere = module is not None and obj.__module__.partition(".")[0] in _EVERYWHERE
             is_named = is_everywhere and getattr(module, obj.__qualname__, None) is obj
             return NotImplemented if is_named else super().reducer_override(obj)
-        if type(obj) in _reduced_types or type(obj) in copyreg.dispatch_table:
-            return NotImplemented
+        if type(obj) in REDUCED or type(obj) in copyreg.dispatch_table:
+            return super().reducer_override(obj)
         return obj.__reduce_ex__(5)
 
 

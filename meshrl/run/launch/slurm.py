@@ -50,7 +50,7 @@ def submit(script: Path) -> str:
     program = shutil.which("sbatch")
     if program is None:
         raise ConfigError(f"there is no sbatch on this machine: submit {script} on one that has it")
-    done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)  # noqa: S603 -- the user's
+    done = subprocess.run([program, str(script)], capture_output=True, encoding="utf-8", errors="replace", check=False)  # noqa: S603 -- the user's
     if done.returncode:
         raise ConfigError(f"sbatch refused {script}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

@@ -144,7 +144,8 @@ class SshCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 check=False,
                 timeout=_ANSWER,
             )
@@ -180,7 +181,8 @@ class SshCluster:
             stdin=PIPE,
             stdout=output,
             stderr=STDOUT if output else None,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,
         )
         stdin = cast("IO[str]", process.stdin)

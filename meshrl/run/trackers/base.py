@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Final
+from typing import Final, cast
 
 from meshrl import log
 from meshrl.errors import ConfigError, described
 from meshrl.events import Event
 from meshrl.observe import read_run, render
+from meshrl.run.folder import EVALUATIONS, METRICS, SAMPLES, read_lines
 from meshrl.user_code import load_name, where_raised
 
 _ID: Final = "run_id"
@@ -72,6 +73,9 @@ class Tracker:
     """True if `end` should receive the run's report."""
     wants_events = False
     """True if `events` should be called."""
+    wants_history: bool = False
+    """True if `metrics` and `samples` should be called again for what a resumed run had recorded at its checkpoint. For
+    trackers that may have lost it, and that leave out what they have."""
     begins_at_once = False
     """True if the run should wait for `begin`. For trackers that are fast and open files in the run's folder."""
 
@@ -158,6 +162,19 @@ class Trackers:
         for queue in self._queues:
             queue.start(run)
 
+    def recall(self, folder: Path) -> None:
+        """Send what a resumed run had recorded at its checkpoint to the trackers that want it."""
+        wanting = [queue for queue in self._queues if queue.tracker.wants_history]
+        if not wanting:
+            return
+        numbers = [
+            line for name in (METRICS, EVALUATIONS) for line in read_lines(folder / name, dict[str, float | None])
+        ]
+        rows = groupby(read_lines(folder / SAMPLES, dict[str, object]), key=lambda row: cast("int", row.pop("step")))
+        samples = [(step, list(some)) for step, some in rows]
+        for queue in wanting:
+            queue.put(partial(_recall, queue.tracker, numbers, samples))
+
     def send(self, message: Callable[[Tracker], None]) -> None:
         """Call each tracker, in the order of messages, on its thread."""
         for queue in self._queues:
@@ -184,6 +201,19 @@ class Trackers:
         deadline = time.monotonic() + _PATIENCE
         for queue in self._queues:
             queue.wait(deadline)
+
+
+def _recall(
+    tracker: Tracker,
+    numbers: Sequence[Mapping[str, float | None]],
+    samples: Sequence[tuple[int, Sequence[Mapping[str, object]]]],
+) -> None:
+    for line in numbers:
+        values = {name: value for name, value in line.items() if value is not None}
+        step, _ = int(values.pop("step")), values.pop("seconds", None)
+        tracker.metrics(step, values)
+    for step, rows in samples:
+        tracker.samples(step, rows)
 
 
 class _Queue:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO, Final, cast
@@ -77,12 +78,17 @@ class Wandb(Tracker):
     def __init__(self) -> None:
         self._wandb = import_module("wandb")
         # Nobody would answer a question on the terminal in the middle of a run.
-        if self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False):
+        mode = self._wandb.setup().settings.mode
+        # Offline, a killed run loses what wandb has not flushed, and a resumed one counts its lines from 0.
+        self.wants_history = mode == "offline"
+        if mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError("'wandb' has no API key: run `wandb login`, or set WANDB_MODE=offline")
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run, or continue it."""
         self._name = run.name
+        for earlier in (run.folder / "wandb").glob(f"offline-run-*-{run.id}"):  # all of it is written again
+            earlier.rename(earlier.with_name(f"earlier-{earlier.name}"))
         self._run = self._wandb.init(
             project=run.project_by("WANDB_PROJECT"),
             name=run.name,
@@ -94,13 +100,17 @@ class Wandb(Tracker):
         # A separate step axis, because an evaluation's numbers arrive after those of later steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._known = -1 if self.wants_history or not run.goes_on else int(self._run.summary.get("step", -1))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers."""
-        self._run.log({"step": step, **values})
+        """Send numbers, unless the server has this step of an earlier attempt."""
+        if step > self._known:
+            self._run.log({"step": step, **values})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send a table."""
+        if step <= self._known:
+            return
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[list(row.values()) for row in rows], allow_mixed_types=True)
         self._run.log({"step": step, "samples": table})
@@ -119,15 +129,19 @@ class Trackio(Tracker):
     """Writes the configuration, numbers by step, a table `samples`, and the report as an artifact."""
 
     wants_report = True
+    wants_history: bool = True
 
     def __init__(self) -> None:
         self._trackio = import_module("trackio")
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run, or continue it."""
-        self._name = run.name
+        self._name, project = run.name, run.project_by("TRACKIO_PROJECT")
+        stored = import_module("trackio.sqlite_storage").SQLiteStorage
+        lines: list[Mapping[str, object]] = stored.get_logs(project, run.name) if run.goes_on else []
+        self._known = {(line.get("step"), name) for line in lines for name in line}
         self._run = self._trackio.init(
-            project=run.project_by("TRACKIO_PROJECT"),
+            project=project,
             name=run.name,
             config={**run.config, "links": dict(run.links)},
             resume="allow" if run.goes_on else "never",
@@ -135,11 +149,14 @@ class Trackio(Tracker):
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers."""
-        self._run.log(dict(values), step=step)
+        """Send numbers, unless they are there from an earlier attempt."""
+        if new := {name: value for name, value in values.items() if (step, name) not in self._known}:
+            self._run.log(new, step=step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send a table."""
+        if (step, "samples") in self._known:
+            return
         data = [list(row.values()) for row in rows]
         self._run.log({"samples": self._trackio.Table(columns=list(rows[0]), data=data)}, step=step)
 
@@ -155,6 +172,7 @@ class Mlflow(Tracker):
     """Writes parameters and metrics, and `samples.json`, `config.toml` and `report.html` as artifacts."""
 
     wants_report = True
+    wants_history: bool = True
 
     def __init__(self) -> None:
         mlflow = import_module("mlflow")
@@ -174,6 +192,7 @@ class Mlflow(Tracker):
         known = self._client.search_runs([number], f"tags.`{_MLFLOW_TAG}` = '{run.id}'") if run.goes_on else []
         record = known[0] if known else self._client.create_run(number, run_name=run.name, tags=tags)
         self._id = record.info.run_id
+        self._goes_on = bool(known)
         if known:
             self._client.update_run(self._id, status="RUNNING")
         # A parameter can be written only once. Changed ones of a resumed run are only in its config.toml.
@@ -185,17 +204,25 @@ class Mlflow(Tracker):
         self._client.log_text(self._id, tomli_w.dumps(run.config), "config.toml")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers."""
+        """Send numbers, unless they are there from an earlier attempt."""
         now = int(time.time() * 1000)
-        metrics = [
-            self._entities.Metric(_MLFLOW_INVALID.sub("_", name), value, now, step) for name, value in values.items()
-        ]
-        self._client.log_batch(self._id, metrics=metrics)
+        named = {_MLFLOW_INVALID.sub("_", name): value for name, value in values.items()}
+        new = {name: value for name, value in named.items() if step not in self._known(name)}
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in new.items()]
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+
+    @cache  # noqa: B019 -- there is one for a run
+    def _known(self, name: str) -> set[int]:
+        """The steps at which an earlier attempt has sent this number."""
+        return {each.step for each in self._client.get_metric_history(self._id, name)} if self._goes_on else set()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send a table, as the client's `log_table` does, which needs pandas."""
         if self._samples is None:
             self._samples = self._earlier_samples()
+        if any(row[0] == step for row in self._samples):
+            return
         self._samples += [[step, *row.values()] for row in rows]
         self._client.log_dict(self._id, {"columns": ["step", *rows[0]], "data": self._samples}, _MLFLOW_SAMPLES)
 
