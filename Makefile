@@ -78,7 +78,7 @@ test-pythons:  ## on each Python that is here, in an environment of its newest p
 
 test-python%: .venv-python%/.done
 	.venv-python$*/bin/pytest -n 2 --dist loadgroup -m "not process and not slow and not wide" $(FAST)
-	.venv-python$*/bin/pytest -n 2 --dist loadfile -m "not wide" tests/processes
+	.venv-python$*/bin/pytest -n 2 --dist loadfile -m "not wide" --ignore tests/processes/test_broadcast.py tests/processes
 	.venv-python$*/bin/meshrl run sft/quickstart run.engine=processes steps=3
 
 test-cluster: setup  ## several hosts, made of namespaces: as root (docs/hosts.md)
@@ -146,6 +146,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+# Without Megatron-Core, which has no package of the pinned version for each.
 .PRECIOUS: .venv-python%/.done
 .venv-python%/.done: pyproject.toml
 	test -x $(@D)/bin/python || $(call PYTHON_AT,$*) -m venv $(@D)

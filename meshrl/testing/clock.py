@@ -181,6 +181,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if self._before_each is not None:
                     self._before_each()
                 handle._run()  # noqa: SLF001 -- what a loop is for
+            del handle  # this frame may live as long as an exception that was raised below it
         self.callbacks += ready
         self._since += ready
         if self.callbacks >= self._collecting and not gc.isenabled():
