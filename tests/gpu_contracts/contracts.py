@@ -7,25 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tests.gpu_contracts.scanning import FOREIGN, ROOT, Given, Use, files, is_foreign, keys_of, listed, uses
+from tests.gpu_contracts.scanning import OBJECTS, ROOT, TRANSFORMER_ENGINE, Given, found, is_foreign, keys_of, listed
 from tests.gpu_contracts.sources import Distribution, distribution_of, signature
-from tests.gpu_contracts.table import OBJECTS, TRANSFORMER_ENGINE
 
 SIGNATURES: Final = Path(__file__).parent / "signatures"
 _SGLANG_ENGINE: Final = "meshrl_sglang/engine.py"
-
-
-@cache
-def found() -> tuple[Use, ...]:
-    """Every use in the code."""
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}
-    may_use = [name.rpartition(".")[2] for name in FOREIGN]
-    return tuple(
-        use
-        for file, source in sources.items()
-        if any(name in file or name in source for name in may_use)
-        for use in uses(source, file)
-    )
 
 
 def target_of(key: str) -> str | None:
@@ -46,8 +32,9 @@ def contracts() -> Mapping[str, list[tuple[str, Given]]]:
     arguments = keys_of((ROOT / "backends" / _SGLANG_ENGINE).read_text(), "_arguments")
     processes = OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]
     made[processes] = [(_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))]
-    for target, (positional, keywords) in TRANSFORMER_ENGINE.items():
-        made[target].append(("megatron/core/extensions/transformer_engine.py", Given(positional, (*keywords.split(),))))
+    for target, asked in TRANSFORMER_ENGINE.items():
+        given = Given(asked["positional"], (*asked["keywords"],))
+        made[target].append(("megatron/core/extensions/transformer_engine.py", given))
     return made
 
 

@@ -1,18 +1,22 @@
 """What our code uses of other packages' interfaces, found in its syntax.
 
 A use is a chain of names that begins at something foreign: what was imported from a package of `FOREIGN`, or a variable
-or field that `table.py` has for its file: `self._engine.model_config`, say, where `self._engine` was made by vLLM.
+or field that `table.toml` has for its file: `self._engine.model_config`, say, where `self._engine` was made by vLLM.
 """
 
 import ast
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final
-
-from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
+_TABLE: Final = tomllib.loads((Path(__file__).parent / "table.toml").read_text("utf-8"))
+OBJECTS: Final[Mapping[str, str]] = _TABLE["objects"]
+NOT_THEIRS: Final[Mapping[str, str]] = _TABLE["not_theirs"]
+TRANSFORMER_ENGINE: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["transformer_engine"]
 FOREIGN: Final = (
     "flash_attn", "megatron", "sglang", "torch.cuda", "torch.distributed.distributed_c10d.ProcessGroupNCCL",
     "torch.distributed.distributed_c10d._abort_process_group", "torch.distributed.fsdp",
@@ -66,6 +70,19 @@ def files() -> Iterator[Path]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not any(part in path.as_posix() for part in SKIPPED):
                 yield path
+
+
+@cache
+def found() -> tuple[Use, ...]:
+    """Every use in the code."""
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files()}
+    may_use = [name.rpartition(".")[2] for name in FOREIGN]
+    return tuple(
+        use
+        for file, source in sources.items()
+        if any(name in file or name in source for name in may_use)
+        for use in uses(source, file)
+    )
 
 
 def uses(source: str, file: str) -> Iterator[Use]:

@@ -1,6 +1,6 @@
 """Calls into packages that only a GPU runs are those that these packages take: by their own sources, read as text.
 
-What is asked of them is found in our code and listed in `table.py`. What they take is committed in `signatures/`, so
+What is asked of them is found in our code and listed in `table.toml`. What they take is committed in `signatures/`, so
 that no network is needed, and compared with the release itself where its sources are here.
 """
 
@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_contracts.contracts import SIGNATURES, contracts, found, read, real, refusal, target_of
-from tests.gpu_contracts.scanning import ROOT, listed
+from tests.gpu_contracts.contracts import SIGNATURES, contracts, read, real, refusal, target_of
+from tests.gpu_contracts.scanning import NOT_THEIRS, OBJECTS, ROOT, TRANSFORMER_ENGINE, found, listed
 from tests.gpu_contracts.sources import DISTRIBUTIONS, signature
-from tests.gpu_contracts.table import NOT_THEIRS, OBJECTS, TRANSFORMER_ENGINE
 
 OF = {each.name: each for each in DISTRIBUTIONS}
 
@@ -87,7 +86,7 @@ def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
         (found,) = (call for call in calls if ast.unparse(call.func) == called)
         return {each.arg for each in found.keywords if each.arg}
 
-    linear, forward, norm = ({*keywords.split()} for _, keywords in TRANSFORMER_ENGINE.values())
+    linear, forward, norm = ({*asked["keywords"]} for asked in TRANSFORMER_ENGINE.values())
     always = {"device", "params_dtype"}
     assert linear == given_by("TELinear", "super().__init__") | always | {"rng_tracker_name"}
     assert forward == given_by("TELinear", "super().forward")
