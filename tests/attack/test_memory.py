@@ -5,23 +5,7 @@ import pytest
 
 from meshrl import Actor, Mesh, Resources, each, endpoint
 from meshrl.engines.ray import RayEngine
-from meshrl.events import EventLog, Gauge
 from meshrl.mesh import Same, pool
-
-
-def test_the_newest_events_are_kept_and_no_more(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", most=4096)
-    for number in range(1000):
-        log.emit(Gauge("number", 0.0, float(number)))
-        if number % 7 == 0:
-            log.flush()
-    log.close()
-    files = [tmp_path / "events-before.jsonl", tmp_path / "events.jsonl"]
-    assert sorted(files) == sorted(tmp_path.iterdir())
-    assert sum(file.stat().st_size for file in files) <= 4096
-    lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
-    assert len(lines) > 20
-    assert '"value":999.0' in lines[-1]
 
 
 class Keeper(Actor):

@@ -189,14 +189,20 @@ async def test_what_a_kill_would_leave_at_any_moment_are_whole_lines(tmp_path: P
     assert len([event for event in left if isinstance(event, Span)]) >= 4
 
 
-def test_a_log_whose_folder_was_renamed_is_cut_there(tmp_path: Path) -> None:
+def test_the_newest_events_are_kept_and_no_more_also_where_the_folder_was_renamed(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    log = EventLog(first / "events.jsonl", most=256)
+    log = EventLog(first / "events.jsonl", most=4096)
     first.rename(second)
     log.moved(second)
-    for number in range(8):
-        log.emit(Gauge("number", number, number))
-        log.flush()
+    for number in range(1000):
+        log.emit(Gauge("number", 0.0, float(number)))
+        if number % 7 == 0:
+            log.flush()
     log.close()
-    assert sorted(path.name for path in second.iterdir()) == ["events-before.jsonl", "events.jsonl"]
+    files = [second / "events-before.jsonl", second / "events.jsonl"]
+    assert sorted(second.iterdir()) == files
+    assert sum(file.stat().st_size for file in files) <= 4096
+    lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
+    assert len(lines) > 20
+    assert '"value":999.0' in lines[-1]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from meshrl import Batch, Ragged
 from meshrl.data import frozen
 from meshrl.engines.remote import PoolRef
 from meshrl.mesh import Share, empty, is_in_place, pool
@@ -35,17 +34,6 @@ def made(value: float, count: int = MANY) -> np.ndarray:
     array = empty(count, np.float32)
     array[:] = value
     return array
-
-
-def test_a_batch_takes_it_and_hands_it_on_without_a_copy() -> None:
-    array = made(1.0)
-    batch = Batch.of(rewards=array, hidden=Ragged(made(2.0), [0, *range(1, MANY), MANY]))
-    assert batch["rewards"] is array
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 2
-    held = PoolRef.put(batch)
-    assert pool.copied < MANY * 9  # the offsets alone
-    assert held.value() == batch
 
 
 def test_it_has_the_shape_and_dtype_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,23 +94,6 @@ def test_its_memory_is_not_written_anew_while_it_lives_or_is_read() -> None:
     both = [made(5.0), made(6.0)]
     assert pool.share.taken() - taken == more, "both have the memory that was there"
     assert [float(each[0]) for each in both] == [5.0, 6.0]
-
-
-def test_what_was_received_is_handed_on_where_it_lies() -> None:
-    columns = {name: np.full(MANY, value, np.float32) for value, name in enumerate("abc")}
-    received = PoolRef.put(columns).value()
-    assert isinstance(received, dict)
-    pool.copied = 0
-    one = PoolRef.put(received["a"])
-    assert pool.copied == 0
-    small = PoolRef.put(received["a"][: MANY // 4])  # the whole would be kept for its sake
-    assert pool.copied == MANY
-    del received
-    gc.collect()
-    for value in range(4):
-        PoolRef.put({name: np.full(MANY, value + 7, np.float32) for name in "abc"})
-    assert np.array_equal(np.asarray(one.value()), columns["a"])
-    assert np.array_equal(np.asarray(small.value()), columns["a"][: MANY // 4])
 
 
 def test_a_fork_keeps_what_it_was_born_with_and_leaves_the_memory_to_its_parent() -> None:

@@ -59,26 +59,6 @@ def test_what_is_read_is_not_written_anew_and_what_nobody_reads_is(pool: Pool) -
     check_gone(path)
 
 
-def test_another_process_reads_it_and_its_lease_ends_with_it(pool: Pool) -> None:
-    one = written(pool, 7)
-    path = one.path
-    script = (
-        "import sys; from meshrl.mesh.shared_memory import Segment\n"
-        f"segment = Segment({path!r}, {MIB}); print(int(segment.memory.sum()), flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
-        assert reader.stdout is not None
-        assert int(reader.stdout.readline()) == 7 * MIB
-        del one
-        gc.collect()
-        assert written(pool, 8).path != path
-        assert Segment(path, MIB).memory[0] == 7
-        reader.kill()
-    gc.collect()
-    written(pool, 9)
-    check_gone(path)
-
-
 def test_what_a_killed_process_left_is_swept_and_nothing_else(pool: Pool) -> None:
     script = (
         "import os, signal; from meshrl.mesh.shared_memory import pool\n"
