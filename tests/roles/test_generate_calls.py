@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError
-from meshrl.roles import GenerateCalls
-from meshrl.run.evaluation import BesideSampling
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
 PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])
@@ -86,65 +84,6 @@ def test_a_record_brings_the_same_rows_whatever_the_speed(data: st.DataObject) -
         assert results[0] == results[1]
 
     asyncio.run(both())
-
-
-async def test_a_load_returns_where_the_calls_stood() -> None:
-    made = sampler()
-    first, second = made.generate(PROMPTS, SAMPLING), made.generate(PROMPTS, SAMPLING)
-    await anext(first)
-    await anext(first)
-    await anext(second)
-    places = await made.load(weights(1))
-    found = [places.row(name).tolist() for name in ("rank", "load", "call", "steps")]
-    assert found == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [2, 1, -1]]
-    assert [len([part async for part in stream]) for stream in (first, second)] == [4, 5]
-    places = await made.load(weights(2))
-    assert [places.row(name).tolist() for name in ("load", "call", "steps")] == [[1], [2], [-1]]
-
-
-async def test_calls_beside_training_are_as_if_they_were_not_there() -> None:
-    calls = GenerateCalls()
-    async with calls.begin(beside=True) as first, calls.begin() as other, calls.begin(beside=True) as second:
-        assert (first.turn, other.turn, second.turn) == (-1, 0, -2)
-        assert await first.step()
-        async with calls.loading() as places:
-            pass
-        assert (places.row("call").tolist(), places.row("steps").tolist()) == ([0, 1], [0, -1])
-        await calls.abort()
-        assert [await call.step() for call in (first, other, second)] == [True, False, True]
-    for turn in (0, 1):
-        async with calls.begin(beside=True) as third, calls.begin() as another:
-            assert (third.turn, another.turn) == (-1 - turn, turn), "since the last load, which an abort is not"
-        await calls.abort()
-
-
-async def test_calls_beside_training_wait_for_no_place_of_a_record() -> None:
-    made, again = sampler(), sampler()
-    beside = BesideSampling(n=2)
-    places = [await made.load(weights(1))]
-    await collected(made, PROMPTS)
-    places.append(await made.load(weights(2)))
-    await again.replay(Batch.concat(places))
-    drawn = [part async for part in again.generate(PROMPTS, beside)]  # before any load, which others wait for
-    assert sum(map(len, drawn)) == 6
-
-
-async def test_aborted_rows_go_on() -> None:
-    made = sampler()
-    await made.load(weights(3))
-    stream = made.generate(PROMPTS.part(np.arange(3)), SAMPLING)
-    done = [await anext(stream) for _ in range(3)]
-    await made.abort()
-    (rest,) = [part async for part in stream]
-    assert rest.row("aborted").tolist() == [True] * 3
-    assert rest.row("oldest_version").tolist() == [3] * 3
-    assert not rest.loss_mask.values.any()
-    assert rest.objects("completion") == ("",) * 3
-    half = Batch.concat([*done, rest])
-    whole = Batch.concat([part async for part in made.generate(half, Sampling())])
-    assert not whole.row("aborted").any()
-    assert all(mask.any() for mask in whole.loss_mask)
-    assert whole.select(np.arange(3)) == Batch.concat(done), "what had ended comes first, as it was"
 
 
 @pytest.mark.parametrize("close", [False, True])
