@@ -1,9 +1,7 @@
-"""pass@k and intervals against their definitions, `meshrl eval` on a tiny model, and what is measured beside steps."""
+"""pass@k and intervals against their definitions, and `meshrl eval` on a tiny model."""
 
-import asyncio
 import json
 import math
-from collections.abc import Callable, Coroutine, Mapping
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -11,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
-from meshrl.errors import DataError, MeshrlError
-from meshrl.run import BackgroundEvaluations, Measurement
+from meshrl.errors import DataError
 from meshrl.run.evaluation import bootstrap, pass_at_k, wilson
-from meshrl.testing import simulate
 from tests.first_hour.terminal import done, refused
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
@@ -101,89 +96,3 @@ def test_eval_judges_what_a_run_saved(tmp_path: Path, monkeypatch: pytest.Monkey
 
     Path("rows.jsonl").unlink()
     assert "there is no file" in refused("eval", "mine")
-
-
-def steps(seconds: float, every: int, wait: bool = False) -> tuple[list[tuple[str, float]], list[int], float]:
-    async def script() -> tuple[list[tuple[str, float]], list[int], float]:
-        happened: list[tuple[str, float]] = []
-        recorded: list[int] = []
-        clock = asyncio.get_running_loop().time
-        beside = BackgroundEvaluations(lambda step, _: recorded.append(step))
-
-        async def prepare() -> None:
-            happened.append(("prepare", clock()))
-
-        async def measure() -> Mapping[str, float]:
-            happened.append(("begin", clock()))
-            await asyncio.sleep(seconds)
-            happened.append(("end", clock()))
-            return {}
-
-        beside.measurement = Measurement(every, measure, wait, prepare)
-        for step in range(6):
-            await beside.turn(step)
-            await beside.turn(step)  # also where a loop ends and another begins
-            await asyncio.sleep(1)
-        await beside.turn(6)
-        await beside.settle()
-        return happened, recorded, clock()
-
-    return simulate(script)
-
-
-def test_it_runs_beside_the_steps_which_may_wait_one_at_a_time_and_none_is_left_out() -> None:
-    happened, recorded, took = steps(2.5, 3)
-    kinds = ["prepare", "begin", "end"]
-    assert happened == [(kind, at) for now in (0, 3, 6) for kind, at in zip(kinds, (now, now, now + 2.5), strict=True)]
-    assert (recorded, took) == ([0, 3, 6], 8.5)
-    assert steps(2.5, 3, wait=True)[1:] == ([0, 3, 6], 6 + 3 * 2.5)
-    happened, recorded, took = steps(2.5, 2)
-    for what in ("prepare", "begin"):
-        assert [at for kind, at in happened if kind == what] == [0, 2.5, 5, 7.5]
-    assert (recorded, took) == ([0, 2, 4, 6], 10)
-
-
-async def begun(measure: Callable[[], Coroutine[Any, Any, Mapping[str, float]]]) -> BackgroundEvaluations:
-    beside = BackgroundEvaluations(lambda *_: None)
-    beside.measurement = Measurement(5, measure)
-    await beside.turn(5)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    return beside
-
-
-async def failing() -> Mapping[str, float]:
-    raise ValueError("no")
-
-
-async def cancelled() -> Mapping[str, float]:
-    raise asyncio.CancelledError
-
-
-async def test_an_error_is_raised_between_two_steps_and_once_or_told_at_the_end_and_so_is_a_cancellation() -> None:
-    beside = await begun(failing)
-    with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps failed: ValueError: no$"):
-        await beside.turn(6)
-    await beside.turn(7)
-    await beside.settle()
-    await beside.close()
-    unseen = await begun(failing)
-    with capture_logs() as logs:
-        await unseen.close()
-    assert [line["event"] for line in logs] == ["the evaluation after 5 steps failed: ValueError: no"]
-    with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps was cancelled, and has no numbers$"):
-        await (await begun(cancelled)).settle()
-
-
-async def test_what_is_under_way_is_ended_with_the_run() -> None:
-    ended = asyncio.Event()
-
-    async def endless() -> Mapping[str, float]:
-        try:
-            await asyncio.sleep(1e9)
-        finally:
-            ended.set()
-        return {}
-
-    await (await begun(endless)).close()
-    assert ended.is_set()

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Run, RunConfig
-from meshrl.errors import ConfigError, DataError, RankFailed
+from meshrl.errors import DataError, RankFailed
 from meshrl.run import MeshConfig
 
 
@@ -160,13 +160,6 @@ async def test_roles_see_the_ranks_of_one_mesh_as_different_axes_and_hand_weight
         await reference.load(await policy.weights())
         with pytest.raises(RankFailed, match=r"version 3 are of another model: .* and these have strange"):
             await reference.load(rl.Weights(3, {"strange": np.zeros(1)}))
-
-
-async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path: Path) -> None:
-    aside = rl.SamplerConfig(backend="fake", model="none", mesh="aside", axes={"dp": 2})
-    async with rl.Run(config(tmp_path)) as run:
-        with pytest.raises(ConfigError, match=r"the mesh 'aside' has ranks = 1: .* or set run\.meshes\.aside\.ranks"):
-            await run.spawn(rl.Sampler, aside)
 
 
 async def test_a_loop_has_no_fewer_than_no_steps(tmp_path: Path) -> None:
