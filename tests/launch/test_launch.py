@@ -153,14 +153,6 @@ def test_so_many_nodes_have_room() -> None:
         assert (nodes_for(needs, gpus, cpus), needs) == (nodes, needs)
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.sampled_from([0, 0.25, 0.5, 1, 2, 4])), max_size=4))
-def test_no_fewer_nodes_than_what_is_asked_for_in_all(asked: list[tuple[int, int, float]]) -> None:
-    needs = [Need(str(number), *each) for number, each in enumerate(asked)]
-    nodes = nodes_for(needs, 4, 8)
-    assert nodes * 4 >= sum(need.ranks * need.gpus for need in needs)
-    assert nodes * 8 >= sum(need.ranks * need.cpus for need in needs)
-
-
 def test_a_rank_that_no_node_has_room_for_is_named() -> None:
     custom = {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}
     for need, told in (
