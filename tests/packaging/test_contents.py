@@ -104,18 +104,6 @@ def test_the_oldest_python_that_is_allowed_is_the_one_that_is_checked() -> None:
     assert sys.version_info[:2] >= tuple(map(int, oldest.split(".")))
 
 
-def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
-    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
-    versions = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
-    assert versions[0] == "[Unreleased]"
-    for version in versions[1:]:
-        assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version), version
-    for section in CHANGELOG.split("\n## ")[1:]:
-        found = re.findall(r"^### (.*)$", section, re.MULTILINE)
-        assert found == [kind for kind in kinds if kind in found]
-        assert not re.search(r"^- ", section.partition("\n### ")[0], re.MULTILINE), "an entry stands under a kind"
-
-
 def test_a_tag_and_the_citation_are_of_this_version_which_has_a_section_of_the_changelog() -> None:
     command = ["git", "tag", "--points-at", "HEAD", "--list", "v*"]
     told = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
@@ -124,11 +112,3 @@ def test_a_tag_and_the_citation_are_of_this_version_which_has_a_section_of_the_c
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert (citation["version"], citation["license"]) == (VERSION, PROJECT["license"])
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}
-
-
-def test_the_hooks_are_what_lint_runs() -> None:
-    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
-    hooks = {hook["entry"].partition(" ")[0].rpartition("/")[2] for hook in local["hooks"] if "stages" not in hook}
-    lint = re.search(r"^lint: ([\w ]+?) *##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    assert lint
-    assert hooks == {*lint[1].split()}
