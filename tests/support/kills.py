@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
-from meshrl.testing.clock import VirtualLoop, simulate
+from meshrl.testing.clock import simulate
 
 T = TypeVar("T")
 
@@ -52,9 +52,6 @@ class KillPoints:
         self._last = "nothing"
         self._noting = False
         self._thread = 0
-        self.moments: int = 0
-        self.awaits: Counter[str] = Counter()
-        """Places of waiting tasks, `FILE:LINE in FUNCTION`, with the number of moments."""
         self.lines: Counter[tuple[str, int]] = Counter()
         """Lines of the scripts, `(FILE, LINE)`, with the number of moments."""
         self.remains: list[Remains] = []
@@ -70,15 +67,11 @@ class KillPoints:
         with self._watched_disk(), patch.object(asyncio, "to_thread", _as_a_step):
             try:
                 sys.settrace(self._trace)
-                result = simulate(main, seed=seed, before_each=self._step)
+                result = simulate(main, seed=seed, before_each=self._note)
             finally:
                 sys.settrace(tracing)
         self._note()
         return result
-
-    def _step(self) -> None:
-        self.awaits.update(where for _, where in cast("VirtualLoop", asyncio.get_running_loop()).left())
-        self._note()
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         return self._line if frame.f_code.co_filename in self._scripts else None
@@ -94,7 +87,6 @@ class KillPoints:
         if self._noting or threading.get_ident() != self._thread:
             return
         self._noting = True
-        self.moments += 1
         digest = _digest(self._folder)
         if digest not in self._seen:
             self._seen.add(digest)
