@@ -32,10 +32,7 @@ def contracts() -> Mapping[str, list[tuple[str, Given]]]:
     arguments = keys_of((ROOT / "backends" / _SGLANG_ENGINE).read_text(), "_arguments")
     processes = OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]
     made[processes] = [(_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))]
-    for target, asked in TRANSFORMER_ENGINE.items():
-        given = Given(asked["positional"], (*asked["keywords"],))
-        made[target].append(("megatron/core/extensions/transformer_engine.py", given))
-    return made
+    return made | {target: [] for target in TRANSFORMER_ENGINE}
 
 
 def refusal(signature: str, given: Given) -> str:

@@ -6,17 +6,17 @@ or field that `table.toml` has for its file: `self._engine.model_config`, say, w
 
 import ast
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 _TABLE: Final = tomllib.loads((Path(__file__).parent / "table.toml").read_text("utf-8"))
 OBJECTS: Final[Mapping[str, str]] = _TABLE["objects"]
 NOT_THEIRS: Final[Mapping[str, str]] = _TABLE["not_theirs"]
-TRANSFORMER_ENGINE: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["transformer_engine"]
+TRANSFORMER_ENGINE: Final[Sequence[str]] = _TABLE["transformer_engine"]
 FOREIGN: Final = (
     "flash_attn", "megatron", "sglang", "torch.cuda", "torch.distributed.distributed_c10d.ProcessGroupNCCL",
     "torch.distributed.distributed_c10d._abort_process_group", "torch.distributed.fsdp",

@@ -4,14 +4,8 @@ What is asked of them is found in our code and listed in `table.toml`. What they
 that no network is needed, and compared with the release itself where its sources are here.
 """
 
-import ast
-import re
-from pathlib import Path
-
-import pytest
-
 from tests.gpu_contracts.contracts import SIGNATURES, contracts, read, real, refusal, target_of
-from tests.gpu_contracts.scanning import NOT_THEIRS, OBJECTS, ROOT, TRANSFORMER_ENGINE, found, listed
+from tests.gpu_contracts.scanning import NOT_THEIRS, OBJECTS, ROOT, found, listed
 from tests.gpu_contracts.sources import DISTRIBUTIONS, signature
 
 OF = {each.name: each for each in DISTRIBUTIONS}
@@ -47,50 +41,6 @@ def test_the_committed_signatures_are_those_of_the_releases_that_are_here() -> N
     assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in DISTRIBUTIONS}
     pinned = "".join(path.read_text() for path in ROOT.glob("requirements*.txt")).split()
     assert {f"{each.name}=={each.version}" for each in DISTRIBUTIONS if each.environment} <= {*pinned}
-
-
-CHANGES = [
-    ("cu_seqlens_q", "offsets_q", "does not take cu_seqlens_q"),
-    ("softmax_scale=None, ", "", "does not take softmax_scale"),
-    ("max_seqlen_k", "max_seqlen_k, heads", "must be given heads"),
-    ("q, k, v, ", "q, *, k, v, ", "takes 1 positional arguments and is given 3"),
-]
-
-
-def test_planted_changes_of_a_signature_and_a_rename_are_found(tmp_path: Path) -> None:
-    distribution, target = OF["flash-attn"], "flash_attn.flash_attn_varlen_func"
-    true = read(distribution)[target]
-    (tmp_path / "flash_attn").mkdir()
-    source = f"def flash_attn_varlen_func{true}: ...\n"
-    place = tmp_path / "flash_attn/__init__.py"
-    place.write_text(source)
-    assert real(distribution, tmp_path) == read(distribution)
-    for old, new, why in CHANGES:
-        place.write_text(re.sub(rf"\b{re.escape(old)}", new, source, count=1))
-        changed = real(distribution, tmp_path)[target]
-        assert changed != true
-        assert {refusal(changed, given) for _, given in contracts()[target]} == {why}
-    place.write_text(source.replace("varlen", "packed"))
-    with pytest.raises(LookupError, match=r"flash_attn/__init__\.py has no flash_attn_varlen_func"):
-        real(distribution, tmp_path)
-
-
-def test_megatron_asks_of_transformer_engine_what_is_listed() -> None:
-    if (root := OF["megatron-core"].root()) is None:
-        pytest.skip("this release of megatron-core is not here")
-    megatron = ast.parse((root / "megatron/core/extensions/transformer_engine.py").read_text())
-    classes = {node.name: node for node in megatron.body if isinstance(node, ast.ClassDef)}
-
-    def given_by(owner: str, called: str) -> set[str]:
-        calls = [node for node in ast.walk(classes[owner]) if isinstance(node, ast.Call)]
-        (found,) = (call for call in calls if ast.unparse(call.func) == called)
-        return {each.arg for each in found.keywords if each.arg}
-
-    linear, forward, norm = ({*asked["keywords"]} for asked in TRANSFORMER_ENGINE.values())
-    always = {"device", "params_dtype"}
-    assert linear == given_by("TELinear", "super().__init__") | always | {"rng_tracker_name"}
-    assert forward == given_by("TELinear", "super().forward")
-    assert norm == given_by("TENorm", "te.pytorch.RMSNorm") | always
 
 
 def test_the_stand_in_for_transformer_engine_has_its_signatures() -> None:
