@@ -1,7 +1,6 @@
 import asyncio
 import hashlib
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,34 +132,12 @@ async def test_damage_is_told_by_all_that_resume_together(tmp_path: Path) -> Non
                 raise error or AssertionError
 
 
-async def test_the_run_reads_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it signs a checkpoint, and when it resumes: there it compares names, sizes and small files alone."""
-    read, opened = list[str](), list[str]()
-    fingerprint = checkpoints._fingerprint_file
-
-    def spied(path: Path) -> str:
-        read.append(path.name)
-        return fingerprint(path)
-
-    monkeypatch.setattr(checkpoints, "_fingerprint_file", spied)
-    folder = await run(training(dies_in=2), tmp_path)
-    (file,) = tensors_of(folder)
-    assert sorted(read) == sorted(["state.json", f"{file.name}.sums"])
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open":
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(hook)
-    assert Checkpoints(folder, 2, resume=True).saved
-    names = [Path(each).name for each in opened]
-    opened.clear()
-    assert f"{file.name}.sums" in names
-    assert file.name not in names
+async def test_tensors_of_another_size_are_told_before_a_rank_reads_them(tmp_path: Path) -> None:
+    (file,) = tensors_of(await run(training(dies_in=2), tmp_path))
     for content in (file.read_bytes()[:-1], file.read_bytes() + b" "):
         file.write_bytes(content)
         with pytest.raises(DataError, match=rf"{file} differs .* it has {len(content)} bytes, and had"):
-            Checkpoints(folder, 2, resume=True)
+            Run(config(tmp_path), engine=LocalEngine())
 
 
 async def test_links_and_other_files_are_refused(tmp_path: Path) -> None:

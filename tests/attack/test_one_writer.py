@@ -1,12 +1,10 @@
 import asyncio
 import errno
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -57,6 +55,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+def no_locks(descriptor: int, _: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
     monkeypatch.setattr("meshrl.run.lock.boot_id", lambda: "another")
     monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
@@ -64,9 +66,6 @@ def be_elsewhere(monkeypatch: pytest.MonkeyPatch, lease: float = 30.0) -> None:
 
 
 def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(descriptor: int, _: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     def refused(resume: bool = True) -> str:
         told = rf"mine is being written by process {process.pid} on "
         with capture_logs() as logged, pytest.raises(ConfigError, match=told):
@@ -77,7 +76,7 @@ def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, m
         before = files(tmp_path)
         assert [refused(), refused(resume=False)] == ["", ""]
         with monkeypatch.context() as patch:
-            patch.setattr("fcntl.flock", none)
+            patch.setattr("fcntl.flock", no_locks)
             refused()
         be_elsewhere(monkeypatch)
         assert "has not released it: watching for 30 s whether it still runs" in refused()
@@ -89,10 +88,7 @@ def test_a_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, m
 
 
 def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(descriptor: int, _: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     lock = FolderLock(tmp_path / "mine")
     lock.check()
     lock.release()
@@ -134,18 +130,6 @@ async def test_a_run_stopped_beyond_its_lease_writes_no_more(tmp_path: Path, mon
                 assert files(tmp_path / "mine") == before
                 await run.record(Metrics.of(loss=(3.0, 1.0)))
     assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
-
-
-def test_who_was_stopped_while_it_watched_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own clock says that the lease is over, and it has not looked since."""
-    be_elsewhere(monkeypatch)
-    first, seconds = FolderLock(tmp_path / "mine"), count(1)
-    monkeypatch.setattr("meshrl.run.lock.boot_id", lambda: "a third")
-    monkeypatch.setattr("meshrl.run.lock.time.sleep", lambda _: os.utime(tmp_path / ".mine.lock", (1, next(seconds))))
-    monkeypatch.setattr("meshrl.run.lock.time.monotonic", lambda: next(seconds) * 1000.0)
-    with capture_logs(), pytest.raises(ConfigError, match=r"gone for good, remove .*/\.mine\.lock"):
-        FolderLock(tmp_path / "mine")
-    first.release()
 
 
 @pytest.mark.parametrize("what", ["taken", "moved", "replaced"])
