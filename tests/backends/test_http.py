@@ -2,7 +2,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +17,7 @@ from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
 from meshrl_http.sampler import HttpSampler
 from meshrl_torch.train.one_rank import TorchPolicy
+from tests.first_hour.hub_server import serve
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=64)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "d>"])
@@ -102,12 +102,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Generator[Vllm]:
-    with Vllm() as made, ThreadPoolExecutor() as thread:
-        thread.submit(made.serve_forever, 0.01)
-        try:
-            yield made
-        finally:
-            made.shutdown()
+    with serve(made := Vllm()):
+        yield made
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl import Batch, CrossEntropy, NewModel, PolicyConfig, SamplerConfig, Sampling
+from meshrl import Batch, CrossEntropy, PolicyConfig, SamplerConfig, Sampling
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import ModelConfig
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import ready
 from meshrl_torch.model.rows import encode_messages
-from meshrl_torch.model.text import END, Words, character_tokenizer, encode_prompts
+from meshrl_torch.model.text import END, Words, character_tokenizer
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL
@@ -66,10 +66,6 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def spoil(file: Path) -> None:
-    file.write_bytes(b"{")
-
-
 def pickle_weights(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -87,17 +83,15 @@ def take_ends(folder: Path) -> None:
         rewrite(folder / file, eos_token_id=None)
 
 
-SPOILT: Sequence[tuple[Callable[[Path], None], str]] = [
+SPOILT: Sequence[tuple[Callable[[Path], object], str]] = [
     (take_ends, "has no end-of-text token"),
-    (lambda folder: spoil(folder / "model.safetensors"), f"{UNLOADED}: SafetensorError"),
     (pickle_weights, f"{UNLOADED}: .*safetensors"),
-    (lambda folder: spoil(folder / "config.json"), UNLOADED),
+    (lambda folder: (folder / "config.json").write_bytes(b"{"), UNLOADED),
     (lambda folder: rewrite(folder / "config.json", model_type="llama9"), f"{UNLOADED}: .*llama9"),
     (lambda folder: save(folder, transformers.BertForMaskedLM, **SIZES), "is a BertForMaskedLM, not a"),
     (lambda folder: save(folder, transformers.T5ForConditionalGeneration, **T5), UNLOADED),
     (lambda folder: save(folder, transformers.MambaForCausalLM, **MAMBA), "MambaForCausalLM"),
     (lambda folder: save(folder, transformers.Gemma2ForCausalLM, **GEMMA), "uses capped attention"),
-    (lambda folder: save(folder, transformers.LlamaForCausalLM, **SIZES, vocab_size=5), "11 tokens and the model 5"),
 ]
 
 
@@ -234,20 +228,6 @@ def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
     assert shown(one, encode_messages(one, rows)) == ["U:ab./A:./U:c./A:[cc.]/"]
 
 
-async def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion_and_a_policy_takes_more() -> None:
-    one = chatting()
-    (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
-    prompt = encode_prompts(one, ["ab"])[0]
-    whole = [*prompt, *one.tokenizer("ba<eos>")["input_ids"]]
-    assert found.tolist()[: len(whole)] == whole
-    none = encode_messages(one, Batch.of(messages=[]))
-    assert (len(none), len(none.tokens), len(none.loss_mask)) == (0, 0, 0)
-    model = NewModel(characters=CHARACTERS, chat_template=TEMPLATE, hidden_size=16, layers=1, heads=2, max_tokens=64)
-    rows = Batch.of(messages=[messages("U:ab", "A:b", "U:d", "A:a")])
-    batch = await TorchPolicy(PolicyConfig(model=model)).encode(rows)
-    assert shown(chatting(), batch) == ["U:ab./A:[b.]/U:d./A:[a.]/"]
-
-
 def test_a_wrong_row_is_refused_in_words() -> None:
     cases: list[tuple[object, str, str]] = [
         (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
@@ -255,8 +235,6 @@ def test_a_wrong_row_is_refused_in_words() -> None:
         ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
         ([{"role": "user"}], "all", r"row 0: `messages`: message 0 is \{'role': 'user'\}: give"),
         ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
-        (messages("U:" + "ab" * 40, "A:b"), "all", "row 0 has 89 tokens and the model takes at most 64"),
-        (messages("U:z", "A:b"), "all", "the text .* has 'z', which the tokenizer does not know"),
     ]
     for row, learn, message in cases:
         with pytest.raises(DataError, match=message):
