@@ -48,8 +48,6 @@ def run(code: str, *files: str) -> object:
 
 
 def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> None:
-    rough = [0.00013, 0.1, 0.11, 0.3, 1, 3.2, 7, 40, 1234]
-    times = [0.03, 4, 11, 25, 31, 61, 200, 700, 1700, 2000, 4000, 30000]
     ranges = [[0, 0.21], [-0.0107, 0.0064], [6.93, 7.9], [0, 1]]
     texts = (
         "[0, 0.05, 0.1].map(tickText(0.05)), [0, 2e-6, 1e-5].map(tickText(2e-6)),"
@@ -57,14 +55,12 @@ def test_axes_have_round_ticks_that_are_written_to_one_digit_in_one_unit() -> No
         "[timeText(59.99, 0.1), timeText(2.5, 0.5), timeText(65, 1), timeText(3725, 60)]"
     )
     rounded = f"{ranges}.map((each) => roundRange(...each, 4)).map(({{ from, to, step }}) => [from, to, step])"
-    found = run(f"[{rough}.map(roundStep), {times}.map(timeStep), {rounded}, {texts}]", "axes.js")
+    found = run(f"[{rounded}, {texts}]", "axes.js")
     assert isinstance(found, list)
-    assert found[0] == pytest.approx([0.0002, 0.1, 0.2, 0.5, 1, 5, 10, 50, 2000])
-    assert found[1] == pytest.approx([0.05, 5, 20, 30, 60, 120, 300, 1200, 1800, 3600, 7200, 36000])
-    assert np.array(found[2]) == pytest.approx(
+    assert np.array(found[0]) == pytest.approx(
         np.array([(0, 0.25, 0.05), (-0.015, 0.01, 0.005), (6.8, 8, 0.2), (0, 1, 0.5)])
     )
-    assert found[3:] == [
+    assert found[1:] == [
         ["0", "0.05", "0.10"],
         ["0", "2e-6", "1e-5"],
         ["500", "1,500", "200K"],

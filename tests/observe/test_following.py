@@ -8,9 +8,9 @@ import pytest
 
 from meshrl.events import Restart
 from meshrl.observe import live
-from meshrl.observe.live import EVENTS, SAMPLES, LiveRun, Tail, Thinned
+from meshrl.observe.live import EVENTS, SAMPLES, LiveRun
 from meshrl.observe.page import POINTS, make_content
-from meshrl.observe.run_files import NOW, PAUSED, Line, Now, Waits, ask, read_run
+from meshrl.observe.run_files import NOW, PAUSED, Now, Waits, ask, read_run
 from tests.observe.files import append, events, lines, metrics
 
 
@@ -30,46 +30,21 @@ def shown(run: LiveRun) -> Any:
     return run.content()
 
 
-def test_each_whole_line_is_read_once_in_bounded_looks_and_a_changed_file_anew(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = Tail(file)
-    assert tail.read() == ([], False, False)
-    file.write_bytes(b"one\ntwo\nthr")
-    assert tail.read() == ([b"one", b"two"], True, False)
-    assert tail.read() == ([], False, False)
-    file.write_bytes(file.read_bytes() + b"ee\n")
-    assert tail.read() == ([b"three"], False, False)
-    file.write_bytes(b"one\n2\nthree\nfour\n")  # cut, and longer than before by now
-    assert tail.read() == ([b"one", b"2", b"three", b"four"], True, False)
-    (tmp_path / "new").write_bytes(b"one\n2\nthree\nfour\nfive\n")
-    (tmp_path / "new").replace(file)
-    assert tail.read().anew
-    file.unlink()
-    assert tail.read() == ([], True, False)
-
-    file.write_bytes(b"x" * (9 << 20) + b"\nshort\n")  # a line without end is left behind
-    tail, looks, found = Tail(file), 0, list[bytes]()
-    while (grown := tail.read()).more or grown.lines:
-        looks += 1
-        found += grown.lines
-        assert sum(map(len, grown.lines)) <= 4 << 20
-    assert looks == 3
-    assert found[-1] == b"short"
+def rewards(run: LiveRun) -> Any:
+    (reward,) = [curve for curve in shown(run)["curves"] if curve["name"] == "reward"]
+    return reward
 
 
-def test_numbers_are_the_files_own_until_there_are_too_many_and_then_means() -> None:
-    thinned = Thinned()
-    given: list[Line] = [{"step": at, "loss": float(at)} for at in range(100 * POINTS)]
-    for line in given[:POINTS]:
-        thinned.add(line)
-    assert thinned.lines == given[:POINTS]
-    for line in given[POINTS:]:
-        thinned.add(line)
-    found = thinned.lines
-    assert (thinned.count, POINTS // 2 <= len(found) <= POINTS) == (100 * POINTS, True)
-    each = 128  # the least power of two that makes few enough
-    assert found[:2] == [{"step": 0, "loss": (each - 1) / 2}, {"step": each, "loss": each + (each - 1) / 2}]
-    assert found[-1]["step"] == (100 * POINTS - 1) // each * each
+def test_a_line_counts_once_it_is_whole_and_one_without_end_is_left_behind(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine")
+    followed, line = LiveRun(folder), lines(*metrics(1, first=6))
+    with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
+        file.write(line[:9])
+        assert rewards(followed)["x"] == list(range(6))
+        file.write(line[9:])
+        assert rewards(followed)["x"] == list(range(7))
+        file.write(b"x" * (9 << 20) + b"\n" + lines(*metrics(1, first=7)))
+        assert rewards(followed)["x"] == list(range(8))
 
 
 def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
@@ -88,13 +63,17 @@ def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
 def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", steps=4 * EVENTS)
     append(folder / "samples.jsonl", *({"step": at, "prompt": "a"} for at in range(1000)))
-    found = shown(LiveRun(folder))
+    followed = LiveRun(folder)
+    found = shown(followed)
     assert found["steps"][-1] == (4 * EVENTS - 1, 4.0 * EVENTS, 4.0 * EVENTS + 1)
     assert sum(len(lane["began"]) for lane in found["lanes"]) <= EVENTS
     assert found["staleness"] == [3 * 4 * EVENTS, 4 * EVENTS]
     assert found["dropped"] == {"stale": 4 * EVENTS}
     assert len(msgspec.json.encode(found)) < 1 << 20
     assert [each["step"] for each in found["samples"]] == list(range(1000 - SAMPLES, 1000))
+    reward = rewards(followed)
+    assert len(reward["x"]) <= POINTS
+    assert reward["y"] == pytest.approx([(first + (reward["x"][1] - 1) / 2) / 8 for first in reward["x"]], rel=1e-4)
 
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:
@@ -148,7 +127,5 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew_where_its_files_were_
     (folder / "metrics.jsonl").write_bytes(lines(*metrics(2), {"step": 2, "seconds": 9.0, "reward": 7.0}))
     (folder / "events.jsonl").rename(folder / "events-1.jsonl")
     (folder / "events.jsonl").write_bytes(lines(*events(1)))
-    found = shown(followed)
-    (reward,) = [curve for curve in found["curves"] if curve["name"] == "reward"]
-    assert reward["y"] == [0, 0.125, 7.0]
-    assert found["steps"] == [(0, 1.0, 2.0)]
+    assert rewards(followed)["y"] == [0, 0.125, 7.0]
+    assert shown(followed)["steps"] == [(0, 1.0, 2.0)]

@@ -1,8 +1,7 @@
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -225,23 +224,12 @@ def test_the_trace_has_a_process_a_mesh_and_a_thread_a_rank() -> None:
     assert updates[0]["args"] == {"rows": 8, "tokens": 80}
     marks = [f"{entry['ph']} {entry['name']}" for entry in entries if entry["ph"] in ("C", "i")]
     assert marks == ["i batch 0", "i weights of version 1", "C groups ready", "C groups ready", "i batch 1"]
-
-
-moments = st.integers(0, 30)
-
-
-@given(st.lists(st.tuples(moments, moments), max_size=12))
-def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own(some: list[tuple[int, int]]) -> None:
-    spans = sorted(pair for pair in some if pair[0] < pair[1])
-    trace = make_trace([span("rollout", "generate", began, ended) for began, ended in spans])["traceEvents"]
-    threads: dict[object, list[tuple[float, float]]] = {}
-    for entry in cast("list[dict[str, Any]]", trace):
-        if entry["ph"] == "X":
-            threads.setdefault(entry["tid"], []).append((entry["ts"], entry["ts"] + entry["dur"]))
-    for own in threads.values():
-        assert all(before[1] <= after[0] for before, after in pairwise(own))
-    assert sum(map(len, threads.values())) == len(spans)
-    assert len(threads) == max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
+    moments = ((0, 2), (1, 3), (2, 4), (3, 5))
+    some = [span("rollout", "generate", began, ended) for began, ended in moments]
+    entries = cast("list[dict[str, object]]", make_trace(some)["traceEvents"])
+    one, other, *rest = [entry["tid"] for entry in entries if entry["ph"] == "X"]
+    assert one != other, "what overlaps stands in threads of its own"
+    assert rest == [one, other]
 
 
 def test_report_and_trace_write_to_the_runs_folder_or_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,10 +200,3 @@ def test_a_browser_makes_the_new_of_the_old_and_the_patch(pairs: list[tuple[obje
     found = iter(json.loads(done.stdout))
     for old, new in pairs:
         assert (old if difference(old, new) is None else next(found)) == new
-
-
-def test_of_a_window_that_moves_what_is_new_alone_is_sent() -> None:
-    names = [at * at % 1009 % 3 for at in range(1001)]
-    old = {"lanes": [{"began": list(range(1000)), "name": names[:1000]}]}
-    new = {"lanes": [{"began": list(range(250, 1001)), "name": names[250:]}]}
-    assert difference(old, new) == {"lanes": {"0": {"began": [250, 750, [1000]], "name": [250, 750, names[1000:]]}}}
