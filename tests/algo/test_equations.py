@@ -186,7 +186,7 @@ def value_error(values: Floats) -> float:
     return float(np.maximum((values - RETURNS) ** 2, (held - RETURNS) ** 2).mean() / 2)
 
 
-AHEAD = np.exp(POLICY - SAMPLER)
+AHEAD, APART = np.exp(POLICY - SAMPLER), np.exp(TRAINER - SAMPLER)
 AHEAD_OF_ROWS = np.exp(of_rows(POLICY - SAMPLER))[ROW]
 
 
@@ -218,6 +218,10 @@ CASES = {
     "rows weighed": Case(
         rl.ClippedLoss(anchor="trainer", correction=BY_ROW),
         weighed(np.minimum(np.exp(of_rows(TRAINER - SAMPLER))[ROW], 1.2)),
+    ),
+    "tokens masked": Case(
+        rl.ClippedLoss(anchor="trainer", correction=Correction(how="mask", low=0.9, high=1.1)),
+        weighed(np.where(np.abs(APART - 1) <= 0.1, APART, 0)),
     ),
     "dr_grpo": Case(rl.ConstantLoss(constant=16), dr_grpo),
     "rloo": Case(rl.ReinforceLoss(), reinforce()),
@@ -305,6 +309,18 @@ def test_ratios_and_what_is_clipped_are_told_of_tokens_and_for_gspo_of_whole_row
     found = told(CASES["cispo of two bounds"])[0].metrics
     np.testing.assert_allclose(found["ratio"], AHEAD, rtol=1e-9)
     assert found["clip_fraction"].tolist() == ((AHEAD > 1.1) | (AHEAD < 0.9)).tolist()
+
+
+def test_how_far_the_trainer_is_from_the_sampler_is_told_and_nothing_is_corrected_where_they_agree() -> None:
+    corrected = rl.ClippedLoss(anchor="trainer", correction=Correction(high=1.1))
+    found = told(Case(corrected, ppo))[0].metrics
+    np.testing.assert_allclose(found["sampler_ratio"], APART, rtol=1e-9)
+    np.testing.assert_allclose(found["sampler_kl"], APART - 1 - np.log(APART), atol=1e-9)
+    np.testing.assert_allclose(found["correction"], np.minimum(APART, 1.1), rtol=1e-9)
+    np.testing.assert_allclose(found["correction_squared"], np.minimum(APART, 1.1) ** 2, rtol=1e-9)
+    agreeing, _, _ = told(Case(corrected, ppo, columns={**OF_TOKENS, "logprobs": SAMPLER}))
+    assert torch.equal(agreeing.values, told(CASES["ppo"])[0].values)
+    assert not agreeing.metrics["correction_clipped"].any()
 
 
 def test_drift_is_how_far_the_model_is_from_its_column() -> None:

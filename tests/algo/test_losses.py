@@ -2,14 +2,13 @@
 
 import math
 import re
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import meshrl as rl
 from meshrl import algo
@@ -153,45 +152,20 @@ def test_a_loss_lists_what_it_reads_in_a_stable_order() -> None:
     assert [loss.columns for loss, _ in expected] == [columns for _, columns in expected]
 
 
-def test_a_model_takes_losses_of_what_it_predicts_alone() -> None:
-    algo.check_predicts(rl.KtoLoss(), "logprobs")
-    algo.check_predicts(rl.ValueLoss(), "values")
-    algo.check_predicts(rl.ProcessLoss(), "scores")
-    mistakes: list[tuple[algo.Loss, algo.Predicts, str]] = [
-        (rl.ValueLoss(), "logprobs", r"ValueLoss is a loss of `values`.* pass it to critic.update"),
-        (rl.CrossEntropy(), "values", r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"),
-        (rl.ValueLoss(), "scores", "which a critic predicts, but this is a reward model"),
-        (rl.BradleyTerryLoss(), "logprobs", r"pass it to reward_model\.update, and .* ClippedLoss, to policy\.update"),
-        (rl.CrossEntropy(), "scores", r"such as BradleyTerryLoss, to reward_model\.update"),
-    ]
-    for loss, model, told in mistakes:
-        with pytest.raises(DataError, match=told):
-            algo.check_predicts(loss, model)
-
-
 NO_CONSTANT = "which is not set: set it to the longest completion that is allowed, in tokens"
 WRONG: list[tuple[type[Config], dict[str, Any], str]] = [
     (rl.ClippedLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),
-    (rl.ClippedLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
-    (rl.ClippedLoss, {"clip_high": -0.1}, "clip_high = -0.1: must be greater than 0"),
-    (rl.ClippedLoss, {"kl": -1.0}, "kl = -1.0: must be greater than or equal to 0"),
     (rl.ClippedLoss, {"dual_clip": 1.0}, "dual_clip = 1.0: must be greater than 1"),
     (rl.ClippedLoss, {"normalise": "constant"}, NO_CONSTANT),
     (rl.ClippedLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "token-mean"'),
-    (rl.ClippedLoss, {"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
     (rl.ClippedLoss, {"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler"'),
-    (rl.ClippedLoss, {"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
     (algo.Correction, {"high": 0.5}, "high = 0.5: must be greater than or equal to 1"),
     (algo.Correction, {"high": 2.0, "low": 1.5}, "low = 1.5: must be less than or equal to 1"),
     (rl.ConstantLoss, {"clip": 0.1}, NO_CONSTANT),
     (rl.ReinforceLoss, {"constant": 8}, 'constant = 8 has no effect with normalise = "sequence-sum"'),
-    (rl.CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
     (rl.SequenceLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),
     (rl.PreferenceLoss, {"beta": 0.0}, "beta = 0.0: must be greater than 0"),
-    (rl.CispoLoss, {"clip_high": 0.0}, "clip_high = 0.0: must be greater than 0"),
-    (rl.PreferenceLoss, {"smoothing": -0.1}, "smoothing = -0.1: must be greater than or equal to 0"),
     (rl.PreferenceLoss, {"smoothing": 0.5}, "smoothing = 0.5: must be less than 0.5"),
-    (rl.PreferenceLoss, {"form": "dpo"}, "form = 'dpo': must be 'sigmoid', 'ipo' or 'hinge'"),
     (rl.PreferenceLoss, {"form": "ipo", "smoothing": 0.1}, 'smoothing = 0.1 has no effect with form = "ipo"'),
     (rl.BradleyTerryLoss, {"centre": -0.1}, "centre = -0.1: must be greater than or equal to 0"),
 ]
@@ -232,74 +206,6 @@ def test_token_weights_refuse_totals_that_miss_rows_and_a_missing_constant() -> 
         algo.token_weights(MASK, "constant", tokens=8, rows=4)
 
 
-Tokens: TypeAlias = list[tuple[float, float, float, float, int]]
-"""The policy's log-prob, the trainer's before its updates, the sampler's, the advantage and the row of each token."""
-
-LOGPROBS = st.floats(-9, 0)
-TOKENS = st.lists(st.tuples(LOGPROBS, LOGPROBS, LOGPROBS, st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=12)
-CORRECTIONS = st.builds(
-    algo.Correction,
-    level=st.sampled_from(["token", "sequence"]),
-    how=st.sampled_from(["truncate", "mask"]),
-    low=st.none() | st.floats(0.05, 1),
-    high=st.floats(1, 8),
-)
-
-
-def tensors(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    policy, anchor, sampler, advantages, rows = zip(*tokens, strict=True)
-    columns = {"logprobs": anchor, "sampler_logprobs": sampler, "advantages": advantages}
-    found = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
-    found["rows"] = torch.from_numpy(np.unique(rows, return_inverse=True)[1])
-    return torch.tensor(policy, dtype=torch.float64, requires_grad=True), found
-
-
-def slow_weights(tokens: Tokens, correction: algo.Correction) -> Tensor:
-    weights: list[float] = []
-    for _, anchor, sampler, _, own in tokens:
-        log_weight = anchor - sampler
-        if correction.level == "sequence":
-            log_weight = sum(there - here for _, there, here, _, row in tokens if row == own)
-        weight = math.exp(min(max(log_weight, -20), 20))
-        bounded = max(correction.low or 0.0, min(weight, correction.high))
-        weights.append(0.0 if correction.how == "mask" and bounded != weight else bounded)
-    return torch.tensor(weights, dtype=torch.float64)
-
-
-@given(TOKENS, CORRECTIONS)
-def test_a_corrected_loss_is_the_plain_one_times_the_weights(tokens: Tokens, correction: algo.Correction) -> None:
-    logprobs, columns = tensors(tokens)
-    plain = rl.ClippedLoss(anchor="trainer", dual_clip=3.0)
-    corrected = plain.model_copy(update={"correction": correction})
-    weights = slow_weights(tokens, correction)
-    found, expected = corrected(logprobs, columns), plain(logprobs, columns)
-    slopes = torch.autograd.grad(expected.values.sum(), logprobs)[0] * weights
-    # A processor may take advantages as small as 5e-324 for 0 in one order of operations and not in the other.
-    np.testing.assert_allclose(found.values.detach(), expected.values.detach() * weights, rtol=1e-6, atol=1e-300)
-    np.testing.assert_allclose(torch.autograd.grad(found.values.sum(), logprobs)[0], slopes, rtol=1e-6, atol=1e-300)
-    np.testing.assert_allclose(found.metrics["correction"], weights, rtol=1e-6)
-    np.testing.assert_allclose(found.metrics["correction_squared"], weights**2, rtol=1e-6)
-    for name, values in expected.metrics.items():
-        assert torch.equal(found.metrics[name], values), name
-    assert not any(values.requires_grad for values in found.metrics.values())
-
-
-@given(TOKENS, CORRECTIONS)
-def test_the_anchor_takes_the_samplers_place(tokens: Tokens, correction: algo.Correction) -> None:
-    logprobs, columns = tensors(tokens)
-    found = rl.ClippedLoss(anchor="trainer")(logprobs, columns)
-    expected = rl.ClippedLoss()(logprobs, {**columns, "sampler_logprobs": columns["logprobs"]})
-    assert torch.equal(found.values, expected.values)
-    assert found.metrics.keys() - expected.metrics.keys() == {"sampler_ratio", "sampler_kl"}
-    gap = (columns["logprobs"] - columns["sampler_logprobs"]).numpy()
-    np.testing.assert_allclose(found.metrics["sampler_ratio"], np.exp(gap), rtol=1e-9)
-    np.testing.assert_allclose(found.metrics["sampler_kl"], np.exp(gap) - 1 - gap, atol=1e-9)
-    columns["logprobs"] = columns["sampler_logprobs"]  # where both agree nothing is corrected
-    found = rl.ClippedLoss(anchor="trainer", correction=correction)(logprobs, columns)
-    assert torch.equal(found.values, rl.ClippedLoss()(logprobs, columns).values)
-    assert not found.metrics["correction_clipped"].any()
-
-
 def test_weights_by_hand_at_their_bounds_too() -> None:
     weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0])
     for bound, by_hand in (
@@ -314,11 +220,7 @@ def test_weights_by_hand_at_their_bounds_too() -> None:
     assert clipped.tolist() == [1, 0, 0, 0, 1]
 
 
-def test_a_rows_weight_is_the_product_of_its_tokens_and_never_overflows() -> None:
-    trainer, sampler = torch.tensor([2.0, 3.0, 0.5, 5.0]).log(), torch.zeros(4)
-    assert importance_weights(trainer, sampler).tolist() == pytest.approx([2, 3, 0.5, 5])
-    rows = torch.tensor([1, 0, 1, 0])
-    assert importance_weights(trainer, sampler, rows).tolist() == pytest.approx([1, 15, 1, 15])
+def test_the_weight_of_a_long_row_never_overflows() -> None:
     far = torch.full((3000,), 9.0)
     for trainer, sampler in ((far, -far), (-far, far)):
         weights = importance_weights(trainer, sampler, torch.zeros(3000, dtype=torch.int64))

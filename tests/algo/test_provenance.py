@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import ml_dtypes
@@ -12,7 +12,7 @@ import pytest
 from meshrl.algo import ClippedLoss, Correction, CrossEntropy, check_sources
 from meshrl.data import Batch, Column, Ragged, Source
 from meshrl.errors import DataError
-from meshrl.mesh import Ref
+from tests.data.test_remote_column import Kept
 
 T = TypeVar("T")
 SAMPLER, REFERENCE, TRAINER = Source("sampler"), Source("reference"), Source.trainer(3)
@@ -24,17 +24,6 @@ def scored(**sources: Source | None) -> Batch:
         name: Ragged.of([np.zeros(n) for n in lengths], np.float32, source=source) for name, source in sources.items()
     }
     return Batch.of(tokens=Ragged.of([np.arange(n) for n in lengths], np.int32), **columns)
-
-
-class Kept(Ref):
-    """A held value; it is pickled whole, as if its rank were always there."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    @classmethod
-    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        return [each.value for each in held if isinstance(each, Kept)]
 
 
 def pickled(value: T) -> T:
