@@ -79,21 +79,6 @@ async def test_a_caller_may_divide_the_rows() -> None:
     await engine.close()
 
 
-async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
-    engine = rl.LocalEngine()
-    mesh = await rl.Mesh.reserve(engine, 3, rl.Resources(cpus=0))
-    drawn: list[rl.Batch] = []
-    for owners in ([0] * 8, [1, 2, 2, 1, 0, 2, 1, 0]):
-        sampler = await mesh.spawn(FakeSampler, SAMPLER)
-        await sampler.load(rl.Weights(1, {"skill": np.array([0.5])}))
-        generate = routed(sampler.generate, np.array(owners))
-        asked_for = next(prompts(1, 8)).part(np.arange(8))
-        drawn.append(rl.Batch.join([chunk async for chunk in generate(asked_for, rl.Sampling(n=3))]))
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0].objects("completion"))) == 2
-    await engine.close()
-
-
 def test_rows_go_where_the_fewest_tokens_are_outstanding() -> None:
     drawn: list[tuple[int, list[int]]] = []
 
