@@ -106,17 +106,6 @@ def test_a_record_of_uneven_steps_predicts_its_own(source: str) -> None:
     assert made.records == {"uneven": pytest.approx(1.0, rel=0.05)}
 
 
-def test_a_record_that_is_missed_below_widens_as_much_as_above(source: str, tmp_path: Path) -> None:
-    run = record(source, "recorded", draw=3.0, train=1.0)
-    planner = Planner(source, [], PlanOptions(Devices(1, "cpus"), [run]), tmp_path)
-    found = search(planner.candidates, planner.bound, planner.memory.fits, planner.seconds, 1).best[0]
-    for ratio in (0.25, 4.0):
-        planner.ratios = [ratio]
-        told = planner.proposal(found)
-        assert told.low == pytest.approx(told.steps_per_minute / 4)
-        assert told.high == pytest.approx(told.steps_per_minute * 4)
-
-
 def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
     run = record(source, "two", draw=1.0, train=1.0, cpus=2)
     apart, together = make_plan(source, [], PlanOptions(Devices(2, "cpus"), [run], aheads=(1,), best=2)).proposals
@@ -139,7 +128,7 @@ def test_a_record_tells_the_cores_that_its_configuration_leaves_open(source: str
 def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, tmp_path: Path) -> None:
     numbers = random.Random(1)
     run = record(source, "noisy", 3.2, 1.7, cpus=2, steps=[1 + numbers.random() for _ in range(9)])
-    planner = Planner(source, [], PlanOptions(Devices(3, "cpus"), [run], aheads=(0, 1, 4)), tmp_path)
+    planner = Planner(source, [], PlanOptions(Devices(3, "cpus"), [run], aheads=(0, 4)), tmp_path)
     assert len(planner.candidates) > 6
     for candidate in planner.candidates:
         assert planner.bound(candidate) <= planner.seconds(candidate) * (1 + 1e-9), candidate.name
@@ -284,9 +273,3 @@ def test_a_mesh_of_another_role_keeps_what_it_has() -> None:
         assert sum(mesh.ranks for mesh in job.run.meshes.values()) == 4
     with pytest.raises(ConfigError, match=r"judge take 2 of 2 gpus"):
         space(2, "gpus", *whole)
-
-
-def test_budgets_are_halved_one_after_the_other() -> None:
-    variants = space(2, "gpus", "policy.backend=fsdp", budgets=True)[0].variants
-    assert variants[0] == {}
-    assert [*variants[1:3]] == [{"sampler.slots": 256}, {"policy.micro_batch_tokens": 8192}]

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,10 +10,9 @@ from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.planning import simulate_job
 from meshrl.planning.forecast import Forecast
-from meshrl.planning.pace import CallCost, CallDurations, Pace, Tape
-from meshrl.planning.records import Guesses, RecordedRun, fit, fit_ends
+from meshrl.planning.pace import CallCost, Pace
+from meshrl.planning.records import RecordedRun, fit
 from meshrl.run import Job, load_job
-from tests.first_hour.terminal import type_in
 
 CONFIG = """
 algorithm = "grpo"
@@ -192,42 +190,6 @@ def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Pat
     assert twice.step_seconds == pytest.approx(2 * 3.5 + 0.5)
 
 
-def test_calls_that_shared_a_rank_cost_what_they_would_have_cost_alone() -> None:
-    spans = [("generate", 0.0, 3.0), ("generate", 1.0, 4.0), ("generate", 10.0, 12.0)]
-    events: list[Event] = [Step(0, 0.0, 20.0), Step(1, 20.0, 21.0)]
-    for number, (endpoint, began, ended) in enumerate(spans):
-        events.append(Call(number, "TorchSampler", endpoint, began, ended, 4))
-        events.append(Span(number, "main", 0, "TorchSampler", endpoint, began, ended))
-    works = Pace.recorded(events, n=2).works["Sampler", "generate"]
-    assert [(list(work.seconds), work.rows) for work in works] == [([2.0], 8), ([2.0], 8), ([2.0], 8)]
-
-
-def test_what_was_slow_together_is_slow_together_again() -> None:
-    tape = Tape(40, seed=3)
-    works = [CallCost([float(step), 10.0 * step], 8, step) for step in range(40)]
-    others = [CallCost([float(step)], step=step) for step in range(40) for _ in range(2)]
-    first, second, twice = CallDurations(works, 0, tape), CallDurations(works, 1, tape), CallDurations(others, 0, tape)
-    drawn: list[float] = []
-    for tape.step in range(400):
-        drawn.append(first.next(8))
-        assert second.next(8) == 10 * drawn[-1]
-        assert [twice.next(None), twice.next(None)] == [drawn[-1]] * 2
-    assert sorted(drawn) == sorted(10 * [*map(float, range(40))])
-    assert first.next(0) == 0.0
-
-
-def test_time_grows_with_rows_as_the_record_tells() -> None:
-    cases: list[tuple[list[CallCost], float]] = [
-        ([CallCost([4.0], 8)], 8.0),  # in proportion
-        ([CallCost([4.0], 8), CallCost([2.0], 2)], 4.0 + 8 / 3),  # along a line
-        ([CallCost([2.0], 8), CallCost([4.0], 2)], 2.0),  # never less for more
-        ([CallCost([4.0])], 4.0),  # whatever the rows
-        ([], 0.0),
-    ]
-    found = [CallDurations(works, 0, Tape(1, seed=1)).next(16) for works, _ in cases]
-    assert found == pytest.approx([expected for _, expected in cases])
-
-
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
     uneven = [
         msgspec.structs.replace(each, ended=each.ended - 0.01 * (each.call % 7)) if isinstance(each, Span) else each
@@ -252,15 +214,6 @@ def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
     run = record(tmp_path / "recorded", synchronous(9))
     with pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
         predict(source, run, "loss.kl=0.1")
-
-
-def test_the_command_prints_a_forecast_and_writes_it(source: Path) -> None:
-    options = ("--rollout", "2", "--train", "1", "--steps", "12", "--json", "forecast.json")
-    found = type_in("simulate", str(source), *options, "prompts=8")
-    assert (found.status, "step time, mean" in found.out) == (0, True)
-    told = msgspec.json.decode(Path("forecast.json").read_bytes(), type=Forecast)
-    assert told.steps == 12
-    assert told.step_seconds == pytest.approx(3.0)
 
 
 Mesh = Mapping[str, object]
@@ -294,47 +247,11 @@ def test_two_records_with_different_cores_tell_what_cores_bring() -> None:
     assert fit(records, table({"cpus": 4})).own[0].seconds[0] == pytest.approx(0.1)
 
 
-def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
-    found = fit([recorded({"cpus": 2}, 1.0)], table({"cpus": 1}), guesses=Guesses(cores=1.0))
-    assert found.works["Policy", "update"][0].seconds == [2.0]
-    assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
-    assert seconds([recorded({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
-    assert seconds([recorded({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
-    unknown = fit([recorded({}, 1.0)], table({"cpus": 1})).guessed
-    assert unknown == ["Policy: recorded on ranks of unknown cores, taken as 1"]
-    assert fit([replace(recorded({}, 1.0), cores={"main": 2})], table({"cpus": 1}), 8).guessed == [
-        "Policy: cores ** 0.4, from ranks of 2 to ranks of 1"
-    ]
-
-
 def test_a_record_on_the_same_kind_of_device_comes_first() -> None:
     both = [recorded({"cpus": 2}, 1.0), recorded({"gpus": 1}, 0.1)]
     assert seconds(both, {"gpus": 1}) == 0.1
     assert fit(both, table({"gpus": 1})).guessed == []
     assert fit(both[:1], table({"gpus": 1})).guessed == ["Policy: a rank on a GPU as fast as the recorded one on a CPU"]
-
-
-def test_calls_of_other_numbers_of_rows_are_compared_at_the_same() -> None:
-    few, many = recorded({"cpus": 1}, 0.0), recorded({"cpus": 4}, 0.0)
-    few = replace(few, pace=paced({rows: 1 + 0.1 * rows for rows in (8, 16)}))
-    for sizes in ((40, 80), (40,)):
-        other = replace(many, pace=paced({rows: (1 + 0.1 * rows) / 2 for rows in sizes}))
-        (found, _) = fit([few, other], table({"cpus": 2})).works["Policy", "update"]
-        assert found.seconds[0] == pytest.approx(1.8 / math.sqrt(2))
-
-
-def paced(seconds: Mapping[int, float]) -> Pace:
-    return Pace({("Policy", "update"): [CallCost([each], rows) for rows, each in seconds.items()]}, strict=True)
-
-
-def test_each_role_is_as_slow_and_as_fast_as_it_may_be() -> None:
-    works = {("Policy", "update"): [CallCost([2.0], 8)], ("Sampler", "generate"): [CallCost([2.0], 8)]}
-    run = RecordedRun(Path("recorded"), table({"cpus": 2}), Pace(works, strict=True), 4.0)
-    apart = table({"cpus": 1}) | {"sampler": {"mesh": "rollout"}}
-    apart["run"] = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 3}}}
-    slow, fast = ({role: of[0].seconds[0] for (role, _), of in pace.works.items()} for pace in fit_ends([run], apart))
-    assert slow == {"Policy": pytest.approx(2 * 2**0.8), "Sampler": 2.0}
-    assert fast == {"Policy": 2.0, "Sampler": pytest.approx(2 * (2 / 3) ** 0.8)}
 
 
 def test_ranks_that_share_rows_are_not_as_fast_as_all_of_them_and_a_pipeline_fills_and_drains() -> None:
@@ -347,10 +264,3 @@ def test_ranks_that_share_rows_are_not_as_fast_as_all_of_them_and_a_pipeline_fil
     assert seconds([one], stages) == pytest.approx(8.0 / 2 / 0.9 * (2 + 1) / 2)  # 80 tokens in passes of 40
     (ten,) = fit([one], table(stages, micro_batch_tokens=8)).works["Policy", "update"]
     assert ten.seconds[0] == pytest.approx(8.0 / 2 / 0.9 * (10 + 1) / 10)
-
-
-def test_ranks_that_share_rows_have_all_of_them() -> None:
-    events: list[Event] = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
-    spans = [Span(1, "main", rank, "FsdpPolicy", "update", 0.0, 1.0) for rank in range(4)]
-    (work,) = Pace.recorded([*events, *spans], n=2, splits={"Policy": 2}).works["Policy", "update"]
-    assert work.rows == 4
