@@ -227,16 +227,6 @@ def test_what_cannot_travel_and_a_damaged_wire_form_are_refused() -> None:
             Batch.from_wire(*damaged)
 
 
-@given(batches())
-def test_no_array_of_a_batch_can_be_written(batch: Batch) -> None:
-    derived = [batch, *batch.split(2), batch.repeat(2), Batch.join(batch.split(2)), Batch.from_wire(*batch.to_wire())]
-    for some in derived:
-        columns = [column for column in some.columns.values() if not isinstance(column, tuple)]
-        arrays = [[each.values, each.offsets] if isinstance(each, Ragged) else [each] for each in columns]
-        assert not any(array.flags.writeable for of_column in arrays for array in of_column)
-        assert all(level.ndim == 1 for level in some.origins)
-
-
 def test_a_batch_does_not_alias_what_the_caller_can_write() -> None:
     memory = np.arange(6.0)
     rows = np.array([1, 0])
