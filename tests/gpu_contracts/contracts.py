@@ -1,38 +1,29 @@
-"""What our code asks of the real packages, and whether what stands in their sources gives it."""
+"""How our code calls packages where only a GPU runs a line, and whether what stands in their sources takes it."""
 
 import ast
-from collections import defaultdict
-from collections.abc import Mapping
-from functools import cache
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from tests.gpu_contracts.scanning import OBJECTS, ROOT, TRANSFORMER_ENGINE, Given, found, is_foreign, keys_of, listed
 from tests.gpu_contracts.sources import Distribution, distribution_of, signature
 
-SIGNATURES: Final = Path(__file__).parent / "signatures"
-_SGLANG_ENGINE: Final = "meshrl_sglang/engine.py"
+HERE: Final = Path(__file__).parent
+SIGNATURES: Final = HERE / "signatures"
 
 
-def target_of(key: str) -> str | None:
-    """The full name of what is used; None of what is not theirs, or what nothing tells."""
-    name = listed(key)
-    if name and name in OBJECTS:
-        return OBJECTS[name] + key.removeprefix(name)
-    return key if name is None and is_foreign(key) else None
+class Given(NamedTuple):
+    """What a function is called with."""
+
+    positional: int = 0
+    keywords: Sequence[str] = ()
+    open: bool = False
+    """Whether more may be given."""
 
 
-@cache
-def contracts() -> Mapping[str, list[tuple[str, Given]]]:
-    """By target all calls that our code makes of it, each with its place, `FILE:LINE`; none of what it only names."""
-    made: defaultdict[str, list[tuple[str, Given]]] = defaultdict(list)
-    for use in found():
-        if target := target_of(use.key):
-            made[target] += [] if use.given is None else [(f"{use.file}:{use.line}", use.given)]
-    arguments = keys_of((ROOT / "backends" / _SGLANG_ENGINE).read_text(), "_arguments")
-    processes = OBJECTS[f"{_SGLANG_ENGINE} meshrl_sglang.scheduler.Processes"]
-    made[processes] = [(_SGLANG_ENGINE, Given(0, tuple(sorted(arguments))))]
-    return made | {target: [] for target in TRANSFORMER_ENGINE}
+CALLS: Final[Mapping[str, Given]] = {
+    target: Given(**given) for target, given in tomllib.loads((HERE / "calls.toml").read_text("utf-8")).items()
+}
 
 
 def refusal(signature: str, given: Given) -> str:
@@ -63,7 +54,7 @@ def read(distribution: Distribution) -> Mapping[str, str]:
 def real(distribution: Distribution, root: Path) -> Mapping[str, str]:
     """What stands in the sources below `root`. LookupError where something is not there."""
     return {
-        target: signature(root, target, {name for _, given in asked for name in given.keywords})
-        for target, asked in sorted(contracts().items())
+        target: signature(root, target, given.keywords)
+        for target, given in sorted(CALLS.items())
         if distribution_of(target) == distribution
     }

@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tests.gpu_contracts.scanning import ROOT
-
+ROOT: Final = Path(__file__).parents[2]
 CACHE: Final = ROOT / ".gpu_contracts"
 """Where `renew` unpacks what it has downloaded."""
 
