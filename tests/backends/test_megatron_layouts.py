@@ -3,7 +3,6 @@
 One layout at a time is held in tests/conformance/test_megatron.py.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -19,11 +18,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 import meshrl as rl
 from meshrl.errors import ModelError, RankFailed
 from meshrl.roles import Sums
-from meshrl_megatron.roles import MegatronCritic, MegatronPolicy, MegatronReference
+from meshrl_megatron.roles import MegatronCritic, MegatronPolicy
 from meshrl_megatron.stage import logprobs as shared_logprobs
 from meshrl_megatron.world import World
 from meshrl_torch.train.fsdp.roles import FsdpCritic, FsdpPolicy
-from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends import material
 from tests.backends.material import RANKS, ModelOf, near
 
@@ -69,10 +68,6 @@ def policy_of(model: object, **keys: object) -> rl.PolicyConfig:
     return rl.PolicyConfig.model_validate({"model": model, "optimizer": OPTIMIZER, "micro_batch_tokens": 32, **keys})
 
 
-def critic_of(model: str) -> rl.CriticConfig:
-    return rl.CriticConfig.model_validate({"model": model, "optimizer": OPTIMIZER, "seed": 3})
-
-
 def rollouts(seed: int = 0) -> rl.Batch:
     batch = material.rollouts(rows=9, seed=seed)
     rng, count, offsets = np.random.default_rng(seed), len(batch.tokens.values), batch.tokens.offsets
@@ -83,12 +78,8 @@ def rollouts(seed: int = 0) -> rl.Batch:
     )
 
 
-async def column(batch: rl.Batch, name: str) -> np.ndarray:
-    return np.asarray((await batch.load()).ragged(name).values)
-
-
 async def values(critic: rl.Critic) -> np.ndarray:
-    return await column(await critic.advantages(rollouts(), rl.Gae()), "values")
+    return np.asarray((await (await critic.advantages(rollouts(), rl.Gae())).load()).ragged("values").values)
 
 
 def same(found: rl.Metrics, expected: rl.Metrics) -> None:
@@ -99,7 +90,7 @@ async def loaded(policy: rl.Policy) -> rl.Weights:
     return await (await policy.weights()).load()
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind == "qwen2")) for kind in LAYOUTS])
 async def test_layouts_continue_others_checkpoints(warm: Warm, tmp_path: Path, model_of: ModelOf, kind: str) -> None:
     four, folder = await warm(4), model_of(MODELS[kind])
     plain, kept = TorchPolicy(policy_of(folder)), None
@@ -121,36 +112,6 @@ async def test_layouts_continue_others_checkpoints(warm: Warm, tmp_path: Path, m
             await rl.stop(policy)
 
 
-async def test_roles_of_several_layouts_equal_those_of_one_rank(warm: Warm, tmp_path: Path, model_of: ModelOf) -> None:
-    four, model = await warm(4), model_of(MODELS["llama"])
-    meshes = four.shape(dp=2, tp=2), four.shape(dp=1, pp=2, tp=2)
-    spread = [await mesh.spawn(MegatronPolicy, policy_of(model)) for mesh in meshes]
-    policies: list[rl.Policy] = [*spread, TorchPolicy(policy_of(model))]
-    critic = await four.shape(dp=2, pp=2).spawn(MegatronCritic, critic_of(model))
-    critics: list[rl.Critic] = [critic, TorchCritic(critic_of(model))]
-    frozen = rl.ReferenceConfig(model=model)
-    references = await four.shape(dp=4).spawn(MegatronReference, frozen), TorchReference(frozen)
-    for seed in range(2):
-        batch = rollouts(seed)
-        told = await asyncio.gather(
-            *(policy.update(batch, rl.ClippedLoss()) for policy in policies),
-            *(critic.update(batch, rl.ValueLoss()) for critic in critics),
-        )
-        for found, expected in ((told[0], told[2]), (told[1], told[2]), (told[3], told[4])):
-            same(found, expected)
-        one, two = [await column(await each.logprobs(batch), "reference_logprobs") for each in references]
-        np.testing.assert_allclose(one, two, rtol=0, atol=1e-5)
-    for policy in policies[:2]:
-        near(await loaded(policy), await loaded(policies[2]), 1e-5)
-
-    again = FsdpCritic(critic_of(model))  # which has the same names
-    await critic.checkpoint(str(tmp_path / "critic"))
-    await again.restore(str(tmp_path / "critic"))
-    for other in (critics[1], again):
-        np.testing.assert_allclose(await values(other), await values(critic), rtol=0, atol=1e-5)
-    same(*[await each.update(rollouts(2), rl.ValueLoss()) for each in (again, critic)])
-
-
 async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, model_of: ModelOf) -> None:
     config = policy_of(model_of(MODELS["llama"]), dtype="bfloat16")
     halves, plain = await (await warm(4)).shape(dp=2, tp=2).spawn(MegatronPolicy, config), TorchPolicy(config)
@@ -160,24 +121,26 @@ async def test_in_bfloat16_a_layout_is_as_near_as_8_bits_let_it_be(warm: Warm, m
 
 
 async def test_a_bfloat16_critic_continues_with_its_float32_head(warm: Warm, tmp_path: Path, model_of: ModelOf) -> None:
-    config = critic_of(model_of(MODELS["llama"])).model_copy(update={"dtype": "bfloat16"})
+    table = {"model": model_of(MODELS["llama"]), "optimizer": OPTIMIZER, "seed": 3, "dtype": "bfloat16"}
+    config = rl.CriticConfig.model_validate(table)
     made, again = [await (await warm(2)).shape(dp=2).spawn(MegatronCritic, config) for _ in range(2)]
     await made.update(rollouts(), rl.ValueLoss())
     await made.checkpoint(str(tmp_path))
     await again.restore(str(tmp_path))
     assert (await values(again) == await values(made)).all()
+    other = FsdpCritic(config)  # which has the same names
+    await other.restore(str(tmp_path))
+    np.testing.assert_allclose(await values(other), await values(made), rtol=0, atol=0.02)
     same(*[await each.update(rollouts(1), rl.ValueLoss()) for each in (again, made)])
     assert (await values(again) == await values(made)).all()
 
 
-def new_model(characters: str = "abcdefgh>") -> rl.NewModel:
-    return rl.NewModel(characters=characters, hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=48)
+NEW = rl.NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=48)
 
 
-async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_whole(warm: Warm, tmp_path: Path) -> None:
+async def test_a_checkpoint_that_is_damaged_is_refused_as_a_whole(warm: Warm, tmp_path: Path) -> None:
     two = (await warm(2)).shape(dp=1, tp=2)
-    policy, twin = [await two.spawn(MegatronPolicy, policy_of(new_model())) for _ in range(2)]
-    larger = await two.spawn(MegatronPolicy, policy_of(new_model("abcdefghi>")))
+    policy, twin = [await two.spawn(MegatronPolicy, policy_of(NEW)) for _ in range(2)]
     folder = tmp_path / "state"
     await twin.update(rollouts(), rl.ClippedLoss())
     await twin.checkpoint(str(folder))
@@ -185,25 +148,24 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
     one, other = first.read_bytes(), second.read_bytes()
     sums, others = Sums.beside(first).read_bytes(), Sums.beside(second).read_bytes()
 
-    async def refused(asked: rl.Policy, words: str) -> None:
+    async def refused(words: str) -> None:
         with pytest.raises(RankFailed, match=words):
-            await asked.restore(str(folder))
+            await policy.restore(str(folder))
 
-    await refused(larger, r"of another policy: `model.embed_tokens.weight` is \[11, 16\] there and \[12, 16\] here")
     first.write_bytes(one[:100])
-    await refused(policy, r"Damaged: .* is not as it was written: its head differs\. Restore it from a copy")
+    await refused(r"Damaged: .* is not as it was written: its head differs\. Restore it from a copy")
     first.write_bytes(one)
     second.unlink()
-    await refused(policy, r"has the files of 1 ranks and not of 2\. Remove the checkpoint")
+    await refused(r"has the files of 1 ranks and not of 2\. Remove the checkpoint")
     second.write_bytes(one)
     Sums.beside(second).write_bytes(sums)
-    await refused(policy, r"lacks a part of `model.embed_tokens.weight`, or has it twice")
+    await refused(r"lacks a part of `model.embed_tokens.weight`, or has it twice")
     second.write_bytes(other)
     Sums.beside(second).write_bytes(others)
     (tmp_path / "elsewhere" / second.name).mkdir(parents=True)
     with pytest.raises(RankFailed, match="elsewhere cannot be written"):
         await policy.checkpoint(str(tmp_path / "elsewhere"))
-    fresh = await two.spawn(MegatronPolicy, policy_of(new_model()))
+    fresh = await two.spawn(MegatronPolicy, policy_of(NEW))
     assert await loaded(policy) == await loaded(fresh)
     told = [(await each.update(rollouts(1), rl.ClippedLoss())).means() for each in (policy, fresh)]
     assert told[0] == told[1]
@@ -212,10 +174,8 @@ async def test_a_checkpoint_that_is_damaged_or_another_models_is_refused_as_a_wh
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_moments_are_forgotten_and_half_a_state_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    policy, twin = [MegatronPolicy(policy_of(new_model(), dtype=dtype)) for _ in range(2)]
+async def test_moments_are_forgotten_and_half_a_state_is_told(tmp_path: Path, dtype: str) -> None:
+    policy, twin = [MegatronPolicy(policy_of(NEW, dtype=dtype)) for _ in range(2)]
     await policy.checkpoint(str(tmp_path))
     await policy.update(rollouts(), rl.ClippedLoss())
     await policy.restore(str(tmp_path))
@@ -223,16 +183,9 @@ async def test_moments_are_forgotten_and_half_a_state_is_told(
     assert told[0] == told[1]
     assert await loaded(policy) == await loaded(twin)
 
-    def fail(*_: object) -> None:
-        raise ModelError("the disk is gone")
-
-    facts, known = tmp_path / "state.json", (tmp_path / "state.json").read_bytes()
-    facts.write_bytes(known.replace(b"}", b',"late":{"lm_head.weight":1}}'))
+    facts = tmp_path / "state.json"
+    facts.write_bytes(facts.read_bytes().replace(b"}", b',"late":{"lm_head.weight":1}}'))
     with pytest.raises(ModelError, match=r"1 of its 0 steps with `lm_head\.weight`, which had no gradient"):
-        await policy.restore(str(tmp_path))
-    facts.write_bytes(known)
-    monkeypatch.setattr("meshrl_torch.checkpoint.boxes.Boxes.read", fail)
-    with pytest.raises(ModelError, match=r"the disk is gone. The policy has loaded a part of it and cannot be used"):
         await policy.restore(str(tmp_path))
 
 
