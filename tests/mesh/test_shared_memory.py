@@ -34,31 +34,6 @@ def written(pool: Pool, value: int, nbytes: int = MIB) -> Segment:
     return writing.done()
 
 
-def check_gone(path: str) -> None:
-    with pytest.raises(DataError, match="1048576 bytes in this machine's shared memory are gone"):
-        Segment(path, MIB)
-
-
-def test_what_is_read_is_not_written_anew_and_what_nobody_reads_is(pool: Pool) -> None:
-    one, two = written(pool, 1), written(pool, 2)
-    assert (one.memory == 1).all()
-    assert (two.memory == 2).all()
-    with pytest.raises(ValueError, match="read-only"):
-        one.memory[0] = 3
-    path, view = one.path, one.memory[:10]
-    del one
-    gc.collect()
-    three = written(pool, 3)
-    assert (view == 1).all(), "a view is a lease too"
-    assert pool.share.taken() == 3 * MIB
-    del view
-    gc.collect()
-    four = written(pool, 4)
-    assert pool.share.taken() == 3 * MIB, "nothing new is taken"
-    assert [int(each.memory[-1]) for each in (two, three, four)] == [2, 3, 4]
-    check_gone(path)
-
-
 def test_what_a_killed_process_left_is_swept_and_nothing_else(pool: Pool) -> None:
     script = (
         "import os, signal; from meshrl.mesh.shared_memory import pool\n"
@@ -121,7 +96,8 @@ def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatc
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    check_gone(path)
+    with pytest.raises(DataError, match="1048576 bytes in this machine's shared memory are gone"):
+        Segment(path, MIB)
 
 
 def test_what_was_begun_and_given_up_is_used_again(pool: Pool) -> None:
