@@ -51,6 +51,7 @@ def test_recipes_run_in_virtual_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.megatron
 @pytest.mark.slow
+@pytest.mark.wide
 def test_recipes_leave_a_twentieth_of_each_gpu_and_divide_their_models_over_their_ranks(tmp_path: Path) -> None:
     save_models(tmp_path)
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from tests.backends.test_recipes import tell; tell()"

@@ -27,7 +27,7 @@ REPORTS = {
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("checker", REPORTS)
+@pytest.mark.parametrize("checker", ["pyright", pytest.param("mypy", marks=pytest.mark.wide)])
 def test_a_checker_reports_the_marked_lines_and_no_others(checker: str) -> None:
     command, report = REPORTS[checker]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
