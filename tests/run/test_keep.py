@@ -104,7 +104,7 @@ def of_page() -> Any:
     return names["Solved"]()
 
 
-async def train(name: str, ahead: int, dies: int = -1) -> Path:
+async def train(name: str, dies: int = -1) -> Path:
     """Twelve steps, which end early once all ten prompts are solved, or because it is killed after step `dies`."""
     config = rl.RunConfig(name=name, checkpoint_every=1, resume=True, meshes={"main": MeshConfig(cpus=0)})
     async with rl.Run(config) as run:
@@ -116,7 +116,7 @@ async def train(name: str, ahead: int, dies: int = -1) -> Path:
         solved = await run.keep("solved", of_page())
         prompts = solved.unsolved(task.batches(1, run.seed), 4, len(task.train))
         sampling = rl.GroupSampling(n=2)
-        async with rl.rollouts(sampler, prompts, sampling, ahead=ahead, score=reward.score) as stream:
+        async with rl.rollouts(sampler, prompts, sampling, score=reward.score) as stream:
             async for step in run.steps(12):
                 batch = await anext(stream, None)
                 if batch is None:
@@ -136,16 +136,15 @@ def told(folder: Path) -> list[tuple[float, float]]:
     return [(line["reward"], line["known"]) for line in lines(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-async def test_resumed_runs_choose_as_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+async def test_resumed_runs_choose_as_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sums = (json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(10))
     Path("sums.jsonl").write_text("\n".join(sums), "utf-8")
-    whole = told(await train("whole", ahead))
+    whole = told(await train("whole"))
     assert 0 < whole[3][1] < 10  # some are left out by then
-    for dies in (2, 6) if not ahead else (4,):
+    for dies in (2, 6):
         with pytest.raises(Killed):
-            await train(f"dies{dies}", ahead, dies)
-        folder = await train(f"dies{dies}", ahead)
+            await train(f"dies{dies}", dies)
+        folder = await train(f"dies{dies}")
         assert not audit_run(folder).prompts.all_missing
-        assert ahead or told(folder) == whole
+        assert told(folder) == whole

@@ -1,5 +1,4 @@
 import string
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,9 +7,9 @@ import pytest
 from meshrl import RunConfig
 from meshrl.cli import main
 from meshrl.config import validate
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ConfigError
 from meshrl.roles import MemoryEstimate, MemoryTerm, ModelConfig, PolicyConfig, ReferenceConfig, Workload
-from meshrl.run import MemoryOptions, MemoryPlan, MeshConfig, RolloutConfig, memory, plan_memory, savings_of
+from meshrl.run import MemoryOptions, MemoryPlan, MeshConfig, RolloutConfig, memory, plan_memory
 from meshrl.run.check import examine
 
 GIB = 2**30
@@ -54,17 +53,6 @@ def test_a_rank_holds_what_is_always_there_and_the_call_that_takes_most() -> Non
     assert late.peak(host=False) == ((1 + 2 + 1 + 2 + 1) * GIB, "policy.update")  # rows are drawn meanwhile
 
 
-def test_a_role_of_unknown_need_is_lacking_in_the_sum_and_leaves_no_headroom() -> None:
-    (whole,) = plan_memory(config(), ONE).meshes
-    assert (whole.unknown, whole.headroom) == ([], 4 * GIB)
-    (rank,) = plan_memory(config(**UNTOLD), ONE).meshes
-    (unknown,) = [held for held in rank.roles if held.memory is None]
-    assert "'torch' does not report it" in unknown.unknown
-    assert (rank.unknown, rank.needed, rank.headroom) == (["reference"], 6 * GIB, None)
-    (full,) = plan_memory(config(**UNTOLD), ONE, MemoryOptions(gib=5)).meshes
-    assert full.headroom == -GIB  # what is known does not fit, whatever the other takes
-
-
 def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() -> None:
     run = RunConfig(meshes={"main": MeshConfig(ranks=4, axes={"dp": 2, "tp": 2})})
     (rank,) = plan_memory(config(), run, MemoryOptions(gpus=16)).meshes
@@ -73,25 +61,6 @@ def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() ->
         plan_memory(config(), run, MemoryOptions(gpus=7))
     with pytest.raises(ConfigError, match=r"2 meshes \(apart, main\).* run.meshes.apart.ranks=N"):
         plan_memory(config(sampler={"mesh": "apart"}), ONE, MemoryOptions(gpus=8))
-
-
-def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
-    plan = plan_memory(config(), ONE)
-
-    def planned(settings: Sequence[str], asked: MemoryOptions) -> MemoryPlan:
-        if "policy.micro_batch_tokens=8192" in settings:
-            return plan_memory(config(policy={"model": NEW, "micro_batch_tokens": 8192}), ONE, asked)
-        if "run.meshes.main.ranks=8" in settings:
-            return plan_memory(config(), RunConfig(meshes={"main": MeshConfig(ranks=8, gpus=1, gib=10)}), asked)
-        if "run.meshes.main.axes.dp=2" in settings:  # what is not told takes nothing in the sum
-            return plan_memory(config(**UNTOLD, policy={"model": NEW, "micro_batch_tokens": 1}), ONE, asked)
-        raise ModelError(f"{settings} is refused")
-
-    found = savings_of(plan, MemoryOptions(), planned)
-    assert [(each.setting, each.nbytes) for each in found] == [
-        ("policy.micro_batch_tokens=8192", GIB),
-        ("run.meshes.main.ranks=8", GIB),
-    ]
 
 
 def test_check_doubts_a_mesh_whose_roles_do_not_fit_or_nearly_fill_it() -> None:
