@@ -54,16 +54,6 @@ def test_what_is_ignored_and_runs_and_environments_are_left_out(project: Path) -
     assert names(project / "kept") == ["0/own.py"]
 
 
-def test_a_folder_of_a_repository_obeys_what_is_above_it_unless_it_takes_that_back(project: Path) -> None:
-    (project / ".git").mkdir()
-    written(project, **{".gitignore": "*.json\nown.py\n"})
-    written(project, **{"inner/.gitignore": "!config.json\n!secret.json\nsecret.json\n"})
-    code = ("config.json", "other.json", "own.py", "secret.json", "plain.py")
-    written(project / "inner", **dict.fromkeys(code, ""))
-    assert names(project) == ["0/inner/config.json", "0/inner/plain.py", "0/letters.toml", "0/train.py"]
-    assert names(project / "inner") == ["0/config.json", "0/plain.py"]
-
-
 def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MOST", 2**20)
     (project / "kernels.so").write_bytes(bytes(2**21))

@@ -126,6 +126,7 @@ async def until_it_fails(policy: rl.Policy, batch: rl.Batch) -> None:
         await policy.logprobs(batch)
 
 
+@pytest.mark.wide
 async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
     engine = RayEngine(inline_bytes=0)
     mesh = (await rl.Mesh.reserve(engine, 2, NO_CORE)).shape(dp=2)
@@ -167,6 +168,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_controller_that_is_killed_takes_its_ranks_and_its_own_cluster_with_it(tmp_path: Path) -> None:

@@ -1,22 +1,19 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import AsyncMock
 
 import pytest
 import ray
 
 from meshrl import Actor, Mesh, Resources, Run, RunConfig, current_rank, each, endpoint
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.channel import interface_of
-from meshrl.engines.ray.cluster import Cluster, Node, host_and_port, room_for
-from meshrl.engines.ray.code import Versions, installed, table
+from meshrl.engines.ray.cluster import host_and_port, room_for
+from meshrl.engines.ray.code import installed, table
 from meshrl.engines.remote import Place, environments
-from meshrl.errors import ConfigError, NoRoom
+from meshrl.errors import ConfigError
 from meshrl.mesh import Same
 from meshrl.roles import packages_of
 
@@ -115,31 +112,9 @@ async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_fro
     assert "free=" not in last
 
 
-async def test_nodes_lost_before_ranks_start_leave_no_room(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = Cluster.nodes, list[object]()
-
-    async def nodes(cluster: Cluster) -> list[Node]:
-        there = await found(cluster)
-        asked.append(there)
-        return [*there, there[0]._replace(id="lost", has={"shelf": 3, "CPU": 1})] if len(asked) == 1 else there
-
-    monkeypatch.setattr(Cluster, "nodes", nodes)
-    monkeypatch.setattr(Cluster, "check", AsyncMock(return_value=True))
-    monkeypatch.setattr("meshrl.engines.remote.engine.FIRST_REPORT", 0.01)
-    with pytest.raises(NoRoom, match="3 ranks with 1 shelf each, and the cluster has room for 2"):
-        await Mesh.reserve(engine, 3, Resources(cpus=0, custom={"shelf": 1}))
-
-
 def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
     assert room_for({"GPU": 0.4}, {"GPU": 2}) == 4
     assert room_for({"GPU": 2, "CPU": 1}, {"GPU": 8, "CPU": 3}) == 3
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems are not asked")
-def test_gloo_is_told_the_interface_of_an_address() -> None:
-    name = interface_of("127.0.0.1")
-    assert name in [name for _, name in socket.if_nameindex()]
-    assert interface_of("192.0.2.1") is None, "an address of no machine"
 
 
 async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +154,7 @@ async def test_a_ray_that_does_not_answer_or_start_is_told_with_what_to_do(monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     nowhere = r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
-    late = r"did not start .* within 0 s: .*The current node timed out .*`ray start --head`"
+    late = r"did not start .* within 0 s: .*The current node timed out .*may be overloaded.*`ray start --head`"
     for engine, told in ((RayEngine("127.0.0.1:9"), nowhere), (RayEngine(), late)):
         with pytest.raises(ConfigError, match=told):
             await Mesh.reserve(engine, 1, Resources(cpus=0))
@@ -192,7 +167,6 @@ async def test_a_ray_that_does_not_answer_or_start_is_told_with_what_to_do(monke
     [
         (OSError("AF_UNIX path length cannot exceed 107 bytes"), "AF_UNIX path .*TMPDIR.*HOME", "/tmp/ray"),  # noqa: S108
         (PermissionError(13, "Permission denied", "/home/x/.ray"), "'/home/x/.ray'.*TMPDIR.*HOME", None),
-        (Exception("The current node timed out during startup"), "timed out .*may be overloaded", None),
     ],
 )
 async def test_a_ray_that_cannot_start_names_the_place_and_gets_short_paths_and_a_token_of_its_own(
@@ -210,10 +184,9 @@ async def test_a_ray_that_cannot_start_names_the_place_and_gets_short_paths_and_
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     engine = RayEngine()
-    with pytest.raises(ConfigError, match=rf"(?s)did not start .*{says}") as told:
+    with pytest.raises(ConfigError, match=rf"(?s)did not start .*{says}"):
         await Mesh.reserve(engine, 1, Resources(cpus=0))
     await engine.close()
-    assert ("overloaded" in str(told.value)) == ("timed out" in str(raised))
     assert (given.get("_temp_dir"), len(str(given["token"]))) == (folder, 32)
 
 
@@ -239,28 +212,6 @@ def test_the_table_names_each_node_package_and_both_versions() -> None:
 def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
     assert installed(["torch", "other"])["torch"] == "2.13.0"
-
-
-async def test_a_node_that_is_slow_to_answer_is_asked_again_when_it_has_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[object]()
-
-    async def ask(_: Versions, node: str) -> dict[str, str]:
-        asked.append(node)
-        if len(asked) == 1:
-            await asyncio.Event().wait()
-        return {**installed(["meshrl", "torch"]), "torch": "1.2.3"}
-
-    monkeypatch.setattr(Versions, "_ask", ask)
-    versions = Versions(["no-such-package"], 0.001)  # which is not asked of a node
-    assert not await versions.check({"n1": "10.0.0.2"})
-    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 +torch"):
-        await versions.check({"n1": "10.0.0.2"}, have_ranks=True)
-
-
-async def test_no_rank_runs_on_a_node_of_unknown_versions(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Versions, "_ask", AsyncMock(return_value=None))
-    with pytest.raises(ConfigError, match=r"did not start on the cluster: its node .* did not report the versions"):
-        await Mesh.reserve(engine, 1, Resources(cpus=0))
 
 
 def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for() -> None:
