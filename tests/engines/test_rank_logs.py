@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import Actor, Run, RunConfig, current_rank, endpoint, respawn
+from meshrl import Actor, current_rank, endpoint, respawn
 from meshrl.errors import RankDied
 from tests.engines.conftest import NO_CORE, RAY, Reserve, on_processes
 
@@ -137,10 +137,3 @@ def test_a_run_keeps_them_and_the_terminal_still_has_them(tmp_path: Path, engine
     (log,) = (tmp_path / "mine" / "logs").iterdir()
     assert "to the terminal" in log.read_text()
     assert "to the terminal" in (tmp_path / "mine" / "summary.json").read_text()
-
-
-def test_runs_that_have_no_processes_have_no_logs(tmp_path: Path) -> None:
-    assert RunConfig(folder=str(tmp_path)).engine == "local"
-    recorder = Run(RunConfig(folder=str(tmp_path))).recorder
-    recorder.close(None)
-    assert not (recorder.folder / "logs").exists()

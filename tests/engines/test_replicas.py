@@ -1,26 +1,19 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
 import meshrl as rl
-from meshrl.errors import RankDied
 from meshrl.mesh import is_away
 from meshrl.testing import FakePolicy, FakeSampler, Witness
-from tests.engines.conftest import NO_CORE, Reserve, on_processes
+from tests.engines.conftest import Reserve, on_processes
+from tests.overlap.streams import POLICY, SAMPLER, prompts
 from tests.processes.conftest import Numbered
 
-POLICY, SAMPLER = rl.PolicyConfig(model="none"), rl.SamplerConfig(model="none")
-
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), on_processes]
-
-
-def prompts(batches: int, size: int) -> Iterator[rl.Batch]:
-    for first in range(0, batches * size, size):
-        yield rl.Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
 
 
 class SlowSampler(FakeSampler, Numbered):
@@ -58,21 +51,3 @@ async def test_a_stream_outlives_a_killed_replica(reserve: Reserve) -> None:
     assert again[0] == pids[0]
     assert again[1] not in pids
     assert {*pids, again[1]} == drawn_by
-
-
-async def test_a_replica_is_respawned_alone(reserve: Reserve) -> None:
-    mesh = await reserve(2, NO_CORE)
-    sampler = await mesh.spawn(SlowSampler, SAMPLER)
-    pids = (await sampler.pid()).tolist()
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankDied):
-        await asyncio.gather(*(sampler.pid() for _ in range(1000)))
-    first = rl.at(sampler, dp=0)
-    assert (await first.pid()).tolist() == pids[:1]
-    await first.load(rl.Weights(7, {"skill": np.array([0.5])}))
-    await rl.respawn(rl.at(sampler, dp=1))
-    again = (await sampler.pid()).tolist()
-    assert again[0] == pids[0]
-    assert again[1] not in pids
-    drawn = await rl.rollout(sampler, next(prompts(1, 2)), rl.Sampling())
-    assert sorted(drawn.row("oldest_version").tolist()) == [0, 7], "what one had learnt it has still"
