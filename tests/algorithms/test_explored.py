@@ -20,11 +20,8 @@ from tests.algorithms.pages import ALGORITHMS, FAKES, NAMES, numbers, play
 
 PARTS: dict[str, Any] = {"epochs": 2, "minibatches": 2}
 SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("grpo", {}),
     "grpo in parts": ("grpo", PARTS),
     "ppo": ("ppo", PARTS),
-    "rloo": ("rloo", {"kl": 0.1}),
-    "remax": ("remax", {}),
     "remax with a reference": ("remax", {"kl": 0.1}),
 }
 

@@ -1,4 +1,3 @@
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -16,7 +15,7 @@ from meshrl.errors import ConfigError
 from meshrl.observe.metric_info import metric_info
 from meshrl.run.recorder import statistics
 from meshrl.testing import FakePolicy, FakeRun, ScriptedSampler, delayed, simulate
-from tests.algorithms.pages import FAKE, NAMES, Ran, lines, meshrl, numbers, play, run_page, script, write_task
+from tests.algorithms.pages import FAKE, NAMES, Ran, lines, numbers, play, run_page, script, write_task
 
 ROLES: dict[str, object] = {
     **dict.fromkeys(("policy", "sampler", "reference", "critic"), FAKE),
@@ -224,12 +223,3 @@ def test_a_step_of_failed_programs_ends_no_run(asked: int, tmp_path: Path, capsy
     told = capsys.readouterr().err
     assert f"nothing to learn from 8 episodes: 8 failed, and {asked} asked the model" in told
     assert "OSError: a tool is down" in told
-
-
-def test_the_quickstart_learns_on_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    fakes = ["policy.backend=fake", "sampler.backend=fake", "task.options.size=500", "task.held_out=8"]
-    assert meshrl("run", "agent/quickstart", *fakes, "steps=20", "prompts=2") == 0
-    summary = json.loads(Path("runs/quickstart-agent/summary.json").read_bytes())
-    assert summary["reward_before"] == 0.0
-    assert summary["reward_sampled_after"] == summary["reward_after"] == 1.0

@@ -211,12 +211,8 @@ def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
         character_tokenizer(characters, 16).save_pretrained(tmp_path / name)
     check(MODEL, str(tmp_path / "same"))
     check(str(tmp_path / "other"), "elsewhere")  # not on this machine
-    with pytest.raises(ConfigError, match=r"'c' is token 4 of the policy and 5 of the teacher .7 and 7 tokens, 2 of"):
-        check(MODEL, str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="'e' is token none of the policy and 7 of the teacher"):
         check(str(tmp_path / "same"), str(tmp_path / "more"))
-    with pytest.raises(ConfigError, match="is the policy's model, so there is nothing to learn from it"):
-        check(MODEL, MODEL)
     (tmp_path / "same" / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a readable tokenizer: TypeError"):
         check(MODEL, str(tmp_path / "same"))

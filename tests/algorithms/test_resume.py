@@ -32,7 +32,6 @@ MORE = {
     "grpo, written meanwhile": ["prompts=8", "sampling.n=4", "run.checkpoint_async=true", REWARDED],
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
 }
-NARROW = ("ppo", "grpo on fsdp")
 # The process that needs the reward's is above its supervisors. It is the policy's, and ends in the fourth step if the
 # reward is told to end it.
 REWARD = """
@@ -83,7 +82,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 @pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*NARROW, *(pytest.param(case, marks=pytest.mark.wide) for case in sorted(MORE) if case not in NARROW)]
+    "case", ["ppo", *(pytest.param(case, marks=pytest.mark.wide) for case in sorted(MORE) if case != "ppo")]
 )
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, case: str) -> None:
     """Its own process is killed. `tests/schedules` has the other moments, on fakes."""
