@@ -1,6 +1,5 @@
 import re
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -94,14 +93,6 @@ def test_the_versions_that_are_tested_are_some_that_an_extra_allows_and_the_lowe
     pinned = pins("requirements-lowest.txt")
     for name, lowest in (need.split(">=") for need in PROJECT["dependencies"]):
         assert f"{pinned[name.lower().replace('_', '-')]}.0".startswith(f"{lowest}."), name
-
-
-def test_the_oldest_python_that_is_allowed_is_the_one_that_is_checked() -> None:
-    oldest = PROJECT["requires-python"].removeprefix(">=")
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
-    assert tools["mypy"]["python_version"] == tools["pyright"]["pythonVersion"] == oldest
-    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
-    assert sys.version_info[:2] >= tuple(map(int, oldest.split(".")))
 
 
 def test_a_tag_and_the_citation_are_of_this_version_which_has_a_section_of_the_changelog() -> None:
