@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -14,14 +13,13 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Run, RunConfig, endpoint
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import CallTimeout
 from meshrl.mesh import Resources, Same, limited
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
-from meshrl.tasks.function import FunctionReward
 from meshrl.testing import FakePolicy, Lognormal, delayed
 
 
@@ -92,30 +90,6 @@ async def test_a_role_has_the_timeout_of_its_table(tmp_path: Path, monkeypatch: 
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", timeout=0.05))
         with pytest.raises(CallTimeout, match=r"\.save has not answered"):
             await policy.save(str(tmp_path))
-
-
-ENDED = threading.Event()
-
-
-def hangs(prompt: str, completion: str, row: dict[str, object]) -> float:
-    if completion == "bad":
-        ENDED.wait()
-    return 1.0
-
-
-async def hangs_async(prompt: str, completion: str, row: dict[str, object]) -> float:
-    if completion == "bad":
-        await asyncio.Event().wait()
-    return 1.0
-
-
-async def test_a_reward_that_hangs_costs_its_row_alone() -> None:
-    rows = Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"])
-    configs = [RewardConfig(function=f"{__file__}:{name}", row_timeout=3) for name in ("hangs", "hangs_async")]
-    for batch in await asyncio.gather(*(FunctionReward(config).score(rows) for config in configs)):
-        assert batch.rewards == pytest.approx([1, float("nan"), 1], nan_ok=True)
-        assert batch.objects("reward_error")[1] == "TimeoutError: the reward took longer than reward.row_timeout = 3"
-    ENDED.set()
 
 
 SCRIPT = """

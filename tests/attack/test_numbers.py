@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardMod
 from meshrl_torch.train.optimizer import Optimizer
 from meshrl_vllm.whole import tell_whole
 
-if TYPE_CHECKING:
-    from meshrl.algo import Loss
-
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
 
@@ -35,21 +32,6 @@ def rollouts(advantages: np.ndarray, logprob: float = -2.0) -> rl.Batch:
     return rl.Batch.of(
         tokens=tokens, loss_mask=mask, sampler_logprobs=rl.Ragged(logprobs, tokens.offsets), advantages=advantages
     )
-
-
-async def test_advantages_of_any_dtype_teach_the_same() -> None:
-    table: list[tuple[Loss, list[type[np.generic]]]] = [
-        (rl.ClippedLoss(), [np.uint8, np.bool_]),
-        (rl.ClippedLoss(dual_clip=3.0), [np.int8, np.float64]),
-        (rl.ReinforceLoss(), [np.uint8, np.int64]),
-    ]
-    for loss, dtypes in table:
-        told = []
-        for advantages in (np.array([1, 0], np.float32), *(np.array([1, 0], dtype) for dtype in dtypes)):
-            policy = TorchPolicy(rl.PolicyConfig(model=MODEL))
-            metrics = await policy.update(rollouts(advantages), loss)
-            told.append((metrics.means(), (await policy.weights()).fingerprint()))
-        assert told == [told[0]] * 3, (loss, dtypes)
 
 
 async def test_a_nan_among_learned_log_probs_is_refused_and_elsewhere_is_not_read() -> None:
@@ -136,7 +118,7 @@ async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32(tmp_path
 
 
 async def test_what_is_resumed_in_bfloat16_goes_on_to_the_bit(tmp_path: Path) -> None:
-    cases: list[tuple[Any, Any, Loss]] = [
+    cases: list[tuple[Any, Any, object]] = [
         (TorchPolicy, rl.PolicyConfig, rl.CrossEntropy()),
         (TorchCritic, rl.CriticConfig, rl.ValueLoss()),
         (TorchRewardModel, rl.RewardTrainingConfig, rl.ProcessLoss()),

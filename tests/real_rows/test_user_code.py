@@ -62,6 +62,7 @@ def exits(p, c, row): return sys.exit(3) if c == "bad" else 1.0
 def dies(p, c, row): return os._exit(3) if c == "bad" else 1.0
 def hangs(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
 async def blocks(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
+async def waits(p, c, row): return await asyncio.Event().wait() if c == "bad" else 1.0
 """
 TURNS = """
 import asyncio, os, signal, threading, time
@@ -144,6 +145,7 @@ def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_e
         ("exits", "SystemExit: 3"),
         ("dies", "ProcessEnded: its process ended with status 3"),
         ("hangs", "TimeoutError: the reward took longer than reward.row_timeout = 2"),
+        ("waits", "TimeoutError: the reward took longer than reward.row_timeout = 2"),
     ],
 )
 async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, error: str) -> None:
