@@ -155,14 +155,6 @@ def test_each_line_is_looked_at(mine: Path) -> None:
     assert not Path("runs").exists()
 
 
-def test_columns_that_are_lists() -> None:
-    write_rows(*({"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS))
-    for template in ("{prompt}", "{prompt[0][content]}"):
-        assert check(CHAT, f"task.prompt={template}") == GOOD
-    write_rows(*({"numbers": [number, 1], "answer": str(number + 1)} for number in range(8)))
-    assert check("task.prompt=sum {numbers}") == GOOD
-
-
 def test_many_mistakes_of_a_kind_are_counted_and_many_rows_looked_at_as_far_as_is_cheap() -> None:
     write_rows(*ROWS, "{", *ROWS, "[1]", "", '{"question"', "{", "{")
     for command in ("check", "run"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.algorithms.pages import lines
-from tests.first_hour.terminal import done, refused
+from tests.first_hour.terminal import done
 
 CONFIG = """
 algorithm = "grpo"
@@ -81,8 +81,6 @@ def test_more_steps_train_on_other_prompts() -> None:
 def test_a_schedule_that_ended_is_told() -> None:
     ended = "policy.optimizer.total_steps=3"
     done(*ON_FAKES, ended, "steps=3")
-    told = "policy.optimizer.total_steps = 3: the learning rate is 0 after that, but the run makes 6 updates"
-    assert told in refused(*ON_FAKES, ended)
     told = done(*ON_FAKES).err
     assert "total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and continues" in told
     assert "A run that starts with total_steps = 6 gives other numbers" in told
