@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -38,7 +36,7 @@ from meshrl_torch.wire.bucket_server import (
     open_slots,
     server_name,
 )
-from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, InFlightBuckets
+from meshrl_torch.wire.collective import IN_FLIGHT, KEPT
 from meshrl_torch.wire.manifest import FP8, SCALE
 from meshrl_torch.wire.plan import Locality, ReadRequest, StoreConnection, on_gpus, routes
 from meshrl_torch.wire.reader import Reader
@@ -150,27 +148,6 @@ def test_an_engine_loads_whole_layers_as_they_are_in_files(policy: Senders, tmp_
     policy.end()
     gone = read_broadcast(offer, 1, naming, torch.device("cpu"), loaded.clear, load)
     assert (gone.transport, gone.begun, gone.lost) == ("", False, "the policy's ranks")
-
-
-@given(st.lists(st.tuples(st.integers(0, 200), st.booleans(), st.booleans()), max_size=40))
-def test_memory_of_buckets_in_flight_is_not_written_until_they_are_done(sizes: list[tuple[int, bool, bool]]) -> None:
-    flight, order, done, told = InFlightBuckets(), list[int](), list[int](), list[int]()
-    flight.begin(max((nbytes for nbytes, _, _ in sizes), default=0), torch.device("cpu"), shared=True)
-
-    def look(seen: list[int], content: Tensor, number: int) -> None:
-        assert (content == number).all(), "a bucket is as it was"
-        seen.append(number)
-
-    for number, (nbytes, staged, relayed) in enumerate(sizes):
-        content = flight.memory(nbytes) if staged else torch.empty(nbytes, dtype=torch.uint8)
-        content.fill_(number)
-        arrived = partial(told.append, number) if relayed else None
-        sent = SimpleNamespace(wait=partial(look, order, content, number))
-        flight.add(cast("Any", sent), partial(look, done, content, number), arrived)
-        assert len(done) > number - IN_FLIGHT
-    flight.end()
-    assert order == done == list(range(len(sizes)))
-    assert told == [number for number, (_, _, relayed) in enumerate(sizes) if relayed]
 
 
 class Dying:
@@ -324,20 +301,6 @@ def ranks() -> Ranks:
     return Ranks(secrets.token_hex(8), ThreadPoolExecutor())
 
 
-def test_buckets_that_come_before_their_turn_are_kept_and_freed_by_slot(ranks: Ranks) -> None:
-    admitted = ranks.admit("a")
-    with ranks.client("a") as reader, admitted.result() as connections:
-        for slot, (rank, number) in enumerate([(1, 0), (0, 0), (1, 1)]):
-            connections.give(["a"], rank, number, slot)
-        assert reader.bucket(0, 0, 5).tolist() == [11] * 5
-        reader.done()
-        connections.wait(["a"], 1)
-        assert reader.bucket(1, 0, 64).tolist() == [10] * 64
-        assert reader.bucket(1, 1, 1).tolist() == [12]
-        reader.done()
-        connections.wait(["a"], 2)
-
-
 def test_strangers_and_readers_of_earlier_passes_are_sent_away(ranks: Ranks) -> None:
     admitted = ranks.admit("a")
     said = [b"", b"\0", b"\5\0\0\0junk!", b"\2\0\0\0{}"]
@@ -360,19 +323,6 @@ def test_another_users_processes_are_sent_away(ranks: Ranks, monkeypatch: pytest
         ranks.client("a")
     with pytest.raises(TimeoutError):
         admitted.result()
-
-
-def test_each_side_sees_that_the_other_is_gone(ranks: Ranks) -> None:
-    admitted = ranks.admit("a", "b")
-    with ranks.client("a") as reader:
-        with ranks.client("b"):
-            connections = admitted.result()
-            connections.give(["a", "b"], 0, 0, 0)
-        with connections, pytest.raises(ConnectionError, match="a reader has ended its part"):
-            connections.wait(["b"], 0)
-        reader.bucket(0, 0, 64)
-        with pytest.raises(ConnectionError, match="a rank of the policy has ended its part"):
-            reader.bucket(0, 1, 64)
 
 
 def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(ranks: Ranks) -> None:

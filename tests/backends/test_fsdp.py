@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, CriticConfig, PolicyConfig, SamplerConfig, Sampling
+from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl import rollout as drawn_by
 from meshrl.algo import TokenLoss
 from meshrl.config import validate
@@ -30,50 +29,38 @@ from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.checkpoint.boxes import write_boxes
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.sample.sampler import TorchSampler
-from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.fsdp.world import grid_of
-from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL, Counted, Late, Watched, floats, near, rollouts, updated
 
 Trained: TypeAlias = TorchPolicy | FsdpPolicy
 Backend: TypeAlias = type[Trained]
 QUICK = OptimizerConfig(lr=1e-2)
+EACH = pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
 
 
 def policy(backend: Backend = FsdpPolicy, /, **changes: object) -> Trained:
     return backend(PolicyConfig.model_validate({"model": MODEL, "optimizer": QUICK, **changes}))
 
 
-def logprobs(batch: Batch) -> NDArray[np.float32]:
-    return floats(batch.ragged("logprobs").values)
+async def alike(one: Policy, other: Policy, atol: float) -> None:
+    found, expected = [(await each.logprobs(rollouts(seed=9))).ragged("logprobs").values for each in (one, other)]
+    np.testing.assert_allclose(floats(found), floats(expected), atol=atol)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"fsdp": {"reshard_after_forward": False}}, {"activation_checkpointing": True, "micro_batch_tokens": 8}],
-    ids=str,
-)
-async def test_options_for_speed_or_memory_keep_numbers(small: str, tmp_path: Path, changes: dict[str, object]) -> None:
-    made, other, fresh = policy(model=small), policy(model=small, **changes), policy(model=small, **changes)
+async def test_options_for_speed_or_memory_keep_numbers(small: str, tmp_path: Path) -> None:
+    options = {"fsdp": {"reshard_after_forward": False}, "activation_checkpointing": True, "micro_batch_tokens": 8}
+    made, other, fresh = policy(model=small), policy(model=small, **options), policy(model=small, **options)
     for seed in range(3):  # each call may leave parameters whole, which the next must not take for new ones
         told = await updated(made, other, seed=seed)
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-6)
-        one, two = [logprobs(await each.logprobs(rollouts(seed=9))) for each in (made, other)]
-        np.testing.assert_allclose(one, two, atol=1e-4)
+        await alike(made, other, 1e-4)
         await other.weights()
     await made.checkpoint(str(tmp_path / "state"))
     await fresh.logprobs(rollouts(seed=9))
     await fresh.restore(str(tmp_path / "state"))
-    one, two = [logprobs(await each.logprobs(rollouts(seed=9))) for each in (made, fresh)]
-    np.testing.assert_allclose(one, two, atol=1e-5)
-
-
-def on_host(of: Trained) -> list[bool]:
-    optimizer = of._trainable.optimizer
-    assert isinstance(optimizer, ShardedOptimizer)
-    hosts = {each.data_ptr() for each in optimizer._hosts.values()}
-    return [moment.data_ptr() in hosts for name in ("exp_avg", "exp_avg_sq") for moment in optimizer.moments(name)]
+    await alike(made, fresh, 1e-5)
 
 
 @pytest.mark.bits
@@ -87,7 +74,6 @@ async def test_when_ranks_talk_changes_no_bit(options: dict[str, object], dtype:
     for seed in range(3):
         told = await updated(plain, other, seed=seed)
         assert told[0] == told[1]
-        assert set(on_host(other)) == {"offload_moments" in options}
         await other.checkpoint(str(tmp_path / "state"))  # from which training continues, whatever the options are
         await plain.restore(str(tmp_path / "state"))
         await other.restore(str(tmp_path / "state"))
@@ -115,8 +101,11 @@ async def test_a_step_that_was_given_up_leaves_no_gradient_behind() -> None:
         assert await made.weights() == await fresh.weights()
 
 
-async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:
-    half, full = policy(dtype="bfloat16"), policy()
+@EACH
+async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(
+    backend: Backend, tmp_path: Path
+) -> None:
+    half, full = policy(backend, dtype="bfloat16", micro_batch_tokens=20), policy(backend, micro_batch_tokens=20)
     for seed in range(3):
         told = await updated(half, full, seed=seed)
         assert told[0]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=0.1)
@@ -134,8 +123,6 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
     await made.checkpoint(str(tmp_path))
     file = next(tmp_path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(Damaged, match=r"is not as it was written: its head differs\. Restore it from a copy"):
-        await made.restore(str(tmp_path))
     file.with_name(f"{file.name}.sums").unlink()
     with pytest.raises(ModelError, match=r"cannot be read as the state of a policy.*Remove the checkpoint"):
         await made.restore(str(tmp_path))
@@ -148,8 +135,8 @@ async def test_files_that_cannot_be_read_or_written_are_told_with_what_to_do(tmp
     await made.written()  # of the last alone
 
 
+@EACH
 @pytest.mark.parametrize("given_up", [False, True])
-@pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
 async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
 ) -> None:
@@ -197,16 +184,7 @@ async def test_a_checkpoint_of_another_backend_is_continued(writer: Backend, tmp
     near(await other.weights(), await made.weights(), 2e-5)
 
 
-async def test_a_checkpoint_of_another_role_is_told_as_such(tmp_path: Path) -> None:
-    await TorchCritic(CriticConfig(model=MODEL)).checkpoint(str(tmp_path))
-    with pytest.raises(ModelError, match=r"is the state of a critic, not of a policy"):
-        await policy().restore(str(tmp_path))
-    (tmp_path / "state.json").write_text("")
-    with pytest.raises(ModelError, match="cannot be read as the state of a policy"):
-        await policy().restore(str(tmp_path))
-
-
-@pytest.mark.parametrize("backend", [FsdpPolicy, TorchPolicy])
+@EACH
 async def test_a_state_whose_bits_have_changed_is_never_trained_from(backend: Backend, tmp_path: Path) -> None:
     made = policy(backend)
     await made.update(rollouts(), ClippedLoss())
@@ -271,7 +249,6 @@ async def test_a_step_waits_as_often_for_many_micro_batches_as_for_one(backend: 
 
 
 LORA = LoraConfig(rank=4, alpha=8)
-EACH = pytest.mark.parametrize("backend", [TorchPolicy, FsdpPolicy])
 
 
 async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> Trained:
@@ -282,12 +259,10 @@ async def trained(backend: Backend, small: str, lora: LoraConfig = LORA) -> Trai
 
 
 @EACH
-async def test_new_adapters_change_nothing_and_layers_that_are_not_there_are_told(backend: Backend, small: str) -> None:
+async def test_new_adapters_change_nothing(backend: Backend, small: str) -> None:
     plain, adapted = policy(backend, model=small), policy(backend, model=small, lora=LORA)
     assert await plain.logprobs(rollouts()) == await adapted.logprobs(rollouts())
     assert await plain.weights() == await adapted.weights()
-    with pytest.raises(ConfigError, match=r"lora.targets: 'nope' is the name of no layer"):
-        policy(backend, model=small, lora=LoraConfig(targets=("nope",)))
 
 
 @EACH

@@ -4,12 +4,10 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext
-from importlib import resources
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from runpy import run_path
 from threading import Thread
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -227,20 +225,3 @@ async def test_a_tensor_that_is_another_is_an_error(monkeypatch: pytest.MonkeyPa
         with refused:
             await read_back(manager, sent)
         assert manager.get_weights_by_name.await_args.args[0].name == "head"
-
-
-def test_the_numbers_that_draws_hang_on_are_those_of_sglang() -> None:
-    """MurmurHash3's 32 bits, with the seed 0, of the little-endian bytes of seed (8), place (4) and column (4)."""
-    run_path(str(resources.files("meshrl_sglang") / "standins/sgl_kernel/__init__.py"))
-    seeds, places = [0, 1, 2**32, 2**63 - 1, 1234567890123456789], [0, 1, 17, 2**31 - 1, 2**32 - 1]
-    found = torch.ops.sgl_kernel.murmur_hash32_cpu(
-        torch.tensor(seeds).to(torch.uint64), torch.tensor(places), torch.tensor([0, 3, 151_935])
-    )
-    assert found.dtype == torch.uint32
-    assert found.tolist() == [
-        [0x8134CDF8, 0x518A6E8E, 0x3F84409F],
-        [0x292ACAE6, 0x83F11A1F, 0x2CF31A89],
-        [0xCB89F728, 0xD4180260, 0x39699F1C],
-        [0x5180997A, 0xC4845DE0, 0xBE2D0608],
-        [0xE90FAE73, 0x3F8D6BF7, 0xDCE1C7C4],
-    ]

@@ -262,18 +262,6 @@ async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[i
 
 @on_ranks
 @pytest.mark.megatron
-async def test_each_layer_of_a_stage_takes_as_much_of_what_is_told(warm: Callable[[int], Awaitable[rl.Mesh]]) -> None:
-    teller = await (await warm(1)).spawn(Measured)
-    told: list[int] = []
-    for layers in (2, 3, 4, 5):
-        model = LLAMA.model_copy(update={"layers": layers})
-        config = rl.PolicyConfig(model=model, backend="megatron", micro_batch_tokens=500)
-        told.append(await teller.before(config, Workload({"dp": 1, "tp": 2}, PROMPT, COMPLETION, ROWS, N, gpu=0)))
-    assert len(set(np.diff(told).tolist())) == 1
-
-
-@on_ranks
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     "cases", [["pp and tp", "experts"], pytest.param(RARE, marks=pytest.mark.wide)], ids=["covering", "others"]
 )

@@ -58,20 +58,6 @@ async def apart(made: TrainedPolicy, batch: Batch) -> float:
     return float(np.abs(values(told, "logprobs") - values(batch, "sampler_logprobs")).mean())
 
 
-async def test_every_token_that_was_read_has_its_experts(model: str) -> None:
-    batch = await rows(model, slots=4)
-    experts = batch.ragged("experts")
-    assert experts.values.dtype == np.int16
-    assert experts.values.shape == (len(batch.tokens.values), 3, 2)
-    np.testing.assert_array_equal(experts.offsets, batch.tokens.offsets)
-    last = np.zeros(len(batch.tokens.values), np.bool_)
-    last[batch.tokens.offsets[1:] - 1] = True
-    assert (experts.values[last] == -1).all(), "nothing reads the last token of a row"
-    read = experts.values[~last]
-    assert (read.min(), read.max()) == (0, 7)
-    assert (read[..., 0] != read[..., 1]).all()
-
-
 @pytest.mark.parametrize("config", [QWEN, UNSCALED, MIXTRAL], ids=["qwen3", "unscaled", "mixtral"])
 async def test_followed_experts_help_another_dtype_alone(config: PretrainedConfig, model_of: ModelOf) -> None:
     model = model_of(config)
