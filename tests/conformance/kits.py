@@ -54,9 +54,7 @@ async def log_probs_of_transformers(trial: Trial) -> None:
     close("log-probs", scored.ragged("logprobs").values, torch.cat(rows).numpy(), trial.tolerance)
 
 
-async def missed(
-    bugs: Bugs, kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type, crashes: type | None = None
-) -> list[str]:
+async def missed(bugs: Bugs, kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type) -> list[str]:
     """Those of the bugs that the check of this name does not tell: of the class `waits` by its hanging."""
     checks = {name_of(check): check for check in kit}
     found: list[str] = []
@@ -67,9 +65,7 @@ async def missed(
             told = "nothing"
         except PromiseBroken as broken:
             told = "a hang" if "it hangs" in str(broken) else "a broken promise"
-        except MeshrlError:
-            told = "a crash"
-        expected = {waits: "a hang", crashes: "a crash"}.get(bug, "a broken promise")
+        expected = "a hang" if bug is waits else "a broken promise"
         if told != expected:
             found.append(f"{bug.__name__}: {name} tells {told}, not {expected}")
     return found

@@ -73,24 +73,6 @@ async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: rl.Me
     assert (await policy.weights()).version == 1
 
 
-class Threads(rl.Actor):
-    @rl.endpoint
-    async def carriers(self) -> rl.Gather[np.ndarray]:
-        """How many carry what its process groups send."""
-        names = [file.read_text("utf-8") for file in Path("/proc/self/task").glob("*/comm")]
-        return np.array([sum("gloo" in name for name in names)])
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names where Linux tells them")
-async def test_a_role_that_is_spawned_again_takes_no_more_threads(two: rl.Mesh) -> None:
-    threads, counts = await two.spawn(Threads), list[list[int]]()
-    for _ in range(3):
-        await rl.stop(await spawn(two))
-        counts.append((await threads.carriers()).tolist())
-    assert counts[0] == counts[1] == counts[2]
-    assert min(counts[0]) > 0
-
-
 async def test_models_in_the_same_processes_have_layouts_of_their_own(two: rl.Mesh) -> None:
     policy = await spawn(two)
     config = rl.ReferenceConfig(model=MODEL, backend="fsdp", seed=1)
