@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import gc
-import shutil
 import types
 import weakref
 from collections.abc import Coroutine, Generator, Iterator, Sequence
@@ -247,22 +246,6 @@ def test_a_run_that_is_killed_at_any_await_goes_on(settings: list[Setting], most
         assert not [lines for lines in awaits(path) if killed.isdisjoint(lines)], "an await at which nobody was killed"
         for at in spread(len(points.remains), most):
             go_on(points.remains[at].folder, setting, whole, f"killed after {points.remains[at].after}")
-
-
-@some_or_all(
-    [Setting("ppo", 0, False)], 10, all=[Setting(name, ahead, False) for name in ("grpo", "ppo") for ahead in (0, 3)]
-)
-def test_a_run_killed_twice_at_any_await_goes_on(settings: list[Setting], most: int | None, tmp_path: Path) -> None:
-    for number, setting in enumerate(settings):
-        runs, again = tmp_path / f"{number}", tmp_path / f"{number}-again"
-        runs.mkdir()
-        first = watched(setting, runs)
-        whole = outcome(runs, setting)
-        half = [left.folder for left in first.remains if left.after == "half of write(run.json)"]
-        shutil.copytree(half[1], again)  # a checkpoint is whole there, and the next is not
-        remains = watched(setting, again).remains
-        for at in spread(len(remains), most):
-            go_on(remains[at].folder, setting, whole, f"killed again after {remains[at].after}")
 
 
 @types.coroutine
