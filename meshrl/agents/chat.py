@@ -76,6 +76,11 @@ class Chat(Protocol):
         """The longest sequence that the model supports, in tokens."""
         ...
 
+    @property
+    def native_tokens(self) -> int:
+        """The longest sequence with the model's native positions. Longer ones have others from their first token on."""
+        ...
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render the messages and the start of an assistant's turn. Raises DataError if the template refuses them."""
         ...

@@ -253,6 +253,8 @@ class Gateway:
     async def _drawn(self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt) -> list[Answer]:
         """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
+        if 0 < size - len(prompt.added) <= self._chat.native_tokens:  # later turns keep the positions of the first
+            longest = min(longest, self._chat.native_tokens)
         if not 0 < size < longest:
             raise _no_room(
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"

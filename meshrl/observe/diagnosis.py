@@ -83,18 +83,24 @@ def _no_number(run: _Numbers) -> str:
 
 
 def _reward_errors(run: _Numbers) -> str:
-    errors, rows, unknown = (run.step(name) for name in ("reward_errors", "rows", "unknown_rewards"))
+    errors, rows = run.step("reward_errors"), run.step("rows")
     if errors is None or rows is None:
         return ""
-    share = errors.values.sum() / max(1.0, rows.values.sum()) - (unknown.values.mean() if unknown else 0.0)
+    share = errors.values.sum() / max(1.0, rows.values.sum()) - _unknown(run)
     return f"{share:.0%} of the rows could not be judged and count as rewards of 0" if share > 0.05 else ""
 
 
 def _unknown_rewards(run: _Numbers) -> str:
-    unknown = run.step("unknown_rewards")
-    if unknown is None or unknown.values.mean() <= 0.05:
-        return ""
-    return f"the reward of {unknown.values.mean():.0%} of the rows is unknown, so nothing is learned from them"
+    share = _unknown(run)
+    return f"the reward of {share:.0%} of the rows is unknown, so nothing is learned from them" if share > 0.05 else ""
+
+
+def _unknown(run: _Numbers) -> float:
+    """Return the share of all rows whose reward is unknown. A step may have few rows or many."""
+    shares, rows = run.step("unknown_rewards"), run.step("rows")
+    if shares is None or rows is None or not rows.values.any():
+        return 0.0
+    return float((shares.values * np.interp(shares.steps, rows.steps, rows.values)).sum() / rows.values.sum())
 
 
 def _collapse(run: _Numbers) -> str:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, as_list, dotted
@@ -50,7 +52,6 @@ from meshrl.run.memory import doubts_of_memory, longest_of
 from meshrl.run.scaffold import writer_of
 from meshrl.run.trackers import make_tracker
 from meshrl.tasks import (
-    GENERATORS,
     EnvironmentConfig,
     RewardConfig,
     TaskConfig,
@@ -75,8 +76,8 @@ _MAIN: Final[str] = RoleConfig.model_fields["mesh"].default
 """The mesh of roles that name none."""
 _FILE_ROWS: Final = 20_000
 """Rows of a file that are checked at most."""
-_GENERATED_ROWS: Final = 100
-"""Rows that are checked at most if rows are generated, because they are all alike. Of downloaded ones, one."""
+_OTHER_ROWS: Final = 100
+"""Rows of other sources that are checked at most, which are generated all alike, or downloaded."""
 _REPORTED: Final = 3
 """Rows that are reported at most for each kind of mistake."""
 
@@ -104,6 +105,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
         mistakes += wrong
         task, prompts = _table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
         doubts += find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
+        doubts += find_pair_doubts(task, config) if task and isinstance(config, AlgorithmConfig) else []
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, pausing=config.evaluation.pause_training)
     mistakes += _mistakes_of_run(config, run)
@@ -426,17 +428,15 @@ def find_row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     be able to make an example of it, which fits its model. If all rows are read, some must be left to train on, and
     some to evaluate with if there is an `evaluation`.
     """
-    most = _most(task)
-    rows, mistakes = filled_rows(task, islice(read_rows(task, None if _is_file(task) else most), most))
+    rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
     models = (_table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and _models(model) != "ignored"), None):
         mistakes += _unreadable(task, model, _table_of(config, "sampling", Sampling), rows)
-    if not mistakes and task.max_prompt_tokens is not None:
+    if not mistakes:
         try:
-            counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
-            rows = rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
+            rows = _short(task, rows)
         except (ConfigError, ModelError) as error:
             mistakes.append(str(error))
     if not mistakes and isinstance(config, AlgorithmConfig):
@@ -467,19 +467,39 @@ def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:
     return [doubt] if count < prompts else []
 
 
+def find_pair_doubts(task: TaskConfig, config: AlgorithmConfig) -> list[str]:
+    """Doubt pairs of equal texts, if the algorithm makes pairs. The task's rows must be valid."""
+    if type(config).examples is AlgorithmConfig.examples:
+        return []
+    pairs = config.examples(_short(task, filled_rows(task, _first_rows(task, _most(task)))[0]))
+    if "preferred" not in pairs or not len(same := np.flatnonzero(pairs.row("preferred") == 0)):
+        return []
+    count = f"{len(same) // 2:,} of {len(pairs) // 2:,} pairs have two equal texts"
+    return [f"{count}, and nothing is learned from them: the first is that of {pairs.place(int(same[0]))}"]
+
+
+def _short(task: TaskConfig, rows: Batch) -> Batch:
+    """Return the rows whose prompt has at most `task.max_prompt_tokens` tokens."""
+    if task.max_prompt_tokens is None:
+        return rows
+    counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
+    return rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
+
+
+def _first_rows(task: TaskConfig, most: int) -> Iterable[tuple[str, dict[str, object]]]:
+    return islice(read_rows(task, None if _is_file(task) else most), most)
+
+
 def unchecked_rows(task: TaskConfig) -> str | None:
     """Say which rows of a task were checked, if not all."""
     most = _most(task)
-    if _is_file(task) and next(islice(read_rows(task), most, None), None) is None:
+    if next(islice(_first_rows(task, most + 1), most, None), None) is None:
         return None
-    checked = "was checked" if most == 1 else f"{most:,} were checked"
-    return f"of the task's rows, only the first {checked}"
+    return f"of the task's rows, only the first {most:,} were checked"
 
 
 def _most(task: TaskConfig) -> int:
-    if _is_file(task):
-        return _FILE_ROWS
-    return _GENERATED_ROWS if task.source.startswith(GENERATORS) else 1
+    return _FILE_ROWS if _is_file(task) else _OTHER_ROWS
 
 
 def _is_file(task: TaskConfig) -> bool:

@@ -143,10 +143,12 @@ async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> M
     # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
     newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
-    return {
+    means = {
         "eval/greedy": known_mean(_pass_at(greedy.rewards[:, None], 1, threshold)),
         **{f"eval/pass@{k}": known_mean(_pass_at(rewards, k, threshold)) for k in powers_of_2(n)},
         "eval/reward": known_mean(rewards),
+    }
+    return {name: mean for name, mean in means.items() if not np.isnan(mean)} | {
         "eval/truncated": truncated,
         "eval/reward_errors": reward_errors,
         "eval/prompts": prompts,

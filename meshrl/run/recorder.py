@@ -80,8 +80,9 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     if "rewards" in batch and len(batch):
         unknown = np.isnan(batch.rewards)
         stats |= {"unknown_rewards": float(unknown.mean()), **_signal(batch)}
-        stats |= {} if unknown.all() else {"reward": known_mean(batch.rewards)}
-        stats |= {f"reward/{name.removeprefix('reward_')}": known_mean(batch.row(name)) for name in rewards}
+        means = {f"reward/{name.removeprefix('reward_')}": known_mean(batch.row(name)) for name in rewards}
+        means["reward"] = known_mean(batch.rewards)
+        stats |= {name: mean for name, mean in means.items() if not np.isnan(mean)}  # none over no rows
     if len(batch):
         stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
     if "staleness" in batch and len(batch):

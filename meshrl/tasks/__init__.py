@@ -35,7 +35,7 @@ from meshrl.tasks.function import (
     try_reward,
 )
 from meshrl.tasks.sandbox import code_tests
-from meshrl.tasks.sources import GENERATORS, Row, TaskConfig, numbered_rows, read_rows
+from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import (
     answer_pairs,
     labelled,
@@ -57,7 +57,6 @@ ROLES = {
 
 __all__ = [
     "APART",
-    "GENERATORS",
     "MODELS",
     "ROLES",
     "CursorState",

@@ -5,6 +5,7 @@ checkpoint stores the numbers of used prompts. A resumed run skips them and draw
 For audits, the events of each step are a line in groups.jsonl.
 """
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -144,8 +145,8 @@ class DataCursor:
         """`is_kept`: True if checkpoints store it, which requires unique numbers of prompts."""
         self.begun = False
         """True once the loop has begun. Work before the loop is repeated with the same prompts."""
-        self.left_out: dict[str, int] = {}
-        """Number of rows that the task leaves out, by the reason."""
+        self._rows_left_out: dict[str, Mapping[str, int]] = {}
+        """Of each task, by its digest."""
         self._pulling = False
         self._is_kept = is_kept
         self._before = before or CursorState((), (), ())
@@ -164,7 +165,7 @@ class DataCursor:
 
     def deal(self, deal: Deal, left_out: Mapping[str, int]) -> int:
         """Open a source of prompts, and return its first number. DataError if the checkpoint's was another."""
-        self.left_out |= left_out
+        self._rows_left_out[deal.digest] = left_out
         number = len(self._deals)
         if number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(
@@ -175,6 +176,11 @@ class DataCursor:
         self._deals.append(deal)
         self._next.append(number * APART)
         return number * APART
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of rows that the run's tasks leave out, by the reason."""
+        return dict(sum((Counter(each) for each in self._rows_left_out.values()), Counter[str]()))
 
     def left(self, numbers: Numbers) -> NDArray[np.bool_]:
         """Mark the prompts to deal, bool[prompts]: those that were not used before the checkpoint.

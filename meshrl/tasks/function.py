@@ -440,9 +440,10 @@ def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
     async def reward(prompt: Prompt, completion: str, row: Row) -> float:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = [{"role": "assistant", "content": completion}] if chat else completion
-        texts = {"prompts": turns if chat else prompt, "completions": said}
+        is_chat = chat or not isinstance(prompt, str)
+        turns = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        said = [{"role": "assistant", "content": completion}] if is_chat else completion
+        texts = {"prompts": turns, "completions": said}
         columns = {**row, **texts}
         values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
         if inspect.isawaitable(values):

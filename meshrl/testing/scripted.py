@@ -18,7 +18,7 @@ class ScriptedChat:
     """Like `meshrl.agents.Chat`: one line per message, `user: hello`, and one for the available tools."""
 
     ends: frozenset[int] = frozenset({0})
-    max_tokens = 1 << 20
+    max_tokens = native_tokens = 1 << 20
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render the lines, and `assistant: `. A turn's end precedes each line except the first."""

@@ -62,7 +62,9 @@ async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) 
     (tmp_path / "broken.py").write_text(f"{raises}    raise ValueError('no')\n", "utf-8")
     roles = {**ROLES, "reward": {"function": f"{tmp_path}/broken.py:judge"}}
     folder = await trained(tmp_path, "mine", roles, {}, steps=1, evaluation={"every": 1, "n": 2})
-    assert [line["eval/reward_errors"] for line in lines(folder / "evaluations.jsonl")] == [18, 18]  # 6 greedy
+    found = lines(folder / "evaluations.jsonl")
+    assert [line["eval/reward_errors"] for line in found] == [18, 18]  # 6 greedy
+    assert not {"eval/greedy", "eval/reward", "eval/pass@1", "eval/pass@2"} & {*found[0], *found[1]}, "means over none"
 
 
 def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[str, float]], float]:

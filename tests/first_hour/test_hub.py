@@ -93,6 +93,8 @@ def test_what_is_not_to_be_had_says_why(hub: Hub, monkeypatch: pytest.MonkeyPatc
         told = refused("check", "mine.toml", override, *([other] if "policy" in override else []))
         assert re.search(says, told), told
     assert not Path("runs").exists()
+    hub.repositories["datasets/org/sums"]["train.jsonl"] += b'{"question": "1", "answer": null}\n'
+    assert "row 81 has no answer to learn" in refused("check", "mine.toml")
 
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -101,6 +101,22 @@ REAL = Path(__file__).parent / "healthy"
 """Real runs of five algorithms with nothing wrong; the README there says how they were made."""
 
 
+FAILS: Mapping[str, At] = {"rows": lambda done: 640.0 if done > 0.9 else 8.0}
+MASKED: Mapping[str, At] = {**FAILS, "reward_errors": lambda done: 6.0 * (done > 0.9)}
+"""Batches of several sizes: what is unknown in the large ones is a small part of all."""
+
+
+def test_rows_are_counted_and_not_steps(tmp_path: Path) -> None:
+    rare = {**MASKED, "unknown_rewards": lambda done: 6.0 / 640 * (done > 0.9)}
+    often = {
+        **FAILS,
+        "reward_errors": lambda done: 4.0 * (done <= 0.9),
+        "unknown_rewards": lambda done: 0.5 * (done <= 0.9),
+    }
+    for otherwise in (rare, often):
+        assert signs(run_of(tmp_path, otherwise, noise=0)) == (["unknown rewards"] if otherwise is often else [])
+
+
 def test_healthy_runs_have_no_sign(tmp_path: Path) -> None:
     for otherwise in ({}, SOLVED, LONGER, NEGATIVE, UNLUCKY):
         for seed in range(3):

@@ -73,6 +73,15 @@ def test_a_model_that_may_never_stop_is_found(tmp_path: Path) -> None:
     (doubt,) = doubts_of_ends(config, Sampling())
     assert "the template ends an assistant's turn with '<|end|>'" in doubt
     assert doubts_of_ends(config, Sampling(stop=("<|end|>",))) == []
+    assert doubts_of_ends(config, Sampling(ignore_eos=True, stop=("<|end|>",))) == []
+    marked = config.model_copy(update={"model": save(tmp_path / "token", made())})
+    opens, closes = ("<|im_start|>",), ("<|im_end|>",)
+    for stops, is_well in (
+        (Sampling(), True), (Sampling(ignore_eos=True, stop_tokens=closes), True), (Sampling(stop_tokens=opens), True),
+        (Sampling(ignore_eos=True, stop=closes), True), (Sampling(ignore_eos=True, stop=("x",)), False),
+        (Sampling(ignore_eos=True, stop_tokens=opens), False),
+    ):  # fmt: skip
+        assert bool(doubts_of_ends(marked, stops)) != is_well, stops
     assert "goes on to sampling.max_tokens = 16" in doubts_of_ends(config, Sampling(ignore_eos=True))[0]
     with pytest.raises(DataError, match=r"stop_tokens: .* has no token '<\|im_ends\|>'. did you mean '<\|im_end\|>'"):
         doubts_of_ends(config, Sampling(stop_tokens=("<|im_ends|>",)))

@@ -97,3 +97,12 @@ def test_a_check_the_log_and_the_summary_say_what_is_left_out() -> None:
     assert "left out" not in done("check", "mine.toml", "task.held_out=0").told
     done("run", "mine.toml", "task.held_out=0", "run.name=all")
     assert "left_out" not in json.loads(Path("runs/all/summary.json").read_text("utf-8"))
+
+
+async def test_the_summary_adds_what_several_tasks_leave_out() -> None:
+    tasks = [of_jsonl([*VOTES], held_out=1, held_out_fraction=fraction) for fraction in (0.6, 0.8)]
+    async with rl.Run(rl.RunConfig(name="two")):
+        for task in [*tasks, tasks[0]]:
+            next(task.batches(2, seed=0))
+    wanted = {"set_apart": sum(task.left_out["set_apart"] for task in tasks)}
+    assert json.loads(Path("runs/two/summary.json").read_text("utf-8"))["left_out"] == wanted

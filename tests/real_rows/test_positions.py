@@ -4,15 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig
 
 from meshrl import Batch, PolicyConfig, Ragged, Sampling
+from meshrl.agents import Gateway
 from meshrl.algo import CrossEntropy
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import OptimizerConfig, SamplerConfig
+from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.loading import read_words
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import SHAPE, by_row, changed, norm_of
@@ -91,6 +96,43 @@ async def test_a_row_that_may_cross_the_native_length_is_refused_before_it_is_dr
     with pytest.raises(DataError, match=r"row 1 has 5 tokens and may get 17, .* rows of more than 16: .*max_tokens"):
         async for _ in sampler.generate(Batch.of(prompt=["ab", "abcde"]), Sampling(max_tokens=12)):
             pass
+
+
+async def test_no_turn_takes_a_row_across_the_native_length(model: Callable[[str], str]) -> None:
+    """A row has room for what keeps the positions that its first turn was drawn with, and is truncated there."""
+    sampler, sampling = TorchSampler(SamplerConfig(model=model("phi3"))), Sampling(max_tokens=5, ignore_eos=True)
+    prompts = Batch.of(prompt=["ab", "abcdefgh" * 2, "abcdef", "abcdefghabc"]).part(np.arange(4))
+    drawn = Batch.join([each async for each in sampler.generate(prompts, sampling)])
+    masks = [[False] * length for length in drawn.tokens.lengths]  # as episodes ask: all that was is a prompt
+    rows = Batch(dict(drawn.columns)).part(np.arange(4))
+    rows = rows.assign(loss_mask=Ragged.of(masks, np.bool_), observation=["abcdef", "ab", "abcdefgh", "a"])
+    more = Batch.join([each async for each in sampler.generate(rows, sampling)])
+    assert more.tokens.lengths.tolist() == [NATIVE, 16 + 5 + 2 + 5, 6 + 5, NATIVE]
+    assert more.row("truncated").tolist() == [True] * 4
+    mask = more.versions.values >= 0
+    found = more.sampler_logprobs.values[mask].astype(np.float64)
+    np.testing.assert_allclose(found, alone(model("phi3"), more)[mask], atol=1e-5)
+
+
+async def test_no_turn_of_a_conversation_crosses_the_native_length(model: Callable[[str], str]) -> None:
+    config = SamplerConfig(model=model("phi3"))
+    known = read_words(config, Path(model("phi3")))
+    known.tokenizer.chat_template = "{{ messages[0].content }}"
+    gateway = Gateway(TorchSampler(config), HuggingFaceChat(known))
+    session = gateway.open(Sampling(max_tokens=90, ignore_eos=True))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+        told = (await client.completions.create(model="", prompt="abc", max_tokens=9)).choices[0].text
+        for more, said in (("ab", 2), ("abcdef", 0)):
+            asked = client.completions.create(model="", prompt=f"abc{told}{more}")
+            if said:
+                assert (await asked).usage.completion_tokens == said
+            else:
+                with pytest.raises(openai.BadRequestError, match="the model takes 1 to 15"):
+                    await asked
+        asked = await client.completions.create(model="", prompt="abcdef" * 3)
+        assert asked.usage.completion_tokens > NATIVE
+    await gateway.aclose()
 
 
 async def test_a_probe_has_rows_of_both_kinds(model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import ByT5Tokenizer
+from tokenizers import AddedToken
+from transformers import ByT5Tokenizer, LlamaConfig
 
 from meshrl.agents import Message
 from meshrl.agents.conversation import Conversation, Drawn
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.roles import PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling
+from meshrl_torch.model import rows
 from meshrl_torch.model.chat import HuggingFaceChat
-from meshrl_torch.model.text import Words
+from meshrl_torch.model.text import Words, words
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy, TorchRewardModel
 from tests.real_rows.tiny_tokenizers import BOS, CHATML, CLOSE, END, made, save
@@ -53,6 +55,10 @@ def learned(tokenizer: Any, batch: Batch) -> list[list[str]]:
         tokenizer.convert_ids_to_tokens(np.asarray(row)[np.asarray(mask, bool)].tolist())
         for row, mask in zip(batch.tokens, batch.loss_mask, strict=True)
     ]
+
+
+def known(tokenizer: Any, chat: bool = True) -> Words:
+    return words(tokenizer, LlamaConfig(vocab_size=len(tokenizer)), None, {} if chat else None)
 
 
 async def encoded(folder: Path, tokenizer: Any, chat: bool = True, **columns: Any) -> Batch:
@@ -124,14 +130,14 @@ async def test_what_follows_drawn_tokens_is_the_middle_of_a_text(scheme: str, tm
     sampler = TorchSampler(SamplerConfig(model=save(tmp_path, tokenizer)))
     for said in ("yes", f"yes{END}"):
         had, whole = ids(tokenizer, f"hello\n{said}"), ids(tokenizer, f"hello\n{said}\nreturn x")
-        rows = Batch.of(
+        begun = Batch.of(
             tokens=Ragged.of([had], np.int32), loss_mask=Ragged.of([[False, *[True] * (len(had) - 1)]], np.bool_),
             sampler_logprobs=Ragged.of([[0.0] * len(had)], np.float32, source=Source("sampler")),
             versions=Ragged.of([[0] * len(had)], np.int32), observation=["\nreturn x"],
         )  # fmt: skip
-        (row,) = [each async for each in sampler.generate(rows, Sampling(max_tokens=len(whole)))]
+        (row,) = [each async for each in sampler.generate(begun, Sampling(max_tokens=len(whole)))]
         assert row.tokens[0].tolist()[: len(whole)] == whole
-    chat = HuggingFaceChat(Words(tokenizer, {}, frozenset({tokenizer.eos_token_id}), 128, known=len(tokenizer)))
+    chat = HuggingFaceChat(known(tokenizer))
     conversation, user = Conversation(chat), Message("user", "hello")
     asked = conversation.ask([user])
     drawn = np.array(ids(tokenizer, f"<|assistant|>\nyes no{END}")[len(ids(tokenizer, "<|assistant|>\n")) :], np.int32)
@@ -142,6 +148,25 @@ async def test_what_follows_drawn_tokens_is_the_middle_of_a_text(scheme: str, tm
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes no"}, TURNS[2]]
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     assert more.tokens.tolist() == ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("said", [" yes", "\n\n yes ", "yes "])
+def test_spaces_that_special_tokens_take_are_theirs(said: str, strips: dict[str, bool], scheme: str) -> None:
+    tokenizer = made(scheme, "{% for m in messages %}<s>{{ m.content }}<|im_end|>{% endfor %}"
+                     "{% if add_generation_prompt %}<s>{% endif %}")  # fmt: skip
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(each, **strips) for each in (BOS, CLOSE)])
+    whole = ids(tokenizer, f"<s>hello<|im_end|><s>{said}<|im_end|>")
+    for chat, row in ((True, {"prompt": ["hello"]}), (False, {"prompt": ["<s>hello<|im_end|><s>"]})):
+        batch = rows.encoded(known(tokenizer, chat), Batch.of(completion=[said + CLOSE * (not chat)], **row))
+        assert batch.tokens[0].tolist() == whole
+        start = len(whole) - whole[::-1].index(tokenizer.bos_token_id)
+        assert np.asarray(batch.loss_mask[0], int).tolist() == [0] * start + [1] * (len(whole) - start)
+    chat_of = HuggingFaceChat(known(tokenizer))
+    for had in ("<s>", "hello<|im_end|>", "hello<|im_end|><s>"):
+        before = ids(tokenizer, had)
+        assert [*before, *chat_of.encode(said + "<|im_end|>", before)] == ids(tokenizer, f"{had}{said}<|im_end|>")
 
 
 async def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
@@ -165,3 +190,51 @@ async def test_calls_of_tools_are_learned_as_the_template_writes_them(tmp_path: 
     assert ["".join(each) for each in learned(tokenizer, batch)] == ["f</s>yes</s>", "f</s>"]
     with pytest.raises(DataError, match="leaves out a part of message 1, 'I call'"):
         await encoded(tmp_path, tokenizer, messages=[[turns[0], {**call, "content": "I call"}]])
+    with pytest.raises(DataError, match=r"leaves out a part of message 1, .*'f'"):
+        rows.encoded(known(made("bytes", PLAIN)), Batch.of(messages=[turns]))
+
+
+SAID = '<think>\nhm</think>no < "yes" \ue000\n'
+
+
+@pytest.mark.parametrize(
+    "how", ["upper", "replace('n', 'NN')", "tojson", "trim | escape", "replace('\n', ' ')", "title"]
+)
+def test_a_text_that_a_template_rewrites_is_learned_as_it_writes_it(how: str) -> None:
+    said = f"{{% generation %}}{{{{ m.content | {how} }}}}<|im_end|>{{% endgeneration %}}\n"
+    plain = "{{ m.content }}<|im_end|>\n"
+    template = CHATML.replace(plain, f"{{% if m.role == 'user' %}}{plain}{{% else %}}{said}{{% endif %}}")
+    tokenizer = made("bytes", template, end=CLOSE)
+    turns = [TURNS[0], {"role": "assistant", "content": SAID}] * 2
+    told = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    batch = rows.encoded(known(tokenizer), Batch.of(messages=[turns]))
+    assert batch.tokens[0].tolist() == told["input_ids"]
+    assert np.asarray(batch.loss_mask[0], int).tolist() == told["assistant_masks"]
+
+
+CUTS = ["content[:4]", "content | replace('h', '')", "content | replace('<think>', '')", "content | urlencode"]
+
+
+@pytest.mark.parametrize("how", [*CUTS, "content.split('>')[-1] | upper"])
+def test_a_text_of_which_a_template_leaves_out_more_than_its_beginning_is_refused(how: str) -> None:
+    said = f"{{{{ m.{how} if m.role == 'assistant' else m.content }}}}"
+    tokenizer = made("bytes", CHATML.replace("{{ m.content }}", said))
+    with pytest.raises(DataError, match=r"template of .* leaves out a part of message 1, '<think>.nhm</think>no"):
+        rows.encoded(known(tokenizer), Batch.of(prompt=["hello"], completion=[SAID]))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_follows_an_end_is_refused(chat: bool) -> None:
+    batch = Batch.of(prompt=["hello"] * 2, completion=[f"yes{END}\n", f"yes{END} no"])
+    with pytest.raises(DataError, match=rf"row 1: ' no' follows '{END}', which ends a text"):
+        rows.encoded(known(made(), chat), batch)
+
+
+def test_a_dialogue_is_rendered_once_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, calls = made(), list[bool]()
+    told, render = known(tokenizer), tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *given, **keys: (calls.append(True), render(*given, **keys))[1]
+    )
+    rows.encoded(told, Batch.of(messages=[TURNS * 5]))
+    assert len(calls) <= len(TURNS * 5), "one for the whole, and for each turn its prompt, and the text after it"

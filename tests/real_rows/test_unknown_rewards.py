@@ -129,6 +129,8 @@ def test_metrics_count_the_share_and_a_step_of_unknown_rewards_ends_with_the_cau
     assert told["unknown_rewards"] == pytest.approx(1 / 3)
     assert (told["reward"], told["reward_errors"]) == (2, 1)
     assert told["completion_tokens"] == 2
+    part = rows([1, 2], [None, None]).assign(reward_part=np.full(2, np.nan, np.float32))
+    assert "reward/part" not in asyncio.run(statistics(part)), "there is no mean over no rows"
     every = rows([0, 0], ["down", "off"])
     for learn in (lambda: asyncio.run(statistics(every)), lambda: list(rl.minibatches(every, 1, 1, 0))):
         with pytest.raises(DataError, match=r"none of the 2 rows .*: down"):

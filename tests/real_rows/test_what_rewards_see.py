@@ -62,11 +62,12 @@ def speaker(folder: Path, shape: Shape, before: str, said: str) -> dict[str, Any
     return {"model": str(folder), "chat": True, "chat_template_kwargs": dict(shape.variables)}
 
 
-async def drawn(table: dict[str, Any], sampling: Sampling = GREEDY, prompt: str = "hello") -> Batch:
-    (rows,) = [
-        each async for each in TorchSampler(SamplerConfig(**table)).generate(Batch.of(prompt=[prompt]), sampling)
-    ]
-    return rows
+async def drawn(
+    table: dict[str, Any], sampling: Sampling = GREEDY, prompt: str = "hello", rows: Batch | None = None
+) -> Batch:
+    sampler, asked = TorchSampler(SamplerConfig(**table)), Batch.of(prompt=[prompt]) if rows is None else rows
+    (found,) = [each async for each in sampler.generate(asked, sampling)]
+    return found
 
 
 def text_of(rows: Batch) -> str:
@@ -101,6 +102,11 @@ async def test_a_completion_is_what_was_said(shape: Shape, before: str, said: st
     again = await TorchPolicy(PolicyConfig(**table)).encode(Batch.of(prompt=["hello"], completion=[text_of(rows)]))
     if shape.opened and "Qwen3" not in shape.name:  # whose template puts line ends around thoughts
         assert again.tokens[0].tolist() == rows.tokens[0].tolist(), "a history that is put back is as it was drawn"
+    if shape.opened:
+        assert text_of(await drawn(table, prompt=f"hello{shape.opened}")) == shape.opened + said, "a user's tag"
+    for prompt in (None, [{"role": "user", "content": shape.opened}]):  # what is no prompt here is not read
+        again = await drawn({**table, "chat": False}, rows=rows.assign(prompt=[prompt]))
+        assert text_of(again) == shape.opened + said
     tokenizer = replace(shape, more=(*shape.more, *(shape.think or ()))).tokenizer()
     by_hand = tokenizer.decode(rows.tokens[0][~np.asarray(rows.loss_mask[0], bool)])
     assert text_of(await drawn({**table, "chat": False}, prompt=by_hand)) == said, "the prompt itself has the tag"

@@ -123,7 +123,15 @@ async def test_fp8_reads_as_its_numbers_times_their_scales_and_saves_plain(
     tensors, config = original
     stored, meant = rounded(tensors, block, end, scale)
     right = by_transformers(tmp_path / "plain", meant, config)
-    stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.tensor(0.5)
+    for name in (
+        "q_proj.input_scale",
+        "k_proj.k_scale",
+        "v_proj.v_scale",
+        "k_scale",
+        "kv_scale",
+        "k_proj.output_scale",
+    ):
+        stored[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
     folder = write(tmp_path / "fp8", stored, config, quantization_config=quantization)
     policy = TorchPolicy(PolicyConfig(model=folder))
     batch = Batch.of(tokens=Ragged.of(IDS.tolist(), np.int32), loss_mask=Ragged.of([[False] + [True] * 6], np.bool_))
@@ -170,6 +178,12 @@ def with_q(change: Callable[[Tensor], Tensor], name: str = Q) -> Change:
     return lambda tensors: {**tensors, name: change(tensors[Q])}
 
 
+def packed(tensors: Tensors) -> Tensors:
+    """As compressed-tensors writes numbers of 4 bits."""
+    parts = {"packed": torch.ones(48, 6, dtype=torch.int32), "shape": torch.ones(2).long(), "scale": torch.ones(48, 1)}
+    return {**{f"{Q}_{name}": part for name, part in parts.items()}, **{k: v for k, v in tensors.items() if k != Q}}
+
+
 def headless(tensors: Tensors) -> Tensors:
     return {name: each for name, each in tensors.items() if name != "lm_head.weight"}
 
@@ -180,6 +194,7 @@ BROKEN: list[tuple[Change, dict[str, Any] | None, str]] = [
     (scaled(lambda *_: (8, 8)), FP8, r"no scales of .* in blocks of \[32, 16\]"),
     (with_q(lambda q: (q * 100).to(torch.int8)), None, f"{Q}` in the dtype I8"),
     (with_q(lambda q: (q * 100).to(torch.uint8)), None, f"{Q}` in the dtype U8"),
+    (packed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, f"{Q}_packed` in the dtype I32"),
     (with_q(lambda _: torch.ones(1), Q + "_scale_inv"), None, "1 tensors .* does not take .*q_proj.weight_scale_inv"),
     (with_q(lambda q: q.clone(), LATER), None, f"does not take .{LATER}"),
     (headless, None, r"lack 1 tensors \(lm_head.weight"),
@@ -212,6 +227,18 @@ async def test_a_head_in_the_files_of_a_model_that_is_called_tied(plain: Any, tm
     assert outline(ModelConfig(model=folder)) is None  # read whole, by the same rule
     for each in (tmp_path / "saved", plain_folder(Path(folder))):
         assert torch.allclose(logprobs(AutoModelForCausalLM.from_pretrained(each)), right, rtol=0, atol=1e-6)
+
+
+def test_scales_of_cached_keys_and_values_alone_change_nothing(plain: Any, tmp_path: Path) -> None:
+    tensors, config = plain
+    scales = {f"model.layers.0.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
+    method = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": {}}
+    folder = Path(write(tmp_path / "cache", {**tensors, **scales}, config, quantization_config=method))
+    (folder / "link").symlink_to("nowhere")
+    assert load_file(plain_folder(folder) / "model.safetensors").keys() == tensors.keys()
+    found = outline(ModelConfig(model=str(folder)))
+    assert found is not None
+    assert found[1].shapes.keys() == tensors.keys()
 
 
 def test_files_beside_those_of_the_model_are_not_read(plain: Any, tmp_path: Path) -> None:

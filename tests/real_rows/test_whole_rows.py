@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from meshrl import Task, from_trl
 from meshrl.errors import DataError
 from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
-from meshrl.run import find_mistakes, load_job
+from meshrl.run import examine, load_job
+from meshrl.run.check import Findings
 from meshrl.tasks import RewardConfig
 from meshrl.tasks.function import FunctionReward
 from meshrl_torch.sample.sampler import TorchSampler
@@ -39,14 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("model"), made())
 
 
-def mistakes(folder: Path, model: str, rows: Sequence[Mapping[str, object]], algorithm: str, *more: str) -> str:
+def examined(folder: Path, model: str, rows: Sequence[Mapping[str, object]], algorithm: str, *more: str) -> Findings:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     (folder / "mine.toml").write_text(f'algorithm = "{algorithm}"', "utf-8")
     role = "reward" if "reward" in algorithm else "policy"
     task = [f"source={folder}/rows.jsonl", "prompt={q}", "answer={good}", "held_out=0"]
     keys = [f"{role}.model={model}", *(f"task.{each}" for each in task), *KEYS.get(algorithm, ()), *more]
     keys += ["sampling.max_tokens=4"] if role == "policy" else []
-    return "\n".join(find_mistakes(load_job(folder / "mine.toml", keys).config))
+    return examine(load_job(folder / "mine.toml", keys).config, memory=False)
+
+
+def mistakes(*given: Any) -> str:
+    return "\n".join(examined(*given).mistakes)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,14 @@ def test_rows_that_fit_have_no_mistake(tmp_path: Path, model: str, algorithm: st
     left_out = [ROW, {**ROW, "q": LONG}]
     assert "line 2" in mistakes(tmp_path, model, left_out, algorithm)
     assert mistakes(tmp_path, model, left_out, algorithm, "task.max_prompt_tokens=20") == ""
+
+
+@pytest.mark.parametrize(("algorithm", "equal"), [("dpo", 2), ("reward_model", 1), ("dpo", 0), ("kto", 3), ("sft", 3)])
+def test_pairs_of_equal_texts_are_counted(tmp_path: Path, model: str, algorithm: str, equal: int) -> None:
+    rows = [*[ROW] * 3, *[{**ROW, "bad": ROW["good"]}] * equal]
+    found = [each for each in examined(tmp_path, model, rows, algorithm).doubts if "equal texts" in each]
+    assert len(found) == (equal > 0 and algorithm in {"dpo", "reward_model"})
+    assert not found or re.search(rf"{equal} of {3 + equal} pairs have .*: the first is that of .*, line 4", found[0])
 
 
 @pytest.mark.parametrize("change", [{"q": "what <tool>"}, {"good": "no <tool>"}])

@@ -14,6 +14,7 @@ from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
     Template,
     Words,
+    added_tokens,
     around_message,
     encode_after,
     encode_prompts,
@@ -36,7 +37,9 @@ class HuggingFaceChat:
             )
         self.ends = known.ends
         self.max_tokens = known.max_tokens
+        self.native_tokens = known.native_tokens
         self._words = known
+        self._bare = replace(known, chat=None)
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
 
@@ -56,7 +59,7 @@ class HuggingFaceChat:
 
     def begin(self, text: str) -> Sequence[int]:
         """Encode a prompt without messages, after what the tokenizer puts before a text."""
-        return encode_prompts(replace(self._words, chat=None), [text])[0]
+        return encode_prompts(self._bare, [text])[0]
 
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode tokens that continue others, without those that end a text."""
@@ -93,11 +96,14 @@ def find_ends(config: ModelConfig, sampling: Sampling) -> str | None:
     if sampling.ignore_eos and not stops and not sampling.stop:
         return f"sampling.ignore_eos: every completion goes on to sampling.max_tokens = {sampling.max_tokens}"
     tail = around_message(known.tokenizer, config.chat_template_kwargs)[1].strip() if config.chat else ""
-    if not tail or any(text in tail for text in (*known.end_texts, *sampling.stop)):
+    texts = [text for text, token in added_tokens(known.tokenizer).items() if token in stops]
+    if not tail or any(text in tail for text in (*texts, *sampling.stop)):
         return None
     return (
-        f"chat = true, and the template ends an assistant's turn with {tail!r}, which has none of the model's ends: a "
-        f"completion that ends so goes on to max_tokens. Add it to the tokenizer, or to sampling.stop"
+        f"chat = true, and the template ends an assistant's turn with {tail!r}, at which nothing stops: a completion "
+        f"that ends so goes on to max_tokens. The ends are {', '.join(map(repr, (*texts, *sampling.stop)))}"
+        f"{', without those of the model (ignore_eos)' if sampling.ignore_eos else ''}. Add it to the tokenizer, or to "
+        "sampling.stop, or if it is a token, to sampling.stop_tokens"
     )
 
 

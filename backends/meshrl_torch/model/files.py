@@ -23,8 +23,10 @@ _METHODS: Final = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 """Values of `quant_method` for which a matrix is its numbers times its scales."""
 _SCALES: Final = ("_scale_inv", "_scale")
 """What follows a matrix's name in that of its scales."""
-_OF_ACTIVATIONS: Final = re.compile(r"\.(activation_scale|input_scale|input_scale_ub)$")
-"""Names of scales of what a matrix is multiplied with, which is not rounded here."""
+_OF_ACTIVATIONS: Final = re.compile(r"\.(activation|input|output|q|k|v|kv|prob)_scale(_ub)?$")
+"""Names of scales of what a matrix is multiplied with, and of cached keys and values: these are not rounded here."""
+_IN_PARTS: Final = re.compile(r"weight(_packed|_shape|_zero_point|_g_idx)?$")
+"""Names of what is no mask and no position: a weight, or a part of one whose numbers are packed, as in 4 bits."""
 _REMEDY: Final = "Convert the folder to float32 or bfloat16 with the library that made it"
 
 
@@ -45,18 +47,18 @@ class ModelFiles:
             for end in _SCALES
             if form in _FP8 and self._boxes.forms.get(name + end) in {*_PLAIN, "F8_E8M0"}
         }
-        used = {*self._scales.values(), *(name for name in self._boxes.forms if _OF_ACTIVATIONS.search(name))}
-        self.shapes: Final = {
-            name: size for name, size in self._boxes.sizes.items() if not self._scales or name not in used
-        }
+        used = {*self._scales.values()}
+        if self._scales or self._method:
+            used.update(filter(_OF_ACTIVATIONS.search, self._boxes.forms))
+        self.shapes: Final = {name: size for name, size in self._boxes.sizes.items() if name not in used}
         """The size of each tensor, without scales."""
         self._check()
         self._blocks = {name: self._block(name) for name in self._scales}
 
     @property
     def is_scaled(self) -> bool:
-        """True if some matrices have scales."""
-        return bool(self._scales)
+        """True if the files have scales."""
+        return len(self.shapes) < len(self._boxes.sizes)
 
     def named_alike(self, network: PreTrainedModel) -> bool:
         """True if the files have each parameter of a network under its name and in its shape, and nothing else."""
@@ -91,11 +93,11 @@ class ModelFiles:
 
     def _check(self) -> None:
         """Raise ModelError if a tensor is there twice, or in a dtype that says nothing of its value."""
-        for name, form in self._boxes.forms.items():
+        for name, form in sorted(self._boxes.forms.items()):
             where = f"{self._boxes.where[name]} has `{name}`"
             if not self._boxes.is_whole(name):
                 raise ModelError(f"{where}, and another file has it too: remove what is not of this model")
-            if name not in self.shapes or form in _PLAIN or (form in _COUNTS and not name.endswith("weight")):
+            if name not in self.shapes or form in _PLAIN or (form in _COUNTS and not _IN_PARTS.search(name)):
                 continue
             if form not in _FP8:
                 raise ModelError(f"{where} in the dtype {form}, which is not read as a weight. {_REMEDY}")

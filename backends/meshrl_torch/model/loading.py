@@ -114,8 +114,8 @@ def _located(model: str) -> Path:
 
 
 def _stamps(path: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Return what changes with the content of a file, or of the files of a folder."""
-    files = [(str(each), each.stat()) for each in (path, *path.rglob("*"))]
+    """Return what changes with the content of a file, or of the files of a folder. Links to nothing are none."""
+    files = [(str(each), each.stat()) for each in (path, *path.rglob("*")) if each.exists()]
     return frozenset((name, own.st_ino, own.st_size, own.st_ctime_ns) for name, own in files)
 
 

@@ -12,18 +12,17 @@ from meshrl.errors import DataError, ModelError, described
 from meshrl.tags import opened_tag
 from meshrl_torch.model.text import (
     ASSISTANT,
-    MARK,
     Run,
     Words,
     alike,
     encode_after,
-    encode_dialogues,
     encode_parts,
+    encode_texts,
     in_template,
     messages_of,
-    prefix_of,
     prompts_of,
     texts_of,
+    unused,
 )
 
 
@@ -112,12 +111,18 @@ def judged(words: Words, batch: Batch, pad: int | None = None) -> Batch:
 def judged_tokens(words: Words, batch: Batch, pad: int | None) -> list[Sequence[int]]:
     """Return the tokens of prompts with completions, up to the last that is not padding, where classifiers score."""
     prompts, completions = prompts_of(batch, words.chat), texts_of(batch, "completion")
+    pairs = zip(prompts, completions, strict=True)
     if words.chat is not None:
-        coded = encode_dialogues(words.tokenizer, prompts, completions, words.chat)
-        return [_unpadded(ids, pad) for ids in coded]
-    texts = [_joined(words, str(prompt), [each]) for prompt, each in zip(prompts, completions, strict=True)]
-    rows = enumerate(zip(texts, _tokens(words, texts), strict=True))
-    return [_unpadded(_started(batch.place(row), text, *coded), pad) for row, (text, coded) in rows]
+        try:
+            whole = [in_template(words.tokenizer, messages_of(*pair), words.chat) for pair in pairs]
+        except Exception as error:
+            raise DataError(f"the chat template refuses a row: {described(error)}") from error
+        return [_unpadded(ids, pad) for ids in encode_texts(words.tokenizer, whole)]
+    texts = [_joined(words, str(prompt), [completion]) for prompt, completion in pairs]
+    coded = _tokens(words, texts)
+    for row, (text, (_, parts)) in enumerate(zip(texts, coded, strict=True)):
+        _check_prompt(batch.place(row), text, parts)
+    return [_unpadded(ids, pad) for ids, _ in coded]
 
 
 def check_judged(words: Words, ids: Sequence[int]) -> None:
@@ -164,13 +169,13 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
     """Append the tokens of `observation` to rows. Also returns the rows without room, bool[rows].
 
     The new tokens are those of a text that continues the row. They are not learned, have log-probs of 0, and the
-    version -1. A row has no room if the model could not read it and one more token, and is returned unchanged.
-    DataError for a text that the tokenizer cannot encode.
+    version -1. A row has no room if the model could not read it and one more token, or only with other positions: it is
+    returned unchanged. DataError for a text that the tokenizer cannot encode.
     """
     texts = [str(text) if text else "" for text in rows.objects("observation")]
     encoded = encode_after(words.tokenizer, [row.tolist() for row in rows.tokens], texts)
     lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
-    full = (added > 0) & (lengths + added + 1 > words.max_tokens)
+    full = (added > 0) & (lengths + added + 1 > words.room(lengths))
     ids = [[] if no_room else row for row, no_room in zip(encoded, full.tolist(), strict=True)]
 
     def after(column: Ragged, new: list[list[int]], dtype: type[np.generic]) -> Ragged:
@@ -195,7 +200,7 @@ def _joined(words: Words, prompt: str, pieces: Sequence[str]) -> _Text:
 
 def _tokens(words: Words, texts: Sequence[_Text]) -> list[tuple[list[int], list[Run]]]:
     """Encode each text once, and return the tokens of its parts. An appended end belongs to the last part."""
-    prefix = prefix_of(words.tokenizer) if any(each.is_bare for each in texts) else []
+    prefix = words.prefix if any(each.is_bare for each in texts) else []
     rows: list[tuple[list[int], list[Run]]] = []
     coded = encode_parts(words.tokenizer, [each.text for each in texts], [each.parts for each in texts])
     for each, (ids, parts) in zip(texts, coded, strict=True):
@@ -216,20 +221,28 @@ def _with_tokens(words: Words, batch: Batch, texts: Sequence[_Text]) -> Batch:
     for row, (text, (ids, parts)) in enumerate(zip(texts, _tokens(words, texts), strict=True)):
         mask = np.zeros(len(ids), np.bool_)
         for start, end in parts:
-            mask[start : next((at + 1 for at in range(start, end) if ids[at] in words.ends), end)] = True
+            stop = next((at + 1 for at in range(start, end) if ids[at] in words.ends), end)
+            rest = words.tokenizer.decode([token for token in ids[stop:end] if token not in words.ends])
+            if str(rest).strip():
+                raise DataError(
+                    f"{batch.place(row)}: {rest!r:.60} follows {words.tokenizer.decode(ids[stop - 1])!r}, which ends a "
+                    "text, in what is to be learned, and a model never gets there: cut the text at its end, or give "
+                    "all turns as `messages`"
+                )
+            mask[start:stop] = True
         words.check_row(ids, batch.place(row))
-        tokens.append(_started(batch.place(row), text, ids, parts))
+        _check_prompt(batch.place(row), text, parts)
+        tokens.append(ids)
         masks.append(mask)
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
 
 
-def _started(where: str, text: _Text, ids: list[int], parts: Sequence[Run]) -> list[int]:
-    """Return a row's tokens. DataError if its first one is learned, because the model predicts it from nothing."""
+def _check_prompt(where: str, text: _Text, parts: Sequence[Run]) -> None:
+    """Raise DataError if a row's first token is learned, because the model predicts it from nothing."""
     start = text.parts[0][0]
     if parts[0][0] == 0:
         why = "has no token" if not start else "shares its only token with the completion"
         raise DataError(f"{where}: the prompt {text.text[:start]!r:.60} {why}: generation needs one to start")
-    return ids
 
 
 class _Dialogue:
@@ -243,6 +256,8 @@ class _Dialogue:
             raise DataError(f"{where}: its dialogue has no assistant's turn to learn: drop the row")
         self._messages = messages[: self._turns[-1] + 1]
         self._whole = self._rendered(self._messages)
+        self._mark = unused(self._whole, *(str(text) for message in messages for text in message.values()))
+        self._places: dict[tuple[int, str], Run | None] = {}
 
     def text(self, *, only_last: bool = False) -> _Text:
         """Return the row. DataError if the template leaves out a part of an earlier turn that is learned."""
@@ -251,8 +266,6 @@ class _Dialogue:
         part = self._turn(last)
         whole, end = self._whole, None
         if part is None:
-            if any(value and not isinstance(cast("object", value), str) for value in self._messages[last].values()):
-                raise self._left_out(last)  # such as a call of a tool, which no text says
             whole, part, end = self._continued()
         elif not part[2]:
             whole, end = whole[: part[1]], self._words.end
@@ -261,19 +274,22 @@ class _Dialogue:
                 raise self._left_out(at)
         return _Text(whole, [(start, stop) for start, stop, _ in (*filter(None, found), part)], end)
 
-    def _left_out(self, at: int) -> DataError:
+    def _left_out(self, at: int, name: str = "content") -> DataError:
         return DataError(
-            f"{self._where}: the chat template leaves out a part of message {at}, "
-            f"{self._messages[at]['content']!r:.60}, so the turn cannot be learned. Templates that drop the "
-            "thoughts of earlier turns do so: learn 'last', or give each turn as a separate row"
+            f"{self._where}: the chat template of {self._words.tokenizer.name_or_path or 'this model'} leaves out a "
+            f"part of message {at}, {self._messages[at][name]!r:.60}, or rewrites it, so the turn cannot be learned. "
+            "Templates that drop the thoughts of earlier turns do so: learn 'last', or give each turn as a separate row"
         )
 
     def _continued(self) -> tuple[str, tuple[int, int, bool], int | None]:
         """Append the last turn to its prompt, and return the text, the turn in it, and the token to append.
 
-        A tag that the prompt opens, such as that of thoughts, is not repeated.
+        A tag that the prompt opens, such as that of thoughts, is not repeated. DataError for a turn with other parts.
         """
         *before, message = self._messages
+        for name in message.keys() - {"role", "content"}:  # such as a call of a tool, which no text says
+            if message[name] and (not isinstance(cast("object", message[name]), str) or self._place(len(before), name)):
+                raise self._left_out(len(before))
         prompt, content = self._rendered(before, opens=True), message["content"]
         tag = opened_tag(prompt).strip()
         if tag and content.lstrip().startswith(tag):
@@ -283,50 +299,87 @@ class _Dialogue:
         return text, (len(prompt), len(text), bool(closing)), self._words.end if end is None else None
 
     def _turn(self, at: int) -> tuple[int, int, bool] | None:
-        """Return from which character to which a turn is, and whether a token ends it. None if a part is left out."""
-        shown, messages = self._content(at), self._messages
-        opened = self._rendered(messages[:at], opens=True)
-        if shown is None:
-            if messages[at]["content"].strip() or not self._whole.startswith(opened):
+        """Return from which character to which a turn is, and whether a token ends it.
+
+        None if its content, or only the beginning of it, is left out, such as thoughts. DataError if another part is.
+        """
+        messages, whole = self._messages, self._whole
+        opened, content = self._rendered(messages[:at], opens=True), messages[at]["content"].strip()
+        start, limit = len(opened), len(whole)
+        if whole.startswith(opened + content):
+            shown = start, start + len(content)
+        elif (found := self._place(at)) is None:
+            if self._with(at, "content", self._mark) == whole:  # a template of prompts alone
                 return None
-            shown = len(opened), len(opened)  # nothing is left out, as before the call of a tool
-        start, limit = len(opened), len(self._whole)
-        if not self._whole.startswith(opened):
-            start = self._opening(at, opened, shown[0])
-        if at + 1 < len(messages) and (after := self._content(at + 1)):
+            raise self._left_out(at)
+        else:
+            shown = found
+            start = start if whole.startswith(opened) else self._opening(at, opened, shown[0])
+        if at + 1 < len(messages) and (after := self._place(at + 1)):
             limit = after[0]
-        ends = [(self._whole.find(text, shown[1], limit), text) for text in self._words.end_texts]
+        ends = [(whole.find(text, shown[1], limit), text) for text in self._words.end_texts]
         place, end = min(((place, text) for place, text in ends if place >= 0), default=(shown[1], ""))
         stop = place + len(end)
-        begin = self._content(at - 1) if at else None
-        turn = _squeezed(self._whole[begin[1] if begin else 0 : stop])
-        for name, text in messages[at].items():
-            if name == "role" or not isinstance(cast("object", text), str) or _squeezed(text) in turn:
-                continue
-            if name == "content" or MARK in self._rendered([*messages[:at], {**messages[at], name: MARK}]):
-                return None
-        return start, stop, bool(end)
+        others = [name for name, value in messages[at].items() if value and name not in {"role", "content"}]
+        if others and not whole[start:place].strip():  # such as calls, of which the template knows nothing
+            raise self._left_out(at, others[0])
+        texts = {name: text for name, text in messages[at].items() if isinstance(cast("object", text), str)}
+        missing = {name for name, text in texts.items() if name != "role" and not _has(whole[start:stop], text)}
+        if missing:  # the prompt may open a part of it
+            turn = whole[self._end_before(at) : stop]
+            missing = {name for name in missing if not _has(turn, texts[name]) and self._is_cut(at, name)}
+        return None if missing else (start, stop, bool(end))
+
+    def _is_cut(self, at: int, name: str) -> bool:
+        """True if the template shows the end of a text. False if it writes the text with other characters.
+
+        DataError if it leaves out another part.
+        """
+        text, place = self._messages[at][name], self._place(at, name)
+        if place is None:  # also a key that the template does not know
+            if name == "content" or self._mark in self._with(at, name, self._mark, at + 1):
+                raise self._left_out(at, name)
+            return False
+        own, shown = _squeezed(text), _squeezed(self._whole[slice(*place)])
+        cut = [number for number, each in enumerate(text) if each.strip()][max(0, len(own) - len(shown)) // 2]
+        begins, middle, ends = (
+            self._mark in self._with(at, name, f"{text[:number]}{self._mark}{text[number:]}")
+            for number in (0, cut, len(text))
+        )
+        if name == "content" and own.endswith(shown) and not (begins and middle):
+            return True
+        if _is_within(shown, own) or not (begins and ends):
+            raise self._left_out(at, name)
+        return False
 
     def _opening(self, at: int, opened: str, begin: int) -> int:
         """Return where a turn starts whose prompt is rendered differently without it: after what opens it, if found."""
-        before = self._rendered(self._messages[:at])
-        opening = opened[alike(opened, before) :]
-        previous = self._content(at - 1) if at else None
+        opening = opened[alike(opened, self._rendered(self._messages[:at])) :]
         for size in range(len(opening), 0, -1):
-            place = self._whole.rfind(opening[:size], previous[1] if previous else 0, begin)
+            place = self._whole.rfind(opening[:size], self._end_before(at), begin)
             if place >= 0:
                 return place + size
         return begin
 
-    def _content(self, at: int) -> Run | None:
-        """Return from which character to which a message's content is. None if it is nowhere."""
-        message = {**self._messages[at], "content": MARK}
-        marked = self._rendered([*self._messages[:at], message, *self._messages[at + 1 :]])
-        if MARK not in marked:
-            return None
-        before, after = marked.partition(MARK)[0], marked.rpartition(MARK)[2]
-        start = alike(self._whole, before)
-        return start, max(start, len(self._whole) - alike(self._whole[::-1], after[::-1]))
+    def _end_before(self, at: int) -> int:
+        """Return where the content of the message before a turn ends."""
+        place = self._place(at - 1) if at else None
+        return place[1] if place else 0
+
+    def _place(self, at: int, name: str = "content") -> Run | None:
+        """Return from which character to which a message's text is. None if it is nowhere."""
+        if (at, name) not in self._places:
+            before, found, _ = (marked := self._with(at, name, self._mark)).partition(self._mark)
+            start, after = alike(self._whole, before), marked.rpartition(self._mark)[2]
+            end = max(start, len(self._whole) - alike(self._whole[::-1], after[::-1]))
+            self._places[at, name] = (start, end) if found else None
+        return self._places[at, name]
+
+    def _with(self, at: int, name: str, text: str, until: int | None = None) -> str:
+        """Render the dialogue, or only messages `until` one, with another text in a message."""
+        messages = [*self._messages[:until]]
+        messages[at] = {**messages[at], name: text}
+        return self._rendered(messages)
 
     def _rendered(self, messages: Sequence[Message], *, opens: bool = False) -> str:
         try:
@@ -337,3 +390,13 @@ class _Dialogue:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+def _has(whole: str, part: str) -> bool:
+    return _squeezed(part) in _squeezed(whole)
+
+
+def _is_within(shown: str, own: str) -> bool:
+    """True if a text is another one without some characters."""
+    rest = iter(own)
+    return all(each in rest for each in shown)

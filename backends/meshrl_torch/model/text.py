@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import JsonValue
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -30,8 +31,6 @@ Template: TypeAlias = Mapping[str, JsonValue]
 Run: TypeAlias = tuple[int, int]
 """From which token or character to which, without the last."""
 ASSISTANT: Final = "assistant"
-MARK: Final = "\ue000"
-"""Stands for a message's text, to see where a template puts it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class Words:
         """The token that ends a text without a template."""
         own = self.tokenizer.eos_token_id
         return own if isinstance(own, int) else min(self.ends)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text."""
+        return prefix_of(self.tokenizer)
 
     @cached_property
     def heading(self) -> str | None:
@@ -90,6 +94,10 @@ class Words:
             | {token for token in named.values() if token is not None}
             | {added[text] for text in sampling.stop if text in added}
         )
+
+    def room(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how long rows that take several turns may get: those with native positions keep them."""
+        return np.where(lengths <= self.native_tokens, min(self.native_tokens, self.max_tokens), self.max_tokens)
 
     def check_lengths(self, longest: int, what: str) -> None:
         """Raise DataError if a sequence is longer than the model supports."""
@@ -157,12 +165,19 @@ def around_message(
 
     `later`: messages after it.
     """
-    turns = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": MARK}, *later]
+    mark = unused(str(tokenizer.chat_template), *map(str, variables.values()))
+    turns = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": mark}, *later]
     try:
         text = in_template(tokenizer, turns, variables) if tokenizer.chat_template else ""
     except Exception:  # noqa: BLE001 -- a template may raise anything, and may want other messages
         text = ""
-    return text.partition(MARK)[0], text.rpartition(MARK)[2]
+    before, found, _ = text.partition(mark)
+    return (before, text.rpartition(mark)[2]) if found else ("", "")
+
+
+def unused(*texts: str) -> str:
+    """Return a character that no text has. It stands for a message's text, to see where a template puts that."""
+    return next(each for each in map(chr, range(0xE000, 0xF900)) if not any(each in text for text in texts))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, variables: Template) -> tuple[str, int | None]:
@@ -208,7 +223,7 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
 
 
 def encode_prompts(words: Words, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode each prompt as generation starts from it, after `prefix_of` the tokenizer.
+    """Encode each prompt as generation starts from it, after the tokenizer's prefix.
 
     With `chat`, each prompt is one user message in the tokenizer's template, or the messages that it has. DataError for
     a prompt without tokens, or one that cannot be encoded.
@@ -219,7 +234,7 @@ def encode_prompts(words: Words, prompts: Sequence[Prompt]) -> list[list[int]]:
     else:
         texts = [in_template(tokenizer, messages_of(prompt), chat, opens=True) for prompt in prompts]
     tokens = encode_texts(tokenizer, texts)
-    if chat is None and (prefix := prefix_of(tokenizer)):
+    if chat is None and (prefix := words.prefix):
         tokens = [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in tokens]
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
@@ -256,8 +271,13 @@ def encode_parts(
     if not texts:
         return []
     if tokenizer.is_fast:
-        coded = _coded(tokenizer, texts, offsets=True)
+        coded, added = _coded(tokenizer, texts, offsets=True), tokenizer.added_tokens_decoder
+        taking = [token for token, each in added.items() if each.lstrip or each.rstrip]
         offsets = [np.array(each, np.int64).reshape(-1, 2) for each in coded["offset_mapping"]]
+        for text, ids, at in zip(texts, coded["input_ids"], offsets, strict=True):
+            for place in np.flatnonzero(np.isin(ids, taking)):  # the spaces that a token takes are of no part
+                own = text[slice(*at[place])]
+                at[place] += len(own) - len(own.lstrip()), len(own.rstrip()) - len(own)
         runs = [
             [(int((at[:, 1] <= start).sum()), int((at[:, 0] < end).sum())) for start, end in own]
             for at, own in zip(offsets, parts, strict=True)
@@ -274,6 +294,8 @@ def encode_parts(
 
 def alike(one: Sequence[object], other: Sequence[object]) -> int:
     """Return how many characters or tokens two beginnings share."""
+    if one[: len(other)] == other:
+        return len(other)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -293,21 +315,6 @@ def encode_after(
         else:
             found += encode_texts(tokenizer, [text])
     return found
-
-
-def encode_dialogues(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str], chat: Template
-) -> list[list[int]]:
-    """Encode each prompt with its completion as the assistant's message in the tokenizer's template.
-
-    DataError for texts that the template refuses or the tokenizer cannot encode.
-    """
-    dialogues = [messages_of(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    try:
-        texts = [in_template(tokenizer, dialogue, chat) for dialogue in dialogues]
-    except Exception as error:
-        raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
-    return encode_texts(tokenizer, texts)
 
 
 def in_template(

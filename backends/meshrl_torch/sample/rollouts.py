@@ -151,7 +151,8 @@ class Rollouts:
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
         prompts, said = _split(finished.tokens, offsets, finished.prompts)
-        given = prompts_of(rows, self._words.chat) if "prompt" in rows else [""] * len(rows)
+        is_own = self._continued or self._words.chat is None  # no template opens what the prompt's text ends with
+        given = rows.objects("prompt") if is_own and "prompt" in rows and len(rows) else [""] * len(rows)
         opened = opened_in(self._words, prompts, [each if isinstance(each, str) else "" for each in given])
         texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
         experts = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
@@ -178,7 +179,7 @@ class Rollouts:
             row = int(limits.argmin())
             raise DataError(f"`max_tokens` of {rows.place(row)} is {limits[row]}: a completion needs at least 1 token")
         if self._answered:
-            limits = np.minimum(limits, self._words.max_tokens - starts)
+            limits = np.minimum(limits, self._words.room(lengths) - starts)
         totals = np.maximum(starts + limits, lengths)
         if len(totals):
             row = int(totals.argmax())
