@@ -432,9 +432,9 @@ TrlReward: TypeAlias = Callable[..., _Rewards | Awaitable[_Rewards]]
 def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
     """Convert a TRL reward function into one for meshrl. It is called with one row at a time.
 
-    Its columns are those of the row, and `answer`. With `chat`, prompts and completions are lists of messages. A reward
-    of None or NaN, which means "does not apply" in TRL, is left out of the sum of `functions`. If there is no other,
-    the reward of the row is unknown.
+    Its columns are those of the row, and `answer`. With `chat`, and for a prompt of messages, prompts and completions
+    are lists of messages. A reward of None or NaN, which means "does not apply" in TRL, is left out of the sum of
+    `functions`. If there is no other, the reward of the row is unknown.
     """
     takes = signature_of(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())

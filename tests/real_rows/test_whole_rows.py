@@ -155,5 +155,5 @@ async def test_a_trl_reward_gets_all_messages() -> None:
         return [float(prompts == [[SYSTEM, USER]] and completions == [[ASSISTANT]])]
 
     batch = task(SYSTEM, USER).train.assign(completion=["no"])
-    scored = await FunctionReward(RewardConfig(function=from_trl(judge, chat=True))).score(batch)
-    assert scored.rewards.tolist() == [1.0]
+    for function in (from_trl(judge, chat=True), from_trl(judge)):
+        assert (await FunctionReward(RewardConfig(function=function)).score(batch)).rewards.tolist() == [1.0]
