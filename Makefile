@@ -30,11 +30,16 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 # WIDE=yes runs tests that are marked wide too.
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
-SEPARATE := test-attack test-bits test-lowest test-newest test-pythons test-vllm test-sglang test-cluster
+SEPARATE := test-attack test-bits test-lowest test-newest test-pythons test-vllm test-sglang test-fake-gpu test-cluster
+FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
+# The sizes of a real model: of memory alone.
+LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
+# Their libraries would be found before the stand-ins, so only their headers are kept.
+HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu13==2.29.7
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-pythons test-cluster test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-pythons test-cluster fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,6 +91,13 @@ test-cluster: setup  ## several hosts, made of namespaces: as root (docs/hosts.m
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
+
+fake-cuda: .venv-fake-cuda/.done  ## .venv-fake-cuda: torch for CUDA on GPUs that are fake (docs/fake-cuda.md); needs gcc
+
+test-fake-gpu: .venv-fake-cuda/.done  ## the tests that need a GPU, and others, on fake GPUs
+	$(FAKE) -m gpu --deselect $(LARGE) tests/gpu
+	FAKE_CUDA=memory $(FAKE) -m gpu $(LARGE)
+	$(FAKE) tests/fake_gpu
 
 test-contracts: setup  ## what only a GPU runs, against the sources of its packages, which pip brings
 	$(BIN)/python -m tests.gpu_contracts.renew --download
@@ -157,6 +169,16 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
+	@touch $@
+
+# torch from the index alone, because a folder of pip's configuration may have its build for CPUs. All else is .venv's.
+.venv-fake-cuda/.done: FROM_INDEX := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null .venv-fake-cuda/bin/python $(PIP) --no-deps
+.venv-fake-cuda/.done: .venv/.done $(wildcard tests/support/fake_cuda/*.c) tests/support/fake_cuda/build.py
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(FROM_INDEX) $(TORCH) triton==3.7.1
+	test -d $(@D)/headers || $(FROM_INDEX) --target $(@D)/headers $(HEADERS)
+	find $(@D)/headers -name '*.so*' -delete
+	$(@D)/bin/python tests/support/fake_cuda/build.py $(@D) .
 	@touch $@
 
 # Without a network its tests are skipped.

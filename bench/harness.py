@@ -263,14 +263,17 @@ def report(bench: str, figures: Sequence[Figure], json_path: Path | None) -> Non
 
 
 def machine() -> dict[str, str | int | float]:
-    """CPU model, available cores, memory in GiB, and the Python version."""
+    """CPU model, available cores, memory in GiB, the Python version, and the GPU if a benchmark has used torch."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    torch = sys.modules.get("torch")
+    gpu = torch.cuda.get_device_name() if torch and torch.cuda.is_available() else ""  # "Fake GPU" in .venv-fake-cuda
     return {
         "cpu": model,
+        **({"gpu": gpu} if gpu else {}),
         "cores": machine_cores(),
         "memory_gib": round(memory, 1),
         "python": platform.python_version(),

@@ -7,7 +7,7 @@ def test_each_folder_of_the_product_has_its_parts_and_each_part_is_there() -> No
     parts = read_parts()
     packages = [*(ROOT / "meshrl").glob("*/__init__.py"), *(ROOT / "backends").glob("*/__init__.py")]
     folders = {str(path.parent.relative_to(ROOT)) for path in packages} | {"algorithms", "configs", "examples", "bench"}
-    targets = set(re.findall(r"test-(\w+)", (ROOT / "Makefile").read_text("utf-8")))
+    targets = set(re.findall(r"test-([\w-]+)", (ROOT / "Makefile").read_text("utf-8")))
     named = {part for each in parts.values() for part in each}
     assert not folders - parts.keys() - {"meshrl/config"}, "folders that tests/parts.toml has no line for"
     assert not [folder for folder in parts if not (ROOT / folder).exists()]

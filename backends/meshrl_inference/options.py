@@ -1,9 +1,10 @@
 """Options that backends with inference engines share, as in `[sampler.vllm]`."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from meshrl.config import PathIn
 from meshrl.errors import BackendError, DataError
@@ -26,6 +27,12 @@ class EngineOptions(BackendOptions):
     0."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV cache of running rows after new weights arrive: `recompute` it with the new weights, or `keep` the old one."""
+
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that the engine has to start. Its kernels compile at the first start, which may take an hour."""
+    args: Mapping[str, JsonValue] = Field(default={})
+    """Further arguments of the engine, by its own names, such as `{ max_num_batched_tokens = 8192 }`. Unknown ones, and
+    those that meshrl sets itself, are errors at the start."""
 
     @property
     def lends_memory(self) -> str:

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 _PATH: Final = 48
 """Most bytes of the path of temporary files, so that engines' socket paths stay within a system's 107."""
-_STARTS: Final = 600.0
-"""Seconds that an engine has to start."""
 _GRACE: Final = 10.0
 """Seconds that it has to end by itself."""
 _LINES: Final = 20
@@ -156,8 +154,8 @@ def _weakly(method: Callable[[T], None]) -> Callable[[T], None]:
 class EngineProcess(EngineConnection):
     """An engine in its own process."""
 
-    def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
-        """Raises EngineDied if it does not start."""
+    def __init__(self, kind: Kind, start: Start, python: str | None, seconds: float) -> None:
+        """Raises EngineDied if it does not start within `seconds`."""
         super().__init__()
         self._title = kind.title
         self._advice = f"Set sampler.{kind.backend}.python to an interpreter of an environment that has {kind.title}"
@@ -183,7 +181,7 @@ class EngineProcess(EngineConnection):
         self._sending = threading.Lock()
         self._receiver_thread: threading.Thread | None = None
         try:
-            ready = self._start(start)
+            ready = self._start(start, seconds)
         except BaseException:
             self.close()
             raise
@@ -228,12 +226,12 @@ class EngineProcess(EngineConnection):
         self._connection.close()
         self._folder.cleanup()
 
-    def _start(self, start: Start) -> Ready:
+    def _start(self, start: Start, seconds: float) -> Ready:
         """Start the engine. ModelError if its environment lacks a module."""
         try:
             self.send(start)
-            if not self._connection.poll(_STARTS):
-                raise self._ended(f"has not started in {_STARTS:.0f} seconds")
+            if not self._connection.poll(seconds):
+                raise self._ended(f"has not started in {seconds:g} s, which is start_timeout")
             answer = to_sampler.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
             answer = Failed("")

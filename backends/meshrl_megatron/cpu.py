@@ -68,12 +68,17 @@ _LEFT: Final = {
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
+def is_installed() -> bool:
+    """True if `megatron.core` has its CPU form in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
 def install() -> None:
     """Rewrite `megatron.core` at its import, if torch has no GPU. Later calls have no effect.
 
     Raises BackendError if it is imported already, because it cannot run here as it is.
     """
-    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if torch.cuda.is_available() or is_installed():
         return
     if PACKAGE in sys.modules:
         raise BackendError(

@@ -1,5 +1,6 @@
 """The ranks that share a Megatron model: their places along a mesh's axes, process groups and agreements."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
+from meshrl_megatron import cpu
 from meshrl_megatron.core import ProcessGroupCollection
 from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join, own_device
 
@@ -117,8 +119,14 @@ class World(RankGroup):
                 f"megatron.experts = {experts} does not divide the mesh's dp = {shape.get('dp', 1)}: experts are "
                 "divided among that many neighbours along dp"
             )
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so kernels start in order, and beside them NCCL's
         device = own_device()
         join(rank, device, "megatron")
+        if device.type == "cpu" and not cpu.is_installed():
+            raise ConfigError(
+                "Megatron-Core was imported for the GPUs of this machine, and this rank has none: set gpus = 1 for the "
+                "mesh, or start the run with CUDA_VISIBLE_DEVICES= to compute on CPUs"
+            )
         grid = Grid(shape, rank.index, experts)
         multiple = grid.sizes["pp"] if virtual_stages > 1 else 1
         groups = grid.collection(rank.index)

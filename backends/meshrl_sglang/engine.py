@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 
 import asyncio
+import inspect
 import os
 import runpy
 import signal
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from meshrl_inference.engine_side.arguments import with_args
 from meshrl_inference.engine_side.protocol import (
     CACHE,
     CPU_CACHE_MIB,
@@ -254,6 +256,8 @@ class _SglangEngine:
 
 
 def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
+    import sglang  # noqa: PLC0415 -- `start` has set its environment
+
     longest = asked.max_tokens + _BESIDE
     heads, bytes_per_token = _attention(asked)
     if heads % asked.tp:
@@ -285,7 +289,8 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
         arguments["max_total_tokens"] = max(longest, (cache << 20) // bytes_per_token)
     if not gpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
-    return arguments
+    known = inspect.signature(sglang.ServerArgs).parameters
+    return with_args(arguments, asked.args, known, f"SGLang {sglang.__version__}")
 
 
 def _attention(asked: Start) -> tuple[int, int]:

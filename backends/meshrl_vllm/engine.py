@@ -4,12 +4,14 @@
 # pyright: reportMissingImports=false
 
 import os
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 import numpy as np
 
+from meshrl_inference.engine_side.arguments import with_args
 from meshrl_inference.engine_side.protocol import (
     CPU_CACHE_MIB,
     IN_SHARED_MEMORY,
@@ -46,10 +48,13 @@ def start(asked: Start) -> Engine:
 class _VllmEngine:
     def __init__(self, asked: Start) -> None:
         import vllm  # noqa: PLC0415 -- `start` has set its environment
+        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
         self._vllm = vllm
         self._slots = asked.slots
-        self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), enable_multiprocessing=False)
+        # The use on which vLLM bases its number of tokens in a step. Its default reads 2048 at once.
+        use = UsageContext.LLM_CLASS
+        self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), use, enable_multiprocessing=False)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
         self._engine.set_weight_version("0")
@@ -159,7 +164,7 @@ class _VllmEngine:
 
 
 def _arguments(asked: Start) -> Any:
-    from vllm import EngineArgs  # noqa: PLC0415 -- `start` has set its environment
+    from vllm import EngineArgs, __version__  # noqa: PLC0415 -- `start` has set its environment
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
 
@@ -168,11 +173,11 @@ def _arguments(asked: Start) -> Any:
     in_fp8 = asked.own["quantization"] == "fp8"
     cpu = current_platform.is_cpu()
     cache = asked.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
-    return EngineArgs(
+    as_fp8 = {"load_format": quantized.NAME, "hf_overrides": {"quantization_config": quantized.CONFIG}}
+    own: dict[str, Any] = dict(
+        **(as_fp8 if in_fp8 else {}),
         model=asked.model,
         dtype=asked.dtype,
-        load_format=quantized.NAME if in_fp8 else "auto",
-        hf_overrides={"quantization_config": quantized.CONFIG} if in_fp8 else {},
         max_model_len=asked.max_tokens,
         max_num_seqs=asked.slots + PROBES,
         # A row that is read in parts resets its seed's generator, which generators on CPUs cannot do.
@@ -191,6 +196,7 @@ def _arguments(asked: Start) -> Any:
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
     )
+    return EngineArgs(**with_args(own, asked.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}"))
 
 
 def _read(output: Any) -> list[float]:

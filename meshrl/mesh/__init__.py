@@ -8,6 +8,7 @@ rank, behind references. The room does not depend on batches, models or a partic
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, boot_id, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
+from meshrl.mesh.gpus import MachineGpus, machine_gpus, visible_gpus
 from meshrl.mesh.handle import (
     Waiting,
     at,
@@ -66,6 +67,7 @@ __all__ = [
     "ForAll",
     "Gather",
     "HasRefs",
+    "MachineGpus",
     "Mean",
     "Member",
     "Mesh",
@@ -104,6 +106,7 @@ __all__ = [
     "leave_out",
     "lightest",
     "limited",
+    "machine_gpus",
     "make_plan",
     "min_ranks",
     "note_transit",
@@ -126,5 +129,6 @@ __all__ = [
     "streams",
     "sweep",
     "take_in",
+    "visible_gpus",
     "when_here",
 ]

@@ -65,6 +65,8 @@ class Rank:
     """The size of each axis, slowest first."""
     threads: int = field(default_factory=free_cores)
     """CPU threads that this rank may compute with."""
+    gpus: float = 0.0
+    """GPUs that its mesh asks for, for each rank."""
 
 
 rank_context: ContextVar[Rank] = ContextVar("meshrl_rank")

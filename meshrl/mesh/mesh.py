@@ -32,10 +32,11 @@ class Mesh:
         axes: Mapping[str, int] | None = None,
         name: str = "mesh",
         min_ranks: int = 0,
+        gpus: float = 0.0,
     ) -> None:
         self.name = name
         """The name of the mesh in the events of a run."""
-        self._engine, self._slots, self._min_ranks = engine, slots, min_ranks
+        self._engine, self._slots, self._min_ranks, self._gpus = engine, slots, min_ranks, gpus
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
         """The size of each axis, the last one fastest."""
 
@@ -48,7 +49,7 @@ class Mesh:
         slots = await engine.reserve(count, resources, log)
         # With cpus = 0, a rank shares cores with others.
         tell_cores(name, 0 if resources.cpus == 0 else slots[0].threads)
-        return cls(engine, slots, name=name, min_ranks=resources.min_ranks)
+        return cls(engine, slots, name=name, min_ranks=resources.min_ranks, gpus=resources.gpus)
 
     def shape(self, **axes: int) -> "Mesh":
         """Arrange the same ranks along these axes, the last one fastest. ContractError if their number differs."""
@@ -56,7 +57,7 @@ class Mesh:
         size, ranks = prod(axes.values()), len(self._slots)
         if not axes or min(axes.values()) < 1 or size != ranks:
             raise ContractError(f"mesh.shape({written}): the sizes multiply to {size}, but the mesh has {ranks} ranks")
-        return Mesh(self._engine, self._slots, axes, self.name, self._min_ranks)
+        return Mesh(self._engine, self._slots, axes, self.name, self._min_ranks, self._gpus)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
         """Construct the actor on every rank, and return a handle for all of them, typed as the actor.
@@ -94,6 +95,6 @@ class Mesh:
     def _ranks(self) -> list[Rank]:
         coordinates = product(*(range(size) for size in self.axes.values()))
         return [
-            Rank(index, len(self._slots), dict(zip(self.axes, place, strict=True)), self.axes, slot.threads)
+            Rank(index, len(self._slots), dict(zip(self.axes, place, strict=True)), self.axes, slot.threads, self._gpus)
             for index, (place, slot) in enumerate(zip(coordinates, self._slots, strict=True))
         ]

@@ -275,6 +275,8 @@ def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
         ([Locality("here")], HERE, False),
         ([HERE[0], HERE[0]], HERE[:1], True),  # no group is needed
         ([HERE[0], HERE[0]], [THERE], False),
+        (HERE, [THERE._replace(nccl="2.29.7")], False),  # of another release
+        (HERE, [HERE[0]._replace(nccl="2.29.7")], True),
     ):
         assert on_gpus(policy, readers) == together, (policy, readers)
 
@@ -355,3 +357,21 @@ def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(ranks: Ran
     for each in waiting:
         with pytest.raises(ConnectionError):
             use(each)
+
+
+class NeverThere:
+    """A broadcast by NCCL with a process that has ended: its `wait` returns."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_stuck_broadcast_by_nccl_is_given_up_before_torch_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "STUCK", timedelta(seconds=0.01))
+    flight = collective.InFlightBuckets()
+    flight.begin(8, torch.device("cuda"))
+    flight.add(cast("Any", NeverThere()))
+    with pytest.raises(RuntimeError, match=r"stuck for 0.01 s: a process has ended"):
+        flight.end()

@@ -2,6 +2,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_torch.ranks import process_group as group
 from meshrl_torch.ranks.host_monitor import HostMonitor
@@ -102,3 +104,30 @@ def test_collectives_of_gpus_are_aborted_but_not_those_of_a_later_group(monkeypa
     assert aborted == []
     group._end_collectives(torch.device("cuda"), world, 1, silent=False)  # type: ignore[arg-type]
     assert aborted == ["all"]
+
+
+def test_a_mesh_with_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    complaint = r"gpus = 1, but torch .* finds no GPU: its wheel is for .*, no driver .* CUDA_VISIBLE_DEVICES is '0'"
+    with pytest.raises(ConfigError, match=complaint):
+        group.join(Rank(gpus=1), torch.device("cpu"), "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "complaint"), [(0, "rank 0 computes on cuda and rank 1 on cpu"), (1, "rank 1: the mesh has gpus = 1")]
+)
+def test_all_ranks_are_told_of_one_without_a_gpu_before_they_wait(
+    gpus: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store()
+    monkeypatch.setattr(group, "mesh_store", lambda rank: store)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(group.join, Rank(index, 2, gpus=gpus), torch.device(kind), "fsdp")
+            for index, kind in enumerate(("cuda", "cpu"))
+        ]
+    for each in joining:
+        assert isinstance(each.exception(), ConfigError)
+        assert complaint in str(each.exception())

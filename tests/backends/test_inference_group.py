@@ -21,6 +21,7 @@ from meshrl import Actor, Mesh, current_rank, each, endpoint
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Same
 from meshrl_inference.engine_side import protocol
+from meshrl_inference.engine_side.arguments import with_args
 from meshrl_inference.engine_side.loading import mapped
 from meshrl_inference.engine_side.worker import Worker
 from meshrl_inference.group import RankGpus, gather_gpus, join_gpus
@@ -160,6 +161,24 @@ class Sampler(NamedTuple):
     def generate(self, *numbers: int) -> None:
         rows = [protocol.Row(number, np.array([1], np.int32).tobytes(), 2, 0) for number in numbers]
         self.connection.send_bytes(protocol.encode(protocol.Generate(rows, 1.0, 1.0, 0, [], [])))
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"max_num_batched_token": 9}, "no argument of vLLM 1: did you mean 'max_num_batched_tokens'"),
+        ({"xyz": 9}, "no argument of vLLM 1: its documentation"),
+        ({"model": "other"}, "'model' = 'other', which meshrl itself sets to 'mine'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_an_engine_does_not_take_are_told(args: dict[str, object], complaint: str) -> None:
+    known = {"model", "max_num_batched_tokens"}
+    assert with_args({"model": "mine", "max_num_batched_tokens": None}, {"max_num_batched_tokens": 9}, known, "") == {
+        "model": "mine", "max_num_batched_tokens": 9,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=complaint):
+        with_args({"model": "mine"}, args, known, "vLLM 1")
 
 
 @pytest.fixture(params=[True])

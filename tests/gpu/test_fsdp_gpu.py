@@ -34,6 +34,7 @@ async def trained(folder: Path, ranks: int = 1, **changes: object) -> tuple[list
     return [dict(step) for step in steps], torch.tensor(scored.ragged("logprobs").values)
 
 
+COMPILER = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own import
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 
 
@@ -41,7 +42,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU
     ("changes", "ranks", "tolerance"),
     [
         pytest.param({"dtype": "bfloat16"}, 1, 5e-2, id="bfloat16"),
-        pytest.param({"fsdp": {"compile": True}}, 1, 1e-3, id="compiled blocks"),
+        pytest.param({"fsdp": {"compile": True}}, 1, 1e-3, id="compiled blocks", marks=COMPILER),
         pytest.param({}, 2, 1e-3, id="two GPUs over NCCL", marks=TWO),
     ],
 )

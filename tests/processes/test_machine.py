@@ -2,6 +2,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -34,6 +35,19 @@ async def engine() -> AsyncIterator[ProcessEngine]:
         made = ProcessEngine()
         yield made
         await made.close()
+
+
+async def test_modules_are_imported_without_cuda_which_refuses_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    (tmp_path / "asks.py").write_text(f"import os\nos.environ['ASKED'] = os.environ[{check!r}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(check, "0")
+    made = ProcessEngine(["asks"])
+    has = await (await Mesh.reserve(made, 1, NO_CORE)).spawn(Has)
+    assert [await has.variable(name) for name in ("ASKED", check)] == ["1", "0"]
+    await made.close()
 
 
 async def gpus_of(mesh: Mesh) -> list[str]:

@@ -34,7 +34,8 @@ class _WarmProcess:
             with theirs:
                 command = [sys.executable, "-m", "tests.support.warm_process", str(theirs.fileno())]
                 path = os.pathsep.join(filter(None, sys.path))
-                environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": path}
+                own = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, refuses forks
+                environment = {"GOMP_SPINCOUNT": "5000", **os.environ, **own}
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno()],

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
+from meshrl_torch.wire import nccl
 from meshrl_torch.wire.manifest import Manifest
 
 WEIGHTS: Final = "weights"
@@ -45,6 +46,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """True to free the GPU's memory while no row is decoded."""
     own: dict[str, bool | str | None]
     """Options that only this engine has."""
+    args: dict[str, Any] = {}
+    """Further arguments of the engine, by its own names."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -219,6 +222,7 @@ IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
 def set_environment(asked: Start) -> None:
     """Set the variables that each engine and torch read at import."""
     os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
+    nccl.set_alike()
     if asked.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
 

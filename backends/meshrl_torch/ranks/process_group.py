@@ -1,7 +1,7 @@
 """The process group of a rank's process, and the ranks that compute one model together."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,8 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from meshrl import log
 from meshrl.errors import ConfigError, Damaged, DataError, MeshrlError, ModelError
-from meshrl.mesh import PATIENCE, Rank, current_rank
+from meshrl.mesh import PATIENCE, Rank, current_rank, machine_gpus
 from meshrl_torch.ranks.host_monitor import HostMonitor
+from meshrl_torch.wire import nccl
 
 T = TypeVar("T")
 
@@ -103,10 +104,14 @@ class SharedGroups(Generic[T]):
 def join(rank: Rank, device: torch.device, backend: str) -> None:
     """Make the process group of the mesh, unless this process is in it. All ranks call it together.
 
-    ConfigError, which names the `backend`, if ranks of a mesh share a process.
+    ConfigError, which names the `backend`, if ranks of a mesh share a process. ConfigError if ranks compute on devices
+    of different types, or on CPUs though their mesh has GPUs.
     """
     global _joined  # noqa: PLW0603 - torch has one default group for each process
+    lacks = _why_no_gpu(rank.gpus) if rank.gpus and device.type != "cuda" else ""
     if rank.size == 1:
+        if lacks:
+            raise ConfigError(lacks)
         with _first:
             if not dist.is_initialized():
                 own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
@@ -121,7 +126,8 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
     if _joined is not None and _joined.address == address:
         return
     store = mesh_store(rank)
-    known = _generations(store, rank, _joined.generation if _joined else "")
+    _check_devices(_told_by_all(store, rank, "device", f"{device.type} {lacks}"))
+    known = set(_told_by_all(store, rank, "generation", _joined.generation if _joined else ""))
     if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
             _joined.monitor.close()
@@ -153,15 +159,44 @@ def _end_collectives(device: torch.device, world: dist.ProcessGroup | None, gone
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end them in one order
 
 
-def _generations(store: Store, rank: Rank, own: str) -> set[str]:
-    """Return the groups that the ranks' processes are in. Empty text for a process in none."""
-    store.set(f"generation/{rank.index}", own)
-    return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
+def _told_by_all(store: Store, rank: Rank, name: str, own: str) -> list[str]:
+    """Return what each rank tells under a name, such as the group that its process is in: empty for one in none."""
+    store.set(f"{name}/{rank.index}", own)
+    return [store.get(f"{name}/{index}").decode() for index in range(rank.size)]
+
+
+def _check_devices(told: Sequence[str]) -> None:
+    """Raise ConfigError on all ranks before they would wait for each other. `told`: device and complaint of each."""
+    for index, text in enumerate(told):
+        kind, _, lacks = text.partition(" ")
+        if lacks:
+            raise ConfigError(f"rank {index}: {lacks}")
+        if kind != (first := told[0].strip()):
+            raise ConfigError(
+                f"rank 0 computes on {first} and rank {index} on {kind}: give the mesh gpus = 1, so that each rank has "
+                "a GPU, and install the same build of torch for all"
+            )
+
+
+def _why_no_gpu(gpus: float) -> str:
+    """Say why torch finds no GPU on a rank that is to have some."""
+    found, built = machine_gpus(), torch.version.cuda
+    wheel = f"its wheel is for CUDA {built}" if built else "its wheel is for CPUs alone"
+    driver = f"the driver supports CUDA up to {found.driver}" if found.driver else "no driver answers"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = "is not set" if visible is None else f"is {visible!r}"
+    return (
+        f"the mesh has gpus = {gpus:g}, but torch {torch.__version__} finds no GPU: {wheel}, {driver}, the machine has "
+        f"{found.count}, and CUDA_VISIBLE_DEVICES {names}. Install a torch wheel for the driver's CUDA, or a newer "
+        "driver; without GPUs, set gpus = 0"
+    )
 
 
 def _make_group(device: torch.device, store: Store, rank: Rank) -> None:
     """Make the default group. With NCCL, gloo carries what ranks agree on."""
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        nccl.set_alike()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
@@ -285,8 +286,12 @@ class TrainedPolicy(Trained, Policy):
             version = self._trainable.optimizer.steps
             probe = make_probe(self._passes, version)
             if self._sender:
-                return offer_weights(self._sender, version, probe, self._trainable.shards())
-            return self._source.weights(version, arrays(self._trainable.published()), probe)
+                weights: Weights = offer_weights(self._sender, version, probe, self._trainable.shards())
+            else:
+                weights = self._source.weights(version, arrays(self._trainable.published()), probe)
+            if self._passes.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # an engine on the same GPU may wake next, to take them
+            return weights
 
 
 class TrainedCritic(Trained, Critic):

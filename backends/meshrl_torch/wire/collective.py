@@ -1,5 +1,6 @@
 """Buckets sent in process groups: each sender is the root of a group, whose other members are ranks that read."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, Protocol, cast
@@ -9,12 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from meshrl_torch.wire import nccl
 from meshrl_torch.wire.bucket_bytes import aligned
 from meshrl_torch.wire.bucket_server import Slots
 from meshrl_torch.wire.plan import CPU, STUCK, BroadcastPlan
 
 IN_FLIGHT: Final = 6
 """Most buckets in flight."""
+_POLL: Final = 0.0005
+"""Seconds between two looks at a bucket on its way by NCCL."""
 KEPT: Final = 4
 """Number of sets of readers whose groups are kept, newest last: for example a sampler's and a reference's."""
 
@@ -40,8 +44,10 @@ def _make_group(store: Store, number: int, size: int, device: torch.device) -> G
         return cast("Group", dist.ProcessGroupGloo(store, number, size, STUCK))
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 -- missing if torch has no CUDA
 
+    nccl.set_alike()
     options = ProcessGroupNCCL.Options()
-    options._timeout = STUCK  # noqa: SLF001 -- torch sets it this way, and offers no other
+    # After this time torch ends the process. `_wait` gives up before, and the group is aborted.
+    options._timeout = 3 * STUCK  # noqa: SLF001 -- torch sets it this way, and offers no other
     return cast("Group", ProcessGroupNCCL(store, number, size, options))
 
 
@@ -82,6 +88,19 @@ class Groups:
         """Drop groups that failed or are no longer needed."""
         for group in self._groups.pop(name, {}).values():
             group.abort()
+
+
+def _wait(work: dist.Work, device: torch.device) -> None:
+    """Wait for a collective. RuntimeError if a process has ended, or after `STUCK`.
+
+    NCCL's `wait` returns at once, and only orders the stream. Nothing tells NCCL that a process of its group has ended.
+    """
+    work.wait()
+    until = time.monotonic() + STUCK.total_seconds()
+    while device.type == "cuda" and not work.is_completed():
+        if time.monotonic() > until:
+            raise RuntimeError(f"a broadcast by NCCL was stuck for {STUCK.total_seconds():g} s: a process has ended")
+        time.sleep(_POLL)
 
 
 def _nothing() -> None:
@@ -146,7 +165,7 @@ class InFlightBuckets:
             self._wait_for_oldest()
 
     def end(self) -> None:
-        """Wait until all are done. With NCCL this only orders the default stream; later kernels run after it."""
+        """Wait until all are done."""
         self.wait()
         while self._arrived:
             self._finish_oldest()
@@ -159,7 +178,7 @@ class InFlightBuckets:
     def _wait_for_oldest(self) -> None:
         oldest = self._under_way.popleft()
         if oldest.work:
-            oldest.work.wait()
+            _wait(oldest.work, self._device)
         oldest.arrived()
         self._arrived.append(oldest)
 

@@ -36,6 +36,8 @@ class Locality(NamedTuple):
     """UUID of the GPU. Empty if the tensors are in the host's memory."""
     seen: Sequence[str] = ()
     """UUIDs of all GPUs that the process sees."""
+    nccl: str = ""
+    """The release of NCCL. Those of different releases do not understand each other."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Locality":
@@ -43,7 +45,8 @@ class Locality(NamedTuple):
         if device.type != "cuda":
             return cls(_machine())
         seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        return cls(_machine(), seen[torch.empty(0, device=device).device.index], seen)
+        release = ".".join(map(str, torch.cuda.nccl.version()))
+        return cls(_machine(), seen[torch.empty(0, device=device).device.index], seen, release)
 
     def opens(self, other: "Locality", on_gpus: bool) -> bool:
         """True if this process can open the other's buckets: on the other's GPU, or else in the host's memory."""
@@ -78,14 +81,17 @@ def routes(policy: Sequence[Locality], readers: Sequence[Locality], on_gpus: boo
 
 
 def on_gpus(policy: Sequence[Locality], readers: Sequence[Locality]) -> bool:
-    """True if buckets can be on GPUs: all tensors are there, and no two members of a group of NCCL share a GPU."""
+    """True if buckets can be on GPUs: all tensors are there, and NCCL can serve the groups.
+
+    It cannot if two members share a GPU, or have different releases of NCCL.
+    """
     if not all(each.gpu for each in (*policy, *readers)):
         return False
     by_reader = routes(policy, readers, on_gpus=True)
-    joined = [reader.gpu for reader, route in zip(readers, by_reader, strict=True) if not route]
+    joined = [reader for reader, route in zip(readers, by_reader, strict=True) if not route]
     relays = any(rank != by for route in by_reader for rank, by in enumerate(route))
-    members = joined + [each.gpu for each in policy] if joined or relays else []
-    return len(set(members)) == len(members)
+    members = [*joined, *policy] if joined or relays else []
+    return len({each.gpu for each in members}) == len(members) and len({each.nccl for each in members}) <= 1
 
 
 class BroadcastPlan(NamedTuple):

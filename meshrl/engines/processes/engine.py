@@ -4,7 +4,6 @@ import os
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from secrets import token_hex
 from typing import Final, NamedTuple, cast
 
@@ -21,9 +20,7 @@ from meshrl.engines.remote import (
     SocketChannel,
 )
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.mesh import INLINE_BYTES, Resources, Share, free_cores
-
-_GPUS = Path("/proc/driver/nvidia/gpus")
+from meshrl.mesh import INLINE_BYTES, Resources, Share, free_cores, visible_gpus
 
 
 class RankResources(NamedTuple):
@@ -41,7 +38,7 @@ class Machine:
     def __init__(self) -> None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(free_cores())
         self._cores = sorted(cores)
-        self._gpus = dict.fromkeys(_gpus(), 1.0)
+        self._gpus = dict.fromkeys(visible_gpus(), 1.0)
 
     @property
     def has_gpus(self) -> bool:
@@ -88,14 +85,6 @@ class Machine:
             taken.append(fit)
         self._gpus = left
         return taken
-
-
-def _gpus() -> list[str]:
-    """List the numbers of the GPUs that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name and name != "-1"]
-    return [str(number) for number in range(len(list(_GPUS.iterdir())))] if _GPUS.is_dir() else []
 
 
 _FILES: Final = 65536

@@ -98,6 +98,8 @@ class RankOutput:
         self._writes.clear()
 
 
+_NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch asks NVML if there are GPUs. CUDA, once asked, refuses all forks of its process."""
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE: Final = 10.0
 """Seconds to wait for a controller to exit that has closed its end without an order."""
@@ -114,9 +116,13 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             with suppress(OSError):  # of a file that is a pipe by now
                 stream.reconfigure(errors="backslashreplace")  # a locale may lack characters of rows
+    own_check = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"
     for module in modules.split(",") if modules else ():
         with suppress(Exception):  # the rank that needs it reports the error
             import_module(module)
+    del os.environ[_NVML_CHECK]  # the answer for a rank is CUDA's own
+    os.environ.update({_NVML_CHECK: own_check} if own_check is not None else {})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it: it ends the ranks in order
     template = Template(control)
     template.run()

@@ -29,14 +29,13 @@ _END: Final = 60.0
 _STARTED: Final = "Ray runtime started"
 
 _PROBE: Final = """
-import importlib.util, json, os, pathlib
+import importlib.util, json, os
 missing = [name for name in ("meshrl", "ray") if importlib.util.find_spec(name) is None]
-address = ""
+address, found = "", 0
 if not missing:
+    from meshrl.mesh import machine_gpus
     from ray.util import get_node_ip_address
-    address = get_node_ip_address()
-gpus = pathlib.Path("/proc/driver/nvidia/gpus")
-found = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    address, found = get_node_ip_address(), machine_gpus().count
 print("meshrl-probe " + json.dumps([missing, address, len(os.sched_getaffinity(0)), found]))
 """
 
