@@ -81,18 +81,18 @@ class Agent:
 
     @property
     def needs_server(self) -> bool:
-        """True for plain functions and commands, which reach the model through a server."""
-        return self._function is None or not is_async(self._function)
+        """True except in virtual time: programs, and frameworks in async functions, reach the model by a URL."""
+        return self._function is None or not is_async(self._function) or has_processes()
 
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
-        """Let the program work on the row in a new session. A plain function and a command need `gateway.serving`.
+        """Let the program work on the row in a new session. A program that uses the URL needs `gateway.serving`.
 
         A plain function that exceeds the time limit is ended with its process. An async function is cancelled, and
         abandoned if it has not ended 5 seconds later. If both the sampler and the episode failed, the sampler's
         exception is raised. Raises ConfigError without a server, DataError for an episode that failed with
         `errors = "stop"`, and MachineFault if the machine had no room for it, however often it was played.
         """
-        if self.needs_server and not gateway.is_serving:
+        if not gateway.is_serving and (self._function is None or not is_async(self._function)):
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
@@ -178,7 +178,7 @@ class Agent:
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
         if self._function is not None and is_async(self._function):
-            # Bypass the network, which also makes tests in virtual time possible.
+            # Bypass the network, which also makes tests in virtual time possible. Frameworks take the URL.
             inside = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
             async with openai.AsyncOpenAI(
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside

@@ -15,7 +15,7 @@ from meshrl.tags import without_special
 Tool: TypeAlias = Mapping[str, object]
 """A tool as a request has it: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
 
-_ROLES: Final[Mapping[str, str]] = {"developer": "system"}
+ROLES: Final[Mapping[str, str]] = {"developer": "system"}
 """Roles that templates call by another name."""
 
 
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
             for call in self.tool_calls
         ]
         shown = {
-            "role": _ROLES.get(self.role, self.role),
+            "role": ROLES.get(self.role, self.role),
             "content": self.content,
             "name": self.name,
             "tool_call_id": self.tool_call_id,
@@ -116,7 +116,7 @@ def read_chat(config: ModelConfig) -> Chat:
 
 
 def key_after(key: bytes, value: object) -> bytes:
-    """The key of a conversation that continues with a message as it is shown. The list of tools comes first."""
+    """The key of a conversation that continues with a value: the list of tools first, then the gist of each message."""
     # Sorted and in ASCII, which can encode half a surrogate pair too.
     return hashlib.blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 

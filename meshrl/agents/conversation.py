@@ -5,16 +5,18 @@
     conversation.answer(prompt, drawn, message)           # what was drawn, and the client's message
     conversation.rows()                                   # a Batch
 
-A client sends its whole history as text with each request. If the history begins with a recorded turn and repeats its
-answer unchanged, the prompt is the ids of that turn, followed by the ids of the text that the template puts after the
-answer. Neither the history nor the answer is tokenised again. If no such turn is found, the whole history is rendered.
-The conversation branches there and gets one more row. This happens at the first request, for a sub-agent, and after the
-history was edited or shortened.
+A client sends its whole history as text with each request. If the history begins with a recorded turn, in the same
+meaning, the prompt is the ids of that turn, followed by the ids of the text that the template puts after the answer.
+Neither the history nor the answer is tokenised again. If no such turn is found, the whole history is rendered, with the
+model's thoughts where a client has dropped them. The conversation branches there and gets one more row. This happens at
+the first request, for a sub-agent, and after the history was edited or shortened. The log says what was edited.
 """
 
 import hashlib
+import itertools
 import json
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -24,7 +26,9 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshrl import log
 from meshrl.agents.chat import Chat, Message, Tool, key_after
+from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
@@ -40,6 +44,8 @@ PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
 }
 """The standard token columns of a row."""
 _MARK: Final = "what the assistant wrote stands here"
+_LOGGED: Final = 20
+"""Number of changed histories that are logged. After these, only each one whose number is a power of two is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +79,13 @@ class Turn:
     number: int
     """Index among the session's answers, from 0."""
     key: bytes
-    """Key of the messages including the answer, or of a text with its completion."""
+    """Key of the messages before the answer, or of a text with its completion."""
+    heard: Sequence[Meaning] = ()
+    """The messages after those of the previous turn, including the answer. Empty for a text."""
     length: int = 0
-    """Length of that text in characters, 0 if the key is of messages."""
+    """Length of the text in characters, 0 for messages."""
     unseen: str = ""
-    """After a prompt without messages, the text that ended the answer and was withheld from the client."""
+    """The text that ended the answer and was withheld from the client."""
     is_cut: bool = False
     """True if a request for exactly that text continues the turn."""
 
@@ -87,6 +95,10 @@ class Turn:
         while (before := turns[-1].before) is not None:
             turns.append(before)
         return turns[::-1]
+
+    def history(self) -> Sequence[Meaning]:
+        """All messages, including the answer."""
+        return [each for turn in self.path() for each in turn.heard]
 
     def tokens(self) -> Ints:
         """All ids of the prompt and the answer, int32[tokens]."""
@@ -105,13 +117,16 @@ class Prompt:
     """The ids after that turn, int32[tokens]."""
     asked: bytes | str = field(repr=False)
     """What the client sent: the key of the messages, or a text."""
+    heard: Sequence[Meaning] = field(default=(), repr=False)
+    """The messages after that turn."""
     messages: Sequence[Message] = field(default=(), repr=False)
+    """All messages, with the model's answers as it gave them."""
     tools: Sequence[Tool] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """The client's view of a conversation: the messages or the prompt's text, and the final answer."""
+    """A conversation as text: the messages, with answers as the model gave them, or the prompt. And the last answer."""
 
     prompt: str
     messages: Sequence[Message]
@@ -124,8 +139,10 @@ class Transcript:
 class Conversation:
     """The turns of one session, in the order of their answers. Several can be in progress at once."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, changes: Iterator[int] | None = None) -> None:
+        """`changes`: numbers of changed histories from 1 on, which conversations may share."""
         self._chat = chat
+        self._changes = changes or itertools.count(1)
         self._answers = 0
         self._firsts: dict[Turn, Turn] = {}
         """The first turn of each turn's conversation, in the order of the answers."""
@@ -135,7 +152,7 @@ class Conversation:
         """Transcripts of turns that no other turn continues."""
         self._learned: WeakSet[Turn] = WeakSet()
         """Turns of rows that were taken."""
-        self._by_key: dict[bytes, Turn] = {}
+        self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         """Turns by their keys."""
         self._lengths: Counter[int] = Counter()
         """Number of turns after prompts without messages, by the length of their text in characters."""
@@ -148,16 +165,20 @@ class Conversation:
         """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them."""
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
-        keys = [key_after(b"", list(tools))]
-        for message in messages:
-            keys.append(key_after(keys[-1], message.shown()))
-        for end in range(len(messages), 0, -1):
-            turn = self._by_key.get(keys[end])
-            behind = None if turn is None else self._behind(messages, end, tools, turn)
-            if turn is not None and behind is not None:
-                return replace(self._continued(turn, behind, keys[-1]), messages=messages, tools=tools)
-        tokens = self._encoded(self._rendered(messages, tools))
-        return Prompt(tokens, None, tokens, keys[-1], messages, tools)
+        key, heard, turns, is_changed = self._followed(messages, tools)
+        if is_changed or (turns and list(turns.values())[-1] not in self._transcripts):
+            self._compare(heard, turns, tools)
+        shown = [each.message for each in heard]
+        for end, turn in reversed(turns.items()):
+            behind = self._behind(shown, end, tools, turn)
+            if behind is not None:
+                return replace(self._continued(turn, behind, key), heard=heard[end:], messages=shown, tools=tools)
+        try:
+            text = self._rendered(shown, tools)
+        except DataError:  # such as a template that takes no two messages of the assistant in a row
+            text = self._rendered(messages, tools)
+        tokens = self._encoded(text)
+        return Prompt(tokens, None, tokens, key, heard, shown, tools)
 
     def ask_text(self, text: str) -> Prompt:
         """Return the prompt of a completion without messages. It continues the longest turn with which the text begins.
@@ -167,9 +188,9 @@ class Conversation:
         """
         begins: tuple[int, Turn] | None = None
         for length, key in _keys_of(text, [length for length in sorted(self._lengths) if length <= len(text)]):
-            turn = self._by_key.get(key)
-            if turn is not None and (length < len(text) or turn.is_cut):
-                begins = length, turn
+            turns = self._by_key.get(key)
+            if turns and (length < len(text) or turns[-1].is_cut):
+                begins = length, turns[-1]
         if begins is None:
             tokens = np.array(self._chat.begin(text), np.int32)
             return Prompt(tokens, None, tokens, text)
@@ -192,19 +213,22 @@ class Conversation:
             )
         if drawn.experts is not None:  # earlier turns have recorded theirs
             drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
-        length, unseen, is_cut = 0, "", False
+        length, is_cut, heard = 0, False, list[Meaning]()
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
-            key = key_after(prompt.asked, said.shown())
+            key, content, heard = prompt.asked, said.content, [*prompt.heard, *meanings_of([said])]
         elif isinstance(said, str) and isinstance(prompt.asked, str):
-            length, is_cut = len(prompt.asked) + len(said), drawn.truncated and bool(said)
-            text = self._chat.decode(drawn.tokens.tolist(), prompt.tokens.tolist())
-            unseen = text[len(said) :] if text.startswith(said) else ""
+            content, length, is_cut = said, len(prompt.asked) + len(said), drawn.truncated and bool(said)
             ((_, key),) = _keys_of(prompt.asked + said, [length])
         else:
             raise DataError("messages are answered by a Message, and a text by a text")
-        turn = Turn(prompt.before, prompt.added, drawn, len(self), key, length, unseen, is_cut)
+        unseen = ""
+        if drawn.tokens[-1] not in self._chat.ends:
+            text = self._chat.decode(drawn.tokens.tolist(), prompt.tokens.tolist())
+            unseen = text[len(content) :] if text.startswith(content) else ""
+        turn = Turn(prompt.before, prompt.added, drawn, len(self), key, heard, length, unseen, is_cut)
         first = self.first_of(prompt) or turn
-        self._firsts[turn], self._by_key[key] = first, turn
+        self._firsts[turn] = first
+        self._by_key[key].append(turn)
         self._turns.setdefault(first, []).append(turn)
         if length:
             self._lengths[length] += 1
@@ -233,7 +257,8 @@ class Conversation:
         self._learned.update(own)  # an answer to one of them may be on its way
         for turn in own:
             del self._firsts[turn]
-            if self._by_key.get(turn.key) is turn:  # another conversation may contain the same messages
+            self._by_key[turn.key].remove(turn)
+            if not self._by_key[turn.key]:
                 del self._by_key[turn.key]
             if turn.length:
                 self._lengths[turn.length] -= 1
@@ -275,6 +300,66 @@ class Conversation:
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
         )
 
+    def _followed(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[bytes, list[Meaning], dict[int, Turn], bool]:
+        """Follow the recorded turns with which a history begins.
+
+        Returns the history's key, its messages with answers as the model gave them, these turns by the number of
+        messages that each ends, and whether an answer was not given there or is left out.
+        """
+        key, heard, turns, is_changed = key_after(b"", list(tools)), list[Meaning](), dict[int, Turn](), False
+        for sent in meanings_of(messages):
+            new, answers = [sent], self._by_key.get(key, ())
+            if sent.role != "assistant":
+                is_changed |= bool(answers)
+            else:
+                rests = [(turn, added_to(turn.heard[-1], sent, turn.unseen)) for turn in reversed(answers)]
+                given = [(turn, rest) for turn, rest in rests if rest is not None and _follows(turn, heard, turns)]
+                is_changed = not given
+                for turn, rest in sorted(given, key=lambda each: each[0].heard[-1].ids != sent.ids)[:1]:
+                    turns[len(heard) + 1] = turn
+                    new = [sent.as_said(turn.heard[-1]), *meanings_of([Message("assistant", rest)] if rest else [])]
+            for each in new:
+                heard.append(each)
+                key = key_after(key, each.gist)
+        return key, heard, turns, is_changed
+
+    def _compare(self, heard: list[Meaning], turns: Mapping[int, Turn], tools: Sequence[Tool]) -> None:
+        """Put dropped thoughts back into the answers of a history that branches, and log what was changed in it."""
+        said = defaultdict[str, list[Meaning]](list)
+        for turn in self._firsts:
+            for answer in turn.heard[-1:]:
+                said[answer.gist].append(answer)
+        known = [at for at, each in enumerate(heard) if each.gist in said]
+        for at in reversed(known):  # what was said twice is put back in its order
+            answer = said[heard[at].gist].pop() if said[heard[at].gist] else heard[at]
+            if at + 1 not in turns and difference(answer, heard[at]) is None:
+                heard[at] = heard[at].as_said(answer)
+        gists = {heard[at].gist for at in known}
+        leaves = [(leaf, leaf.history()) for leaf in self._transcripts if leaf.heard]
+        shared = [(_shared(old, heard), len(gists & {each.gist for each in old})) for _, old in leaves]
+        if not shared:
+            return
+        same, _ = closest = max(shared)
+        leaf, recorded = leaves[-1 - shared[::-1].index(closest)]
+        ends = list(itertools.accumulate(len(turn.heard) for turn in leaf.path()))
+        offered = [json.dumps(list(each), sort_keys=True) for each in (self._transcripts[leaf].tools, tools)]
+        differing = zip(recorded[same:], heard[same:], strict=False)
+        name, before, after = next((difference(*pair) for pair in differing), None) or ("tools", *offered)
+        if before == after or not (known or same + 1 in ends):
+            return  # a sub-agent, or another try
+        number = next(self._changes)
+        if number <= _LOGGED or number & (number - 1) == 0:
+            log.info(
+                f"a client changed its history (change {number}): a new row begins",
+                turn=leaf.path()[min(bisect(ends, same), len(ends) - 1)].number,
+                role=recorded[min(same, len(recorded) - 1)].role,
+                field=name,
+                before=_around(before, after),
+                after=_around(after, before),
+            )
+
     def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool], turn: Turn) -> Ints | None:
         """Ids that the template puts after a turn, which ends `messages[:end]`. None if they cannot be determined.
 
@@ -309,6 +394,26 @@ class Conversation:
 
     def _encoded(self, text: str, turn: Turn | None = None) -> Ints:
         return np.array(self._chat.encode(text, turn.drawn.tokens.tolist() if turn else ()), np.int32)
+
+
+def _follows(turn: Turn, heard: Sequence[Meaning], turns: Mapping[int, Turn]) -> bool:
+    """True if the messages before the turn's answer, whose gists are the same, mean the same."""
+    known = turn.before is None or turn.before in turns.values()
+    before = (turn.heard if known else turn.history())[:-1]
+    return _shared(before, heard[len(heard) - len(before) :]) == len(before)
+
+
+def _shared(recorded: Sequence[Meaning], sent: Sequence[Meaning]) -> int:
+    """Number of messages with which both begin."""
+    pairs = enumerate(zip(recorded, sent, strict=False))
+    return next((at for at, pair in pairs if difference(*pair) is not None), min(len(recorded), len(sent)))
+
+
+def _around(text: str, other: str) -> str:
+    """The part of a text where it begins to differ from the other."""
+    at = next((at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(other))
+    begin = max(0, at - 20)
+    return f"{'...' if begin else ''}{text[begin : at + 40]}{'...' if len(text) > at + 40 else ''}"
 
 
 def ragged_columns(rows: Sequence[Mapping[str, ArrayLike]]) -> Mapping[str, Ragged]:

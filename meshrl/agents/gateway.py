@@ -12,6 +12,7 @@ server.
 import asyncio
 import hmac
 import itertools
+import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
@@ -96,6 +97,7 @@ class Gateway:
         self._chat = chat
         self._batcher = RequestBatcher(sampler)
         self._sessions: dict[str, Session] = {}
+        self._changes = itertools.count(1)
         self._in_flight = 0
         self._base = "http://meshrl"
         self.is_serving: bool = False
@@ -132,7 +134,7 @@ class Gateway:
         """
         name = secrets.token_hex(8)
         url, token = f"{self._base}/s/{name}/v1", secrets.token_urlsafe(24)
-        session = Session(name, token, url, sampling, Conversation(self._chat))
+        session = Session(name, token, url, sampling, Conversation(self._chat, self._changes))
         self._sessions[name] = session
         return session
 
@@ -178,6 +180,7 @@ class Gateway:
                 log_level="error",
                 lifespan="off",
                 limit_concurrency=config.connections,
+                timeout_keep_alive=math.ceil(config.timeout),
                 timeout_graceful_shutdown=1,
                 ws="none",
             )

@@ -1,11 +1,13 @@
 """OpenAI's protocol: requests of three kinds, read into one form, and the answers to them, whole or streamed.
 
 Unknown fields are not read. `temperature`, `top_p` and `seed` are not read either: the run sets them, because the
-policy learns from its log-probs. `/v1/responses` is another form of the same conversation: an assistant's message and
-the tool calls that follow it form one message, as they were drawn.
+policy learns from its log-probs. `/v1/responses` is another form of the same conversation: thoughts, an assistant's
+message and the tool calls that follow it form one message, as they were drawn. Thoughts in separate fields are put
+before the text of their message.
 """
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
 from meshrl.agents.conversation import Drawn
+from meshrl.agents.meaning import split_thoughts
 from meshrl.errors import DataError
 
 MODEL: Final = "policy"
 """The model's name."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_THOUGHTS: Final = ("thinking", "reasoning", "text", "content", "summary")
+"""Fields in which clients put the text of a thought."""
+_THOUGHT: Final = re.compile("(</?think>)")
+"""Tags that are separate pieces of a stream. Clients such as pydantic-ai see a thought by these."""
 _TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _Json: TypeAlias = dict[str, Any]
@@ -148,11 +155,13 @@ class CompletionReply(Reply):
         if isinstance(content, str):
             yield self._choice(index, choice, {"text": content})
             return
-        calls = content.pop("tool_calls", [])
-        yield self._choice(index, choice, {"delta": content}, ends=False)
+        calls, text = content.pop("tool_calls", []), content.pop("content")
+        pieces = list(filter(None, _THOUGHT.split(text or ""))) or [text]
+        deltas: list[_Json] = [{"content": piece} for piece in pieces]
+        deltas[0] |= content
         if calls:
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            yield self._choice(index, choice, {"delta": {"tool_calls": numbered}}, ends=False)
+            deltas.append({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]})
+        yield from (self._choice(index, choice, {"delta": delta}, ends=False) for delta in deltas)
         yield self._choice(index, choice, {"delta": {}})
 
 
@@ -267,38 +276,72 @@ def error_response(status: int, message: str, code: str | None = None) -> Respon
     return json_response(status, {"error": error}, {"retry-after": "1"} if status == 429 else None)
 
 
-class Part(msgspec.Struct):
-    """A part of a message: a text, or content that the samplers cannot read."""
-
-    type: str
-    text: str = ""
-    refusal: str = ""
-    """The text of a refusal by another model."""
-
-
-_Content: TypeAlias = str | list[Part] | None
+_Content: TypeAlias = str | list[_Json] | None
 
 
 def _text_of(content: _Content) -> str:
-    """Return the text. Raises DataError for other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    other = next((part.type for part in content if part.type not in _TEXTS), None)
-    if other is not None:
-        raise DataError(f"a message has a part of type {other!r}, and only text is read")
-    return "".join(part.text or part.refusal for part in content)
+    """Return the text, with thoughts in tags. Raises DataError for other content."""
+    return "".join(map(_part_of, content)) if isinstance(content, list) else content or ""
+
+
+def _part_of(part: _Json) -> str:
+    kind = str(part.get("type"))
+    if "thinking" in kind or "reasoning" in kind:
+        return _thinking(part)
+    if kind not in _TEXTS:
+        raise DataError(f"a message has a part of type {kind!r}, and only text is read")
+    return str(part.get("text") or part.get("refusal") or "")
+
+
+def _thinking(value: object) -> str:
+    """A thought as most models write it before the text. "" if there is none."""
+    thought = _thought_in(value)
+    return f"<think>\n{thought}\n</think>\n\n" if thought else ""
+
+
+def _thought_in(value: Any, depth: int = 4) -> str:
+    """The text of a thought, in whatever form a client has put it."""
+    if isinstance(value, dict) and depth:
+        return next(filter(None, (_thought_in(value.get(name), depth - 1) for name in _THOUGHTS)), "")
+    if isinstance(value, list) and depth:
+        return "\n\n".join(filter(None, (_thought_in(each, depth - 1) for each in value)))
+    return value.strip() if isinstance(value, str) else ""
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | _Json | None = None
+
+    def called(self, name: str | None) -> ToolCall:
+        given = self.arguments
+        text = msgspec.json.encode(given).decode() if isinstance(given, dict) else given or "{}"
+        return ToolCall(id=name or "", function=Function(self.name, text))
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
 
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
 
     def read(self) -> Message:
-        calls = tuple(self.tool_calls or ())
-        return Message(self.role, _text_of(self.content), self.name, calls, self.tool_call_id)
+        text = _text_of(self.content)
+        if self.role == "assistant" and not split_thoughts(text)[1]:
+            fields = self.reasoning_content, self.reasoning, self.thinking, self.thinking_blocks, self.reasoning_details
+            text = next(filter(None, map(_thinking, fields)), "") + text
+        calls = tuple(call.function.called(call.id) for call in self.tool_calls or ())
+        return Message(self.role, text, self.name, calls, self.tool_call_id)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -378,19 +421,21 @@ class _Item(msgspec.Struct):
     content: _Content = ""
     call_id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: str | _Json | None = None
     output: _Content = ""
+    summary: Any = None
 
     def read(self) -> Message:
         if self.type == "function_call":
-            call = ToolCall(id=self.call_id, function=Function(self.name, self.arguments))
-            return Message("assistant", tool_calls=(call,))
+            return Message("assistant", tool_calls=(_Function(self.name, self.arguments).called(self.call_id),))
+        if self.type == "reasoning":
+            return Message("assistant", _text_of(self.content) or _thinking(self.summary))
         if self.type == "function_call_output":
             return Message("tool", _text_of(self.output), tool_call_id=self.call_id)
         if self.type != "message" or self.role not in ("system", "developer", "user", "assistant"):
             raise DataError(
                 f"the input has an item of type {self.type!r} and role {self.role!r}: messages of system, developer, "
-                "user and assistant are read, function_call and function_call_output"
+                "user and assistant are read, reasoning, function_call and function_call_output"
             )
         return Message(self.role, _text_of(self.content))
 
@@ -435,14 +480,20 @@ class ResponsesRequest(OpenAIRequest, kw_only=True):
             raise DataError("previous_response_id: answers are not kept: give the whole conversation as input")
         if self.text and self.text.format and self.text.format.type != "text":
             raise DataError("text.format: what the model writes is not constrained: take text")
-        items = [Message("user", self.input)] if isinstance(self.input, str) else [each.read() for each in self.input]
+        items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
+        is_thought = False
         for item in items:
-            if messages and item.tool_calls and messages[-1].role == "assistant":
-                calls = (*messages[-1].tool_calls, *item.tool_calls)
-                messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
-            else:
-                messages.append(item)
+            read = item.read()
+            if (
+                messages
+                and read.role == messages[-1].role == "assistant"
+                and (is_thought or item.type == "function_call")
+            ):
+                last = messages.pop()
+                read = Message("assistant", last.content + read.content, tool_calls=last.tool_calls + read.tool_calls)
+            is_thought = item.type == "reasoning"
+            messages.append(read)
         tools = _offered([tool.read() for tool in self.tools or ()], self.tool_choice)
         return Asked(messages, self.max_output_tokens, tools)
 

@@ -69,7 +69,7 @@ def test_a_rewritten_history_other_tools_and_a_template_that_refuses_branch(chat
     edits: list[list[Message]] = [
         [Message("system", "another"), USER],
         [Message("user", "the dog?")],
-        [USER, Message("assistant", "on the mat "), USER],
+        [USER, Message("assistant", "on a mat"), USER],
         [USER, USER],
     ]
     for edited in edits:

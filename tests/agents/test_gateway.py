@@ -47,18 +47,19 @@ async def test_turns_go_on_in_one_row_as_the_client_dumps_them(talk: Talk) -> No
     assert rows.objects("prompt")[1] == "user: hello\nassistant: I cannot\nuser: hello\nassistant: "
 
 
-@talking(["one", CALL])
+@talking(["<think>hm</think>one", CALL])
 async def test_a_stream_adds_up_to_the_answer(talk: Talk) -> None:
     stream = await talk.ask(n=2, tools=TOOLS, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    texts = ["".join(each.delta.content or "" for each in choices if each.index == index) for index in (0, 1)]
-    assert texts == ["one", ""]
+    texts = [[each.delta.content for each in choices if each.index == index and each.delta.content] for index in (0, 1)]
+    assert texts == [["<think>", "hm", "</think>", "one"], []]
+    assert [each.index for each in choices if each.delta.role == "assistant"] == [0, 1]
     functions = [call.function for each in choices for call in each.delta.tool_calls or [] if call.function]
     assert [(function.name, function.arguments) for function in functions] == [("add", '{"a": 1}')]
     reasons = {each.index: each.finish_reason for each in choices if each.finish_reason}
     assert reasons == {0: "stop", 1: "tool_calls"}
-    assert chunks[-1].usage.completion_tokens == len("one\0") + len(CALL) + 1
+    assert chunks[-1].usage.completion_tokens == len("<think>hm</think>one\0") + len(CALL) + 1
     assert len(talk.rows()) == 2
 
 
@@ -203,7 +204,7 @@ async def test_requests_in_the_other_form_that_are_refused_in_words(talk: Talk) 
     cases: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "give the whole conversation"),
         ({"input": [image]}, "type 'input_image'"),
-        ({"input": [{"type": "reasoning", "id": "a", "summary": []}]}, "an item of type 'reasoning'"),
+        ({"input": [{"type": "web_search_call", "id": "a"}]}, "an item of type 'web_search_call'"),
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not served"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
