@@ -106,7 +106,7 @@ def test_learning_rates() -> None:
 
 async def test_advantages_of_any_dtype_teach_the_same() -> None:
     batch, told = rollouts(), list[rl.Metrics]()
-    positive = np.asarray(batch.row("advantages")) > 0
+    positive = batch.row("advantages").astype(np.float32) > 0
     for dtype in (np.float32, np.float64, np.int8, np.uint8, np.int64, np.bool_):
         told.append(await policy().update(batch.assign(advantages=positive.astype(dtype)), rl.ClippedLoss()))
     assert told == told[:1] * 6

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 
 from meshrl import Sampling
@@ -38,7 +39,7 @@ class Chat:
     """ChatML with calls as Hermes writes them. `th` is one token of text, which the model draws as two."""
 
     ends = frozenset({0})
-    max_tokens = 1 << 20
+    max_tokens = native_tokens = 1 << 20
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         offered = f"<tools>\n{json.dumps(list(tools))}{END}\n" if tools else ""
@@ -176,7 +177,7 @@ async def test_an_agents_turns_are_one_row_of_what_the_model_drew(name: str, spe
     expected = whole(sampler.asked[0], drawn, recorder.bodies[-1])
     (tokens,), (mask,) = episode.rows.tokens, episode.rows.loss_mask
     assert "".join(map(chr, tokens)) == expected
-    assert "".join(map(chr, tokens[mask])) == "".join(drawn)
+    assert "".join(map(chr, tokens[np.asarray(mask, np.bool_)])) == "".join(drawn)
 
 
 def test_the_page_names_the_versions() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -231,10 +232,9 @@ def test_what_follows_an_end_is_refused(chat: bool) -> None:
 
 
 def test_a_dialogue_is_rendered_once_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, calls = made(), list[bool]()
-    told, render = known(tokenizer), tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        tokenizer, "apply_chat_template", lambda *given, **keys: (calls.append(True), render(*given, **keys))[1]
-    )
+    tokenizer = made()
+    render = Mock(wraps=tokenizer.apply_chat_template)
+    told = known(tokenizer)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
     rows.encoded(told, Batch.of(messages=[TURNS * 5]))
-    assert len(calls) <= len(TURNS * 5), "one for the whole, and for each turn its prompt, and the text after it"
+    assert render.call_count <= len(TURNS * 5), "one for the whole, and for each turn its prompt, and the text after it"

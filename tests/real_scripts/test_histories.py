@@ -26,7 +26,7 @@ class ChatML:
     """Calls as Hermes writes them. `th` is one token of text, which the model draws as two."""
 
     ends = frozenset({0})
-    max_tokens = 1 << 20
+    max_tokens = native_tokens = 1 << 20
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return json.dumps(list(tools)) + "".join(line(**message.shown()) for message in messages) + ASSISTANT  # type: ignore[arg-type]

@@ -275,9 +275,9 @@ def encode_parts(
         taking = [token for token, each in added.items() if each.lstrip or each.rstrip]
         offsets = [np.array(each, np.int64).reshape(-1, 2) for each in coded["offset_mapping"]]
         for text, ids, at in zip(texts, coded["input_ids"], offsets, strict=True):
-            for place in np.flatnonzero(np.isin(ids, taking)):  # the spaces that a token takes are of no part
-                own = text[slice(*at[place])]
-                at[place] += len(own) - len(own.lstrip()), len(own.rstrip()) - len(own)
+            for token in np.flatnonzero(np.isin(ids, taking)).tolist():  # the spaces that a token takes are of no part
+                taken = text[slice(*at[token])]
+                at[token] += len(taken) - len(taken.lstrip()), len(taken.rstrip()) - len(taken)
         runs = [
             [(int((at[:, 1] <= start).sum()), int((at[:, 0] < end).sum())) for start, end in own]
             for at, own in zip(offsets, parts, strict=True)

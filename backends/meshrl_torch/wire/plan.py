@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from torch.cuda.nccl import version as nccl_version
 from torch.distributed.distributed_c10d import Store
 
 STUCK: Final = timedelta(seconds=60)
@@ -45,7 +46,7 @@ class Locality(NamedTuple):
         if device.type != "cuda":
             return cls(_machine())
         seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        release = ".".join(map(str, torch.cuda.nccl.version()))
+        release = ".".join(map(str, nccl_version()))
         return cls(_machine(), seen[torch.empty(0, device=device).device.index], seen, release)
 
     def opens(self, other: "Locality", on_gpus: bool) -> bool:

@@ -8,7 +8,7 @@ import ctypes
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, cast
@@ -170,7 +170,8 @@ class Numbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(each.__name__ == "FakeTensor" for each in types):
             return func(*args, **kwargs)
-        if any(each.__torch_dispatch__ != Tensor.__torch_dispatch__ for each in types):
+        plain: Any = Tensor
+        if any(each.__torch_dispatch__ != plain.__torch_dispatch__ for each in types):
             return NotImplemented
         flat, spec = tree_flatten((args, kwargs))
         package, _, name = func._schema.name.partition("::")
@@ -204,8 +205,8 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, flat: Sequence[Any],
     outputs = None if growing else func(*args, **kwargs)
     if (isinstance(outputs, Tensor) and outputs.is_meta) or any(each.is_meta for each in seen):
         return outputs
-    written = [outputs] if name == "_to_copy" else seen[:1]
-    to_host = name in ("_to_copy", "copy_") and not any(isinstance(each, Tensor) and each.is_cuda for each in written)
+    written: list[Tensor] = [outputs] if name == "_to_copy" and isinstance(outputs, Tensor) else seen[:1]
+    to_host = name in ("_to_copy", "copy_") and not any(each.is_cuda for each in written)
     if to_host and len({each.dtype for each in (*seen, *written)}) == 1:
         return outputs  # a real copy
     host_args, host_kwargs = tree_unflatten([on_host(each) for each in flat], spec)
@@ -236,17 +237,18 @@ def begin() -> None:
             run(self)
 
     threading.Thread.run = run_with_numbers  # type: ignore[method-assign]
-    write: Callable[..., str] = torch._tensor_str._str
+    own: Any = torch
+    write: Callable[..., str] = own._tensor_str._str
 
     def write_host(self: Tensor, **options: Any) -> str:  # torch turns all modes off for it
         return write(self.detach().cpu() if self.is_cuda else self, **options)
 
-    torch._tensor_str._str = write_host
+    own._tensor_str._str = write_host
     mode().__enter__()
 
 
 @contextmanager
-def watch(under: str = "/meshrl") -> Iterator[None]:
+def watch(under: str = "/meshrl") -> Generator[None]:
     """Count what the host waits for. Places are the innermost lines of files whose path contains `under`."""
 
     def note(what: bytes, _: int) -> None:
