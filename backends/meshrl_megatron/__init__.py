@@ -8,7 +8,7 @@ from typing import Final
 
 from meshrl_torch import COUNTS, FLOPS, MODELS
 
-__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
+__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "READS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.roles:MegatronCritic",
@@ -27,3 +27,6 @@ OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.option
 
 MEMORY: Final = "meshrl_megatron.memory:held"
 """Estimates the memory of a role's rank, without weights."""
+
+READS: Final = "meshrl_megatron.shape:reads"
+"""Says how a role's model reads rows, without its values."""

@@ -17,7 +17,7 @@ from meshrl.roles import ModelConfig, PolicyConfig, options_of
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.layers import modules_of
 from meshrl_megatron.options import MegatronConfig
-from meshrl_megatron.shape import Decoder, Place, boxes_of
+from meshrl_megatron.shape import Decoder, Place, boxes_of, reads
 from meshrl_megatron.stage import Stage, stages_of
 from meshrl_megatron.world import World
 from meshrl_torch.checkpoint.boxes import Box
@@ -219,6 +219,7 @@ class _Source(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, predicts: Predicts, kernel: Kernel | None) -> "_Source":
+        reads(config)
         whole = config.model_copy(update={"dtype": "float32"})
         kind = kind_of(whole)
         words, files = outline(whole, kind) or (load(whole, kind), None)

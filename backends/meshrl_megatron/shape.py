@@ -18,9 +18,12 @@ from transformers import PretrainedConfig
 
 from meshrl.algo import Predicts
 from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import ModelConfig
 from meshrl_megatron.core import TransformerConfig
 from meshrl_megatron.options import MegatronConfig
 from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.model.heads import predicts_of
+from meshrl_torch.model.loading import config_of, packing_of
 
 _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
     "llama": (False, False),
@@ -193,6 +196,16 @@ class Decoder:
             recompute_method="uniform" if recompute else None,
             recompute_num_layers=1 if recompute else None,
         )
+
+
+def reads(config: ModelConfig) -> str:
+    """Return "packed". ModelError for an unknown architecture, ConfigError if the table asks for padded rows."""
+    if packing_of(config) == "padded":
+        raise ConfigError(
+            'packing = "padded": the backend \'megatron\' packs all rows: remove it, or take backend = "fsdp"'
+        )
+    Decoder.of(config_of(config), predicts_of(config))
+    return "packed"
 
 
 def _strange_experts(config: PretrainedConfig) -> dict[str, bool]:

@@ -8,7 +8,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MEMORY", "MODELS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MEMORY", "MODELS", "READS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -39,3 +39,6 @@ FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
 
 MEMORY: Final = "meshrl_torch.estimate.memory:held"
 """Estimates the memory of a role's rank, without weights."""
+
+READS: Final = "meshrl_torch.estimate.reading:reads"
+"""Says how a role's model reads rows, without its values."""

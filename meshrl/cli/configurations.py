@@ -336,6 +336,8 @@ def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -
         raise ConfigError(list_of_mistakes(job.source, examination.mistakes, given))
     for doubt in examination.doubts:
         log.warning(f"{job.source}: {doubt}")
+    for note in examination.notes:
+        log.info(f"{job.source}: {note}")
     return job
 
 

@@ -215,9 +215,17 @@ class LoraConfig(Config):
     to the model that they have loaded."""
 
 
+Packing: TypeAlias = Literal["auto", "packed", "padded"]
+"""How a model reads several rows in one pass."""
+
+
 class PassConfig(ModelConfig):
     """A role whose model reads whole rows, many in one pass."""
 
+    packing: Packing = "auto"
+    """How `torch` and `fsdp` read the rows of a pass. `packed`: one after the other, without padding, and what they
+    share once. `padded`: each by itself, through the model's own code. `auto`: packed if that is proved to compute the
+    same for this model, and else padded."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What ranks along `dp` share equally: the tokens of a call's rows, or the floating-point operations that the model
     needs for them. `flops` counts attention, which costs more per token in longer rows."""

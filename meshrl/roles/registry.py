@@ -12,6 +12,7 @@ these attributes too. All functions are given as import paths:
 - `MEMORY`: a function that estimates the memory of a rank (`meshrl.roles.MemoryEstimate`), from a role's table and the
   model's config.json.
 - `FLOPS`: a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from the same.
+- `READS`: a function that says how a table's model reads rows, from its config.json. ModelError if it cannot.
 - `CHAT`: a function that reads the chat format of a table's model (`meshrl.agents`).
 
 The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
@@ -136,7 +137,7 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
 
 
 def function_of(
-    backend: str, name: Literal["NEEDS", "COUNTS", "ENDS", "MEMORY", "FLOPS", "CHAT"]
+    backend: str, name: Literal["NEEDS", "COUNTS", "ENDS", "MEMORY", "FLOPS", "CHAT", "READS"]
 ) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
     path = getattr(_module(backend), name, None)

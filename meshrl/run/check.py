@@ -88,16 +88,20 @@ class Findings(NamedTuple):
     mistakes: Sequence[str]
     doubts: Sequence[str]
     """Valid settings that are rarely intended."""
+    notes: Sequence[str] = ()
+    """How each role's model reads rows, if one of them pads them."""
 
 
 def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True) -> Findings:
     """Return the findings of `find_mistakes` and `find_doubts`, and doubts about the reward of the task's first answer.
 
-    With `memory`, also doubts whether the roles of a mesh fit, if it has GPUs or sets the memory of a rank.
+    With `memory`, also doubts whether the roles of a mesh fit, if it has GPUs or sets the memory of a rank, and how
+    roles read the rows of models in folders. A model that a backend cannot read is a mistake.
     """
     run = run or RunConfig()
     mistakes = [*_mistakes_of_tables(config, run)]
     doubts: list[str] = []
+    notes: list[str] = []
     if not mistakes:  # rows and rewards are only tried with a correct configuration
         mistakes += _mistakes_of_rows(config)
     if not mistakes:
@@ -111,7 +115,9 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     mistakes += _mistakes_of_run(config, run)
     if memory and not mistakes:
         doubts += doubts_of_memory(config, run)
-    return Findings(mistakes, [*find_doubts(config), *doubts])
+        wrong, notes = _try_models(config)
+        mistakes += wrong
+    return Findings(mistakes, [*find_doubts(config), *doubts], notes)
 
 
 def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
@@ -250,6 +256,24 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
                 "completion. This is fine if completions should have another form"
             )
     return mistakes, doubts
+
+
+def _try_models(config: Config) -> tuple[list[str], list[str]]:
+    """Return models that their backends cannot read, and how each of the others reads rows."""
+    mistakes: list[str] = []
+    notes: dict[str, str] = {}
+    compares = reads_reference(config)
+    for path, table in tables_of(config):
+        if not isinstance(table, ModelConfig) or not isinstance(table.model, str) or _models(table) == "ignored":
+            continue
+        is_read = compares or type(table) is not ReferenceConfig
+        if is_read and Path(table.model, "config.json").is_file() and (reads := function_of(table.backend, "READS")):
+            try:
+                notes[dotted(path)] = str(reads(table))
+            except (ConfigError, ModelError) as error:
+                mistakes.append(f"{dotted(path)}: {error}")
+    is_plain = all(note == "packed" for note in notes.values())
+    return mistakes, [] if is_plain else [f"{key}: rows are {note}" for key, note in notes.items()]
 
 
 def _mistakes_of_rows(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Mamba2Config
 
 from meshrl.run import examine, load_job
 from tests.first_hour.chat_model import save_model
@@ -199,3 +200,15 @@ def test_what_rows_lack_for_a_new_model_and_for_an_evaluation(mine: Path) -> Non
     write_rows(ROWS[0])
     assert "[evaluation] needs held-out prompts, and these rows have none" in check("evaluation.every=1")
     assert "held_out = 5, but held_out_fraction" in check("evaluation.every=1", "task.held_out=5")
+
+
+def test_how_rows_are_read_is_known_before_a_model_loads(mine: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    Mamba2Config(**sizes, num_hidden_layers=60, eos_token_id=0).save_pretrained(mine / "model")  # without any value
+    told = check()
+    assert GOOD in told
+    for role in ("policy", "sampler"):
+        assert f"{role}: rows are padded: " in told
+    assert "so its rows cannot be packed" in check("policy.packing=packed")
+    Path("model/config.json").write_text('{"model_type": "bert", "architectures": ["BertLMHeadModel"]}')
+    assert "BertLMHeadModel computes something else for a row next to a longer one" in check()

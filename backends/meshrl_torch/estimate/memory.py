@@ -250,5 +250,5 @@ def _rehearse(
 
         figures = rehearsal.Figures(parameters, masters, moments, gathered=layout.gathered)
         runs = [partial(run, *each) for each in passes]
-        measured, grown = rehearsal.rehearse(live, figures, model.network.base_model, blocks[0][-1], runs, trains)
+        measured, grown = rehearsal.rehearse(live, figures, model.body, blocks[0][-1], runs, trains)
     return measured._replace(held=measured.held._replace(gradients=max(0, grown)))

@@ -281,6 +281,10 @@ class Packed:
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
+class UnlikeSoftmax(ModelError):
+    """An attention whose scores are more than products: neither packed attention nor SDPA computes it."""
+
+
 def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     module: torch.nn.Module,
     query: Tensor,
@@ -295,11 +299,11 @@ def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     **_: object,
 ) -> tuple[Tensor, None]:
     """Called by transformers in each layer."""
-    if attend is None:
-        raise ModelError(f"{type(module).__name__} does not hand keywords of its forward on to its attention")
     if softcap is not None or s_aux is not None:
         used = "capped attention scores" if softcap is not None else "attention sinks"
-        raise ModelError(f"{type(module).__name__} uses {used}, which the torch backend does not have")
+        raise UnlikeSoftmax(f"{type(module).__name__} uses {used}, which packed attention does not have")
+    if attend is None:
+        raise ModelError(f"{type(module).__name__} does not hand keywords of its forward on to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx
     assert isinstance(layer, int)  # noqa: S101 - narrows an attribute that transformers does not type

@@ -199,7 +199,9 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
     if isinstance(head, nn.Linear):
         network.score = nn.Linear(head.in_features, 1, bias=False, dtype=body.dtype)
         nn.init.zeros_(network.score.weight)
-    return ScoreModel(replace(ready(network, model.tokenizer, model.chat), kernel=model.kernel), config)
+    scorer = ready(network, model.tokenizer, model.chat, model.layout.name)
+    network.set_attn_implementation(model.layout.attention)
+    return ScoreModel(replace(scorer, kernel=model.kernel, layout=model.layout), config)
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from meshrl.errors import ModelError
 from meshrl.hub import Repository, download
-from meshrl.roles import ModelConfig, NewModel
+from meshrl.roles import ModelConfig, NewModel, Packing, PassConfig
 from meshrl_torch.model.adapters import is_adapter, merged, read_merged
 from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.network import LanguageModel, ready
@@ -218,7 +218,12 @@ def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
         else:
             with quiet():
                 network, tokenizer = _read(config.model, folder_of(config.model), dtype, kind)
-        return ready(network, tokenizer, config.template)
+        return ready(network, tokenizer, config.template, packing_of(config))
+
+
+def packing_of(config: ModelConfig) -> Packing:
+    """Return how a role's table asks its model to read rows."""
+    return config.packing if isinstance(config, PassConfig) else "auto"
 
 
 def read_words(config: ModelConfig, folder: Path) -> Words:

@@ -1,9 +1,9 @@
 """A language model with its tokenizer, and its forward pass over packed sequences."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.data import Batch
 from meshrl.errors import ModelError
-from meshrl_torch.model import attention
-from meshrl_torch.model.attention import Attend, Group, Kernel, Packed
+from meshrl.roles import Packing
+from meshrl_torch.model.attention import Attend, Kernel, Packed
+from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.positions import ANY, Rotaries
+from meshrl_torch.model.proof import proved, why_not_packed
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
 
@@ -26,8 +28,6 @@ MAX_LOGITS: Final = 1 << 26
 Each chunk adds to the head's gradient, which is as large as the head, so smaller chunks would do little else.
 """
 
-_FARTHEST: Final = 1 << 20
-"""Most positions of a model that has no limit, when its packing is checked."""
 _AT_ONCE: Final = 1 << 22
 """Probabilities that are held in addition to their logarithms, few enough to stay in a cache."""
 
@@ -45,6 +45,13 @@ class LanguageModel(Words):
     """The routers of a mixture of experts."""
     rotaries: Rotaries | None = None
     """The rotary embeddings, if they depend on a row's length."""
+    layout: Layout = PACKED
+    """How it reads the rows of a pass."""
+
+    @property
+    def body(self) -> PreTrainedModel:
+        """The network without its head."""
+        return body_of(self.network)
 
     @property
     def device(self) -> torch.device:
@@ -63,14 +70,16 @@ class LanguageModel(Words):
 
         `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is.
         """
-        body = self.network.base_model
+        self.begin(routes, beyond)
+        attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
+        return self.layout.read(self.body, ids, positions, attend)
+
+    def begin(self, routes: Routes | None, beyond: Tensor | None) -> None:
+        """Begin a pass of the body: the experts of its tokens, and which are in rows longer than `native_tokens`."""
         if self.routers is not None:
             self.routers.routes = routes
         if self.rotaries is not None:
             self.rotaries.beyond = beyond
-        attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
-        output = body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
-        return cast("Tensor", output.last_hidden_state)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
@@ -172,13 +181,17 @@ class _Chosen(torch.autograd.Function):
         return result.to(ctx.dtype), None, None
 
 
-def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None) -> LanguageModel:
-    """Set up a loaded network: no randomness in its forward pass, and packed sequences kept separate."""
+def ready(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None, packing: Packing = "auto"
+) -> LanguageModel:
+    """Set up a loaded network: no randomness in its forward pass, and rows that do not see each other.
+
+    How a network without values reads rows is chosen later, by `with_layout`.
+    """
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler's log-probs must be the trainer's
     network.train(False)
-    network.set_attn_implementation(attention.NAME)
     own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
     routers = Routers.of(network)
     rotaries = Rotaries(network, own.native_tokens) if own.native_tokens < ANY else None
@@ -199,9 +212,22 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
             f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {model.known}: "
             "they do not belong together"
         )
-    if network.device.type != "meta":  # otherwise it is checked once it has values
-        check_packing(model)
+    if network.device.type != "meta":
+        return with_layout(model, packing)
+    network.set_attn_implementation(PACKED.attention)
     return model
+
+
+def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
+    """Choose how a model reads rows, by what it computes. See `proved`."""
+    layout = proved(model, packing, partial(_with_network, model))
+    model.network.set_attn_implementation(layout.attention)
+    return replace(model, layout=layout)
+
+
+def _with_network(model: LanguageModel, network: PreTrainedModel) -> LanguageModel:
+    rotaries = Rotaries(network, model.native_tokens) if model.native_tokens < ANY else None
+    return replace(model, network=network, head=headless(network), routers=None, rotaries=rotaries, kernel=None)
 
 
 class _States:
@@ -218,7 +244,16 @@ class _States:
 
 
 class _Given(nn.Module):
-    """Replaces a model's body and returns given hidden states."""
+    """Replaces a model's body, and a body inside, and returns given hidden states. It has the body's attributes."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # no part of the head
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        own = self.__dict__.get("_body")
+        value = cast("Tensor | nn.Module", super().__getattr__(name) if own is None else getattr(own[0], name))
+        return self if isinstance(value, PreTrainedModel) else value
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _States:
         return _States(inputs_embeds)
@@ -226,34 +261,22 @@ class _Given(nn.Module):
 
 def headless(network: PreTrainedModel) -> PreTrainedModel:
     """Return the network without its body, so that its code (scaling, capping) makes the logits."""
-    if network.base_model is network:
-        raise ModelError(f"{type(network).__name__} has no body apart from its head")
-    head = copy.copy(network)
-    head.__dict__["_modules"] = {**network._modules, network.base_model_prefix: _Given()}  # noqa: SLF001
+    body, head = body_of(network), copy.copy(network)
+    name = next(name for name, each in network.named_children() if each is body)
+    head.__dict__["_modules"] = {**network._modules, name: _Given(body)}  # noqa: SLF001
     return head
 
 
-def check_packing(model: LanguageModel) -> None:
-    """Raise ModelError if packed sequences see each other in this architecture, or if it ignores positions.
+def body_of(network: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a network that computes hidden states. ModelError if it has none apart from its head."""
+    inside = [each for each in network.children() if isinstance(each, PreTrainedModel)]
+    found = [each for each in inside if each is network.base_model] or inside
+    if len(found) != 1:
+        raise ModelError(f"{type(network).__name__} has no body apart from its head")
+    return found[0]
 
-    One of them has the model's last positions, because positions may depend on the highest of a pass.
-    """
-    last = max(1, min(model.max_tokens, _FARTHEST) - 1)
-    ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, last - 1, last]])
-    ids, positions = ids.to(model.device) % model.known, positions.to(model.device)
-    own = slice(3, 7)
-    beyond = positions >= model.native_tokens if last >= model.native_tokens else None
-    name = type(model.network).__name__
-    try:
-        with torch.no_grad():
-            groups = Group(1, 3, 3), Group(1, 4, 4), Group(1, 2, 2)
-            packed = model.hidden(ids, positions, Packed(groups), None, beyond)[0, own]
-            alone = model.hidden(ids[:, own], positions[:, own], Packed((Group(1, 4, 4),)))[0]
-    except TypeError as error:
-        raise ModelError(f"{name} does not take the keywords of packed sequences: {error}") from error
-    tolerance = math.sqrt(torch.finfo(packed.dtype).eps)
-    if not torch.allclose(packed, alone, rtol=0, atol=tolerance * float(alone.abs().max())):
-        raise ModelError(
-            f"{name} lets packed sequences see each other (a state-space layer, its own kind of attention, positions "
-            "that do not restart or that depend on the longest sequence): the torch backend cannot train it"
-        )
+
+def check_packing(model: LanguageModel) -> None:
+    """Raise ModelError if rows of a model that packs them see each other with its present values and dtype."""
+    if model.layout is PACKED and (fault := why_not_packed(model)):
+        raise ModelError(f'{fault}: set packing = "padded"')

@@ -1,4 +1,7 @@
-"""Pack rows into micro-batches: each is one sequence without padding, and shared beginnings are computed once.
+"""Divide rows into micro-batches, packed or padded.
+
+Packed is one sequence without padding, in which shared beginnings are computed once. Padded is for models whose packed
+rows would see each other.
 
 The rows of one prompt, a family, share that prompt. Any rows may share more if that is long enough to be worth it: the
 history of a conversation's branches, or a long system message.
@@ -51,21 +54,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed sequence of T tokens, and the N tokens that it predicts. A token is predicted only once."""
+    """B sequences of T tokens, and the N tokens that they predict. A token is predicted only once. Packed: B is 1."""
 
     ids: Tensor
-    """int64[1, T]."""
+    """int64[B, T]."""
     positions: Tensor
-    """int64[1, T], restarting in each row."""
+    """int64[B, T], restarting in each row."""
     attend: Packed
+    """Without groups if each row is its own sequence, followed by padding."""
     source: Tensor
-    """int64[N]: the packed token that predicts."""
+    """int64[N]: the token that predicts, a position in the flattened `ids`."""
     target: Ints
     """int64[N]: the predicted token, a position in the batch's token column."""
     read: Ints
-    """int64[T]: the token of that column in each place of the sequence."""
+    """int64[B * T]: the token of that column in each place."""
     beyond: Tensor | None = None
-    """bool[1, T]: the tokens of rows longer than the model's native length. None: no row is."""
+    """bool[B, T]: the tokens of rows longer than the model's native length. None: no row is."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same with its tensors on the device."""
@@ -254,6 +258,37 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
         target=target,
         read=read,
         beyond=torch.from_numpy(np.repeat(beyond[order], queries[order]))[None] if beyond.any() else None,
+    )
+
+
+def padded_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
+    """Fill micro-batches of at most `budget` tokens with padding, of rows of about one length. Nothing is shared."""
+    order = np.argsort(rows.inputs, kind="stable")
+    start = 0
+    for index, width in enumerate(rows.inputs[order].tolist()):
+        if index > start and (index + 1 - start) * width > budget:
+            yield padded(tokens, rows, order[start:index], learn)
+            start = index
+    if start < len(order):
+        yield padded(tokens, rows, order[start:], learn)
+
+
+def padded(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
+    """Put each row, a number of `rows`, into its own sequence. Its last token is repeated, which no other sees."""
+    inputs, beyond = rows.inputs[part], rows.beyond[part]
+    width = max(2, int(inputs.max()))  # as IDLE
+    place = np.broadcast_to(np.arange(width), (len(part), width))
+    read = rows.starts[part][:, None] + np.minimum(place, np.maximum(inputs[:, None] - 1, 0))
+    path = runs(np.arange(len(part)) * width, inputs)
+    source, target = _targets(rows, part, path, learn)
+    return MicroBatch(
+        ids=torch.from_numpy(tokens.values[read].astype(np.int64)),
+        positions=torch.from_numpy(place.copy()),
+        attend=Packed(()),
+        source=torch.from_numpy(source),
+        target=target,
+        read=read.ravel(),
+        beyond=torch.from_numpy(np.broadcast_to(beyond[:, None], place.shape).copy()) if beyond.any() else None,
     )
 
 

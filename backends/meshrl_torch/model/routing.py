@@ -4,24 +4,27 @@ Two programs may route a token to different experts if two are nearly equal, and
 rollout routing replay, arXiv:2510.11370.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshrl.data import Batch, Ragged, check_lengths
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch
 
+if TYPE_CHECKING:
+    from meshrl_torch.model.network import LanguageModel
+
 COLUMN: Final = "experts"
 """int16[tokens, layers, experts of a token]: the experts of each token in each layer that routes. -1: unknown."""
-_KIND: Final = "TopKRouter"
-"""Suffix of the names of transformers' router classes."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,47 @@ class Routes:
         return torch.stack(self.seen, 1).cpu().numpy()
 
 
+class _Follow(TorchFunctionMode):
+    """Makes a router's own code take given experts where it takes the highest ones, so that it weighs them itself."""
+
+    def __init__(self, given: Tensor, experts: int) -> None:
+        """`given`: int64[tokens, experts of a token]. At -1 the router chooses."""
+        super().__init__()
+        self._given, self._experts = given, experts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or result.indices.shape != self._given.shape:
+            return result
+        if args[0].shape != (len(self._given), self._experts):
+            return result  # a choice of groups
+        chosen = torch.where(self._given < 0, result.indices, self._given)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
 class Routers:
     """The routers of a network. In a pass with `routes` they record or follow experts."""
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
         self._routers = routers
-        self._known = [False] * len(routers)
-        """For each router, True once `_weights` was found to equal its own results."""
         self.routes: Routes | None = None
         """For the present pass and its backward pass, which may compute layers again."""
         route = cast("Callable[..., object]", torch.compiler.disable(self._route))
         for number, router in enumerate(routers):
-            router.register_forward_hook(partial(route, number))
+            router.forward = partial(route, number, router.forward)
 
     @classmethod
     def of(cls, network: nn.Module) -> "Routers | None":
-        """Return the routers of a network, or None if it has none."""
-        routers = [module for module in network.modules() if type(module).__name__.endswith(_KIND)]
+        """Return the routers of a network, or None if it has none: what counts experts next to a module of experts."""
+        routers = [
+            module
+            for block in network.modules()
+            if hasattr(block, "experts")
+            for name, module in block.named_children()
+            if name != "experts" and isinstance(getattr(module, "top_k", None), int)
+        ]
         return cls(routers) if routers else None
 
     @property
@@ -65,43 +92,48 @@ class Routers:
     @property
     def experts(self) -> int:
         """Number of experts of a layer."""
-        return int(cast("int", self._routers[0].num_experts))
+        return next(len(each) for each in self._routers[0].parameters() if each.dim() > 1)
 
-    def _route(self, number: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
-        """Replace a router's `output`: logits, and weights and numbers of each token's experts."""
+    def _route(self, number: int, forward: Callable[..., object], *args: object, **options: object) -> object:
+        """Call a router's own `forward`. ModelError if it does not return the numbers of experts, or follow them."""
         if self.routes is None:
-            return None
-        logits, weights, chosen = output
-        if not self._known[number]:
-            with torch.no_grad():
-                own = _weights(router, logits, chosen)
-            if own.shape != weights.shape or not torch.allclose(own.float(), weights.float(), rtol=1e-2, atol=1e-3):
-                raise ModelError(
-                    f"{type(router).__name__} weighs experts in its own way, so its choice cannot be repeated: remove "
-                    "sampler.record_experts"
-                )
-            self._known[number] = True
-        if self.routes.given is None:
-            self.routes.seen.append(chosen.to(torch.int16))
-            return None
-        given = self.routes.given[:, number]
-        followed = torch.where(given < 0, chosen, given)
-        return logits, _weights(router, logits, followed).to(weights.dtype), followed
+            return forward(*args, **options)
+        given = None if self.routes.given is None else self.routes.given[:, number]
+        with nullcontext() if given is None else _Follow(given, self.experts):
+            output = forward(*args, **options)
+        parts = cast("tuple[object, ...]", output) if isinstance(output, tuple) else ()
+        found = [each for each in parts if isinstance(each, Tensor) and each.dtype in (torch.int64, torch.int32)]
+        if len(found) != 1 or found[0].shape[-1:] != self.shape[1:]:
+            raise self._unknown(number, "returns no numbers of experts")
+        if given is None:
+            self.routes.seen.append(found[0].to(torch.int16))
+        elif not torch.equal(torch.where(given < 0, found[0], given), found[0]):
+            raise self._unknown(number, "does not take the highest of one score for each expert")
+        return output
+
+    def _unknown(self, number: int, why: str) -> ModelError:
+        return ModelError(
+            f"{type(self._routers[number]).__name__} {why}, so its choice cannot be repeated: remove "
+            "sampler.record_experts"
+        )
 
 
-def _weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Compute the weights of these experts, float32[tokens, experts of a token], as in Mixtral and later models."""
-    weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
-    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+def routed(model: "LanguageModel") -> tuple[int, int]:
+    """Return the number of layers that route, and of experts for each token, once these follow given experts.
 
-
-def routed(routers: Routers | None) -> tuple[int, int]:
-    """Return the number of layers that route, and of experts for each token. ConfigError if no layer routes."""
+    ConfigError if no layer routes. ModelError with the name of a router that cannot be followed.
+    """
+    routers = model.routers
     if routers is None:
         raise ConfigError(
             "sampler.record_experts is set, but the model is not a mixture of experts, or has unknown routers: remove "
             "it"
         )
+    ids, routes = torch.tensor([[0, 1]]), Routes()
+    with torch.no_grad():
+        model.hidden(ids, torch.arange(2)[None], IDLE.attend, routes)
+        others = (torch.from_numpy(routes.recorded().astype(np.int64)) + 1) % routers.experts
+        model.hidden(ids, torch.arange(2)[None], IDLE.attend, Routes(others))
     return routers.shape
 
 

@@ -48,7 +48,7 @@ def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None
     """Return the hidden states that predict a micro-batch's targets, [targets, hidden]."""
     placed = micro.to(model.device)
     hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond)
-    return hidden[0].index_select(0, placed.source)
+    return hidden.flatten(0, 1).index_select(0, placed.source)
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:

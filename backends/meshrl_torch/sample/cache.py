@@ -1,17 +1,81 @@
 """Keys and values of the sequences being decoded: one slot for each, allocated once and used again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl_torch.model.attention import Packed, mask_of
+from meshrl_torch.model.attention import Attend, Packed, mask_of
+from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.packing import groups_of, runs
+from meshrl_torch.model.routing import Routes
+
+Ints = NDArray[np.int64]
+
+
+class States(NamedTuple):
+    """The states of the tokens that a pass has read."""
+
+    hidden: Tensor
+    """[rows, hidden]: of the last token of each row or prefix."""
+    experts: NDArray[np.int16] | None
+    """The experts of each token that was read, in order, if they are recorded."""
+
+
+class Slots(Protocol):
+    """What the model remembers of the sequences being decoded, by slot."""
+
+    slots: int
+    """Number of slots in the current call."""
+
+    def begin(self, slots: int) -> None:
+        """Begin a new call with this many slots. The content is dropped."""
+        ...
+
+    def reserve(self, positions: int) -> None:
+        """Make room for at least this many positions in each slot."""
+        ...
+
+    def move(self, source: Tensor, target: Tensor, positions: int) -> None:
+        """Copy the first positions of the source slots to the target slots, int64 each."""
+        ...
+
+    def fill(self, model: LanguageModel, prefixes: Sequence[Ints], which: Ints, slots: Ints, records: bool) -> States:
+        """Read prefixes, sorted by length, and remember prefix `which[i]` in slot `slots[i]`.
+
+        `records`: experts are recorded.
+        """
+        ...
+
+    def grow(self, model: LanguageModel, ids: Ints, places: Ints, records: bool) -> States:
+        """Read the token `ids[i]` at position `places[i]` of slot i. Later slots are free."""
+        ...
+
+
+def read(
+    model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend, had: Ints, records: bool
+) -> tuple[Tensor, NDArray[np.int16] | None]:
+    """Return the last hidden states, and the tokens' experts if they are recorded.
+
+    `had`, int64[batch * tokens]: the tokens of each one's row. A call's rows never grow past the native length.
+    """
+    routes = Routes() if records else None
+    beyond = had >= model.native_tokens
+    rows = torch.from_numpy(beyond).view(ids.shape) if beyond.any() else None
+    hidden = model.hidden(ids, positions, attend, routes, rows)
+    return hidden, None if routes is None else routes.recorded()
 
 
 @dataclass
 class Cache:
-    """Two tensors for each layer, [slots, key heads, positions, dims], which grow if more is reserved.
+    """The slots of a model with packed rows: two tensors for each layer, [slots, key heads, positions, dims].
+
+    They grow if more is reserved.
 
     Memory is slow on first use, so a cache is kept from one call to the next.
     """
@@ -43,6 +107,27 @@ class Cache:
         for key, value in self.layers.values():
             for states in (key, value):
                 states[target, :, :positions] = states[source, :, :positions]
+
+    def fill(self, model: LanguageModel, prefixes: Sequence[Ints], which: Ints, slots: Ints, records: bool) -> States:
+        """Read prefixes in one pass."""
+        lengths = np.array([len(prefix) for prefix in prefixes], np.int64)
+        ends = np.cumsum(lengths)
+        mine = lengths[which]
+        entries, places = runs((ends - lengths)[which], mine), runs(np.zeros_like(mine), mine)
+        packed, where = Packed(groups_of(lengths, lengths)), (entries, np.repeat(slots, mine), places)
+        attend = Prefill(packed, self, *map(torch.from_numpy, where))
+        ids, positions = np.concatenate(prefixes), runs(np.zeros_like(lengths), lengths)
+        row = torch.from_numpy(ids)[None], torch.from_numpy(positions)[None]
+        hidden, experts = read(model, *row, attend, np.repeat(lengths, lengths), records)
+        return States(hidden[0][torch.from_numpy(ends - 1)], experts)
+
+    def grow(self, model: LanguageModel, ids: Ints, places: Ints, records: bool) -> States:
+        """Read a token for each slot in one pass."""
+        longest = int(places.max()) + 1
+        positions = torch.from_numpy(places.copy())
+        attend = Decode(self, positions, longest, even=int(places.min()) + 1 == longest)
+        hidden, experts = read(model, torch.from_numpy(ids)[:, None], positions[:, None], attend, places, records)
+        return States(hidden[:, 0], experts)
 
     def _grown(self, like: Tensor, old: Tensor | None) -> Tensor:
         shape = (self.slots, like.shape[1], self.positions, like.shape[3])

@@ -13,12 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.packing import groups_of, runs
-from meshrl_torch.model.routing import Routes
+from meshrl_torch.model.packing import runs
 from meshrl_torch.model.said import decode, reach_of
-from meshrl_torch.sample.cache import Cache, Decode, Prefill
+from meshrl_torch.sample.cache import Slots
 from meshrl_torch.sample.draw import Draw, UInt64
 from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread
 
@@ -38,7 +36,7 @@ class Decoder:
     def __init__(
         self,
         model: LanguageModel,
-        cache: Cache,
+        cache: Slots,
         request: Request,
         draw: Draw,
         slots: int,
@@ -61,6 +59,7 @@ class Decoder:
             "experts": np.zeros((self._slots, 0, *routed), np.int16),
         }
         """For each slot and place, as in `Finished`."""
+        self._records = routed[0] > 0
         self._ends = np.array(sorted(request.ends), np.int32)
         self._calls = 1
         self._call = np.zeros(self._rows, np.int64)  # of each row
@@ -134,15 +133,12 @@ class Decoder:
         """Read the newest token of each slot: float32[count, vocabulary]."""
         count = self._count
         places = self._place[:count]
-        longest = int(places.max()) + 1
-        self._reserve(longest + 1)
+        self._reserve(int(places.max()) + 2)
         ids = self._columns["tokens"][np.arange(count), places].astype(np.int64)
-        positions = torch.from_numpy(places.copy())
-        attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
-        hidden, experts = self._hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, places)
-        if experts is not None:
-            self._columns["experts"][np.arange(count), places] = experts
-        return self._model.logits(hidden[:, 0])
+        states = self._cache.grow(self._model, ids, places, self._records)
+        if states.experts is not None:
+            self._columns["experts"][np.arange(count), places] = states.experts
+        return self._model.logits(states.hidden)
 
     def _admit(self, count: int, version: int) -> None:
         """Put the next rows into the slots after the last. Each prefix is read once for all its rows."""
@@ -178,40 +174,19 @@ class Decoder:
         """Read the prefixes of these rows into their slots. Returns float32[rows, vocabulary] for their last tokens."""
         prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
         order = np.argsort(self._request.lengths[prefixes], kind="stable")
+        number = np.argsort(order)[which]  # of each row's prefix, in this order
+        ids = [np.array(self._request.prefixes[prefix], np.int64) for prefix in prefixes[order]]
         lengths = self._request.lengths[prefixes[order]]
-        ids = np.concatenate([self._request.prefixes[prefix] for prefix in prefixes[order]]).astype(np.int64)
-        ends = np.cumsum(lengths)
-        at = np.empty_like(ends)
-        at[order] = ends - lengths  # the start of each prefix in the packed sequence
-        mine = self._request.lengths[prefixes[which]]
-        entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
+        mine = lengths[number]
+        entries, places = runs((np.cumsum(lengths) - lengths)[number], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
-        self._columns["tokens"][slot, places] = ids[entries]
+        self._columns["tokens"][slot, places] = np.concatenate(ids)[entries]
         self._columns["logprobs"][slot, places] = 0
         self._columns["versions"][slot, places] = -1
-        attend = Prefill(
-            Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
-        )
-        positions = runs(np.zeros_like(lengths), lengths)
-        packed = torch.from_numpy(ids)[None], torch.from_numpy(positions)[None]
-        hidden, experts = self._hidden(*packed, attend, np.repeat(lengths, lengths))
-        if experts is not None:
-            self._columns["experts"][slot, places] = experts[entries]
-        last = torch.from_numpy(at + self._request.lengths[prefixes] - 1)
-        return self._model.logits(hidden[0][last])[torch.from_numpy(which)]
-
-    def _hidden(
-        self, ids: Tensor, positions: Tensor, attend: Attend, had: Ints
-    ) -> tuple[Tensor, NDArray[np.int16] | None]:
-        """Return the last hidden states, and the tokens' experts if they are recorded.
-
-        `had`, int64[batch * tokens]: the tokens of each one's row. A call's rows never grow past the native length.
-        """
-        routes = Routes() if self._columns["experts"].shape[2] else None
-        beyond = had >= self._model.native_tokens
-        rows = torch.from_numpy(beyond).view(ids.shape) if beyond.any() else None
-        hidden = self._model.hidden(ids, positions, attend, routes, rows)
-        return hidden, None if routes is None else routes.recorded()
+        states = self._cache.fill(self._model, ids, number, slots, self._records)
+        if states.experts is not None:
+            self._columns["experts"][slot, places] = states.experts[entries]
+        return self._model.logits(states.hidden)[torch.from_numpy(number)]
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
         """Sample the next token of the slots from `first` on."""

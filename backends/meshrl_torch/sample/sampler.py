@@ -16,9 +16,10 @@ from meshrl_torch.model.lora import adapt, adapters
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import one_by_one, predicted
 from meshrl_torch.ranks.process_group import own_rank
-from meshrl_torch.sample.cache import Cache
+from meshrl_torch.sample.cache import Slots
 from meshrl_torch.sample.decoder import Decoder
 from meshrl_torch.sample.draw import Draw, UInt64, key
+from meshrl_torch.sample.memory import remembered
 from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
 from meshrl_torch.weights.live_weights import LiveWeights
 from meshrl_torch.weights.transfer import check_probe, import_weights, probe_difference
@@ -126,16 +127,17 @@ class TorchSampler(SteppingSampler):
     def __init__(self, config: SamplerConfig) -> None:
         own_rank()
         self._config = config
-        self._model = adapt(load(config), config.lora, config.seed)
+        model, self._new_cache = remembered(load(config))
+        self._model = adapt(model, config.lora, config.seed)
         tensors = self._model.tensors()
         self._taken = adapters(tensors) if config.lora else tensors
         """The tensors that new weights are copied to."""
-        self._routed = routed(self._model.routers) if config.record_experts else (0, 0)
+        self._routed = routed(self._model) if config.record_experts else (0, 0)
         self._version = 0
         self._refused = ""
         """Why the model's samples cannot be trusted. Empty if they can."""
         self._arrivals = ArrivalLog()
-        self._caches: list[Cache] = []
+        self._caches: list[Slots] = []
         self._shared: dict[Sampling, SharedDecoding] = {}
         """The newest for each sampling."""
 
@@ -151,7 +153,7 @@ class TorchSampler(SteppingSampler):
             async for batch in self._joined(rollouts, sampling):
                 yield batch
             return
-        cache = self._caches.pop() if self._caches else Cache()
+        cache = self._caches.pop() if self._caches else self._new_cache()
         try:
             async with self.generate_calls.begin(sampling.beside) as call:
                 version = self._version
@@ -183,7 +185,7 @@ class TorchSampler(SteppingSampler):
             if shared is not None and shared.room >= len(request.limits):
                 part = shared.join(call, request, seed)
             else:
-                cache, slots = self._caches.pop() if self._caches else Cache(), self._config.slots
+                cache, slots = self._caches.pop() if self._caches else self._new_cache(), self._config.slots
                 decoder = Decoder(self._model, cache, request, Draw(sampling, seed), slots, routed=self._routed)
                 shared = self._shared[sampling] = SharedDecoding(decoder, self._usable)
                 part = shared.begin(call, partial(self._ended, sampling, shared, cache))
@@ -193,7 +195,7 @@ class TorchSampler(SteppingSampler):
             finally:
                 shared.leave(part)
 
-    def _ended(self, sampling: Sampling, shared: SharedDecoding, cache: Cache) -> None:
+    def _ended(self, sampling: Sampling, shared: SharedDecoding, cache: Slots) -> None:
         self._caches.append(cache)
         if self._shared.get(sampling) is shared:
             del self._shared[sampling]

@@ -72,7 +72,7 @@ class RoleModel:
         """The trained parameters by name: those of a critic's body and head, and else those that need gradients."""
         if self.head is None:
             return trained(self.model)
-        body = self.model.network.base_model.named_parameters(prefix="body")
+        body = self.model.body.named_parameters(prefix="body")
         return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
 
     def published(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -127,7 +127,8 @@ def make_probe(passes: Passes, version: int) -> Probe | None:
 
 def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe) -> float:
     """Return the mean absolute difference of a model's log-probs from a probe."""
-    return mean_difference(probe, _logprobs(Passes(model, predict, probe.tokens.values.size), probe.tokens))
+    size = probe.tokens.values.size
+    return mean_difference(probe, _logprobs(Passes(model, predict, size, split=model.layout.split), probe.tokens))
 
 
 def mean_difference(probe: Probe, logprobs: NDArray[np.float32]) -> float:

@@ -14,9 +14,9 @@ from meshrl.roles import ModelConfig, PolicyConfig, options_of
 from meshrl_torch.model.attention import chosen
 from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of
-from meshrl_torch.model.loading import load, outline
+from meshrl_torch.model.loading import load, outline, packing_of
 from meshrl_torch.model.lora import own_name
-from meshrl_torch.model.network import LanguageModel, check_packing
+from meshrl_torch.model.network import LanguageModel, check_packing, with_layout
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.sharded import Sharded, local, rectangle, shard
 from meshrl_torch.train.fsdp.world import World
@@ -41,7 +41,10 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
     def read() -> tuple[LanguageModel, ModelFiles | None]:
         """Return the model in float32, whole, or without values but with their files."""
         kernel, kind = chosen(layout.attention, world.device), kind_of(config)
-        model, files = outline(whole, kind) or (load(whole, kind), None)
+        outlined = outline(whole, kind)
+        model, files = outlined or (load(whole, kind), None)
+        if outlined:
+            model = with_layout(model, packing_of(config))
         return replace(model, kernel=kernel), files
 
     model, files = world.together(read)
@@ -51,8 +54,8 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
     if files is not None:
         device = torch.device("cpu") if layout.cpu_offload else world.device
         world.agree(lambda: _fill(sharded, files, device))
-        with torch.no_grad():
-            sharded(lambda: _checked(role.model))
+    with torch.no_grad():  # in the dtype of passes
+        sharded(lambda: _checked(role.model))
     return role, sharded
 
 

@@ -117,7 +117,8 @@ class Sharded:
 
     def passes(self, predict: Predict, budget: int) -> Passes:
         """Return the passes of `predict`, without gradients."""
-        return Passes(self.model, one_by_one(self.predicting(predict)), budget, self.world)
+        split = self.model.layout.split
+        return Passes(self.model, one_by_one(self.predicting(predict)), budget, self.world, split)
 
     def reshard(self) -> None:
         """Free all whole parameters, which would miss changes of the shards."""
@@ -226,7 +227,7 @@ def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
     styles: dict[str, ParallelStyle] = {
         pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES
     }
-    parallelize_module(network.base_model, world.tensors, styles)
+    parallelize_module(model.body, world.tensors, styles)
     return tuple({pattern.rpartition(".")[2] for pattern, style in plan.items() if style == _SHARED})
 
 

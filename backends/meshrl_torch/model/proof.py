@@ -1,0 +1,245 @@
+"""Prove how a model may read rows, by what it computes for a few tokens."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshrl import log
+from meshrl.data import Ragged
+from meshrl.errors import ModelError
+from meshrl.roles import Packing
+from meshrl_torch.model.attention import Group, Packed, UnlikeSoftmax
+from meshrl_torch.model.layout import PACKED, Layout, PaddedRows
+from meshrl_torch.model.packing import micro_batches, whole
+
+if TYPE_CHECKING:
+    from meshrl_torch.model.network import LanguageModel
+
+_FARTHEST: Final = 1 << 20
+"""Most positions of a model that has no limit, when its packing is checked."""
+_ROUNDING: Final = 1e-5
+"""Most that the order of sums changes states in float32, relative to the largest."""
+_PLAIN: Final[Mapping[str, object]] = {"dtype": torch.float32, "experts_implementation": "eager"}
+"""How a stand-in computes: no kernel needs matrices as they are in memory."""
+_KNOWN: Final = 64
+"""Tokens in the head of a stand-in."""
+_WINDOWS, _WIDTH = ("sliding_window", "attention_chunk_size"), 3
+"""Keys of a configuration that bound what a token sees, and their value in a stand-in."""
+_FIRST, _OTHER, _OWN, _LAST = (2, 3, 4), (6, 5, 7), (5, 6, 2, 3), (4, 5)
+"""Three segments, and another one in place of the first."""
+
+_faults: Final[dict[tuple[str, str, int], ModelError | None]] = {}
+"""Why an architecture is not packed, by its configuration and longest row."""
+
+
+def proved(
+    model: "LanguageModel", packing: Packing, with_network: Callable[[PreTrainedModel], "LanguageModel"]
+) -> Layout:
+    """Return how a model reads rows: packed if that is proved and asked for, or else padded. The log says which.
+
+    Proved is a stand-in of its architecture, in float32 and with short windows, and then the model itself if it has
+    values.
+    `with_network` returns the model of another network. ModelError if neither way is proved, or "packed" is not.
+    """
+    name = type(model.network).__name__
+    key = name, model.network.config.to_json_string(), model.max_tokens
+    if key not in _faults:
+        probe = with_network(stand_in(model.network, model.max_tokens))
+        _check_head(probe)
+        _faults[key] = why_not_packed(probe)
+    fault = _faults[key]
+    if fault is None and model.device.type != "meta":
+        fault = why_not_packed(model)
+    if fault is not None and packing == "packed":
+        raise ModelError(f'{fault}, so its rows cannot be packed: set packing = "auto" to train it with padded rows')
+    if fault is None and packing != "padded":
+        log.info("rows of a pass", model=name, layout="packed")
+        return PACKED
+    probe = with_network(stand_in(model.network, model.max_tokens))
+    padded = _padded(probe, ("eager",) if isinstance(fault, UnlikeSoftmax) else ("sdpa", "eager"))
+    layout = replace(padded, why=str(fault or 'packing = "padded"'))
+    log.info("rows of a pass", model=name, layout="padded", why=layout.why)
+    return layout
+
+
+@torch.no_grad()
+def _check_head(model: "LanguageModel") -> None:
+    """Raise ModelError for a model that cannot be called, or whose head reads more than the last hidden states."""
+    name, network = type(model.network).__name__, model.network
+    if network.get_output_embeddings() is None:  # a classifier
+        return
+    try:
+        network.set_attn_implementation("eager")
+        states = _states(replace(model, layout=PaddedRows("eager")), [_OWN])[0]
+        wanted, found = network(input_ids=_ids(model, [_OWN]), use_cache=False).logits[0].float(), model.logits(states)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    if found.shape != wanted.shape or not _close(found, wanted):
+        raise ModelError(f"{name} makes its logits of more than its last hidden states: meshrl cannot train it")
+
+
+def why_not_packed(model: "LanguageModel") -> ModelError | None:
+    """Say how the rows of a packed sequence see each other, or why the model computes something else for them.
+
+    One of them has the model's last positions, because positions may depend on the highest of a pass.
+    """
+    name, network = type(model.network).__name__, model.network
+    packed = replace(model, layout=PACKED)
+    network.set_attn_implementation(PACKED.attention)
+    try:
+        with torch.no_grad():
+            own, other = (_packed_states(packed, first) for first in (_FIRST, _OTHER))
+            if _dtype(model) != torch.float32:
+                wrong = None if _close(own, other, math.sqrt(torch.finfo(own.dtype).eps)) else "see each other"
+            elif not _close(own, other, _ROUNDING):
+                wrong = "see each other"
+            else:
+                network.set_attn_implementation("eager")
+                eager = replace(model, layout=PaddedRows("eager"))
+                alone = torch.cat([_states(eager, [row])[0] for row in (_OWN, (*_FIRST, *_OWN))])
+                network.set_attn_implementation(PACKED.attention)
+                found = torch.cat([own, _sharing_states(packed)])
+                wrong = None if _close(found, alone, 10 * _ROUNDING) else "are not what transformers computes"
+    except ModelError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever the model's code does with what it was not written for
+        return ModelError(f"{name} does not take the keywords of packed sequences: {type(error).__name__}: {error}")
+    if wrong is None:
+        return None
+    return ModelError(
+        f"the packed rows of {name} {wrong} (a recurrent state or a convolution, its own kind of attention, positions "
+        "that do not restart or that depend on the longest row)"
+    )
+
+
+def _packed_states(model: "LanguageModel", first: Sequence[int]) -> Tensor:
+    """Return the states of the second of three packed rows."""
+    last = max(1, min(model.max_tokens, _FARTHEST) - 1)
+    ids = torch.tensor([[*first, *_OWN, *_LAST]], device=model.device) % model.known
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, last - 1, last]], device=model.device)
+    beyond = positions >= model.native_tokens if last >= model.native_tokens else None
+    groups = tuple(Group(1, len(each), len(each)) for each in (first, _OWN, _LAST))
+    return model.hidden(ids, positions, Packed(groups), None, beyond)[0, len(first) :][: len(_OWN)]
+
+
+def _sharing_states(model: "LanguageModel") -> Tensor:
+    """Return the states of a packed row that shares its prompt with another."""
+    tokens = Ragged.of([[*_FIRST, *_OWN, 0], [*_FIRST, *_LAST, 0]], np.int32)
+    mask = Ragged.of([np.arange(length) >= len(_FIRST) for length in tokens.lengths.tolist()], np.bool_)
+    (micro,) = micro_batches(tokens, whole(tokens, mask), None, len(tokens.values))
+    micro = micro.to(model.device)
+    states = model.hidden(micro.ids % model.known, micro.positions, micro.attend)[0]
+    first = np.flatnonzero(micro.target < tokens.offsets[1])
+    return states[micro.source[torch.from_numpy(first[np.argsort(micro.target[first])]).to(model.device)]]
+
+
+def _padded(model: "LanguageModel", attentions: Sequence[str]) -> PaddedRows:
+    """Prove that the rows of a padded pass are those of the model alone, with the first attention that does it."""
+    rows, network, name = [(*_FIRST, *_OWN), _OWN], model.network, type(model.network).__name__
+    with torch.no_grad():
+        try:
+            network.set_attn_implementation("eager")
+            eager = replace(model, layout=PaddedRows("eager"))
+            wanted = [_states(eager, [row])[0] for row in rows]
+            for kind in attentions:
+                try:
+                    network.set_attn_implementation(kind)
+                except (ValueError, ImportError):  # a model without it
+                    continue
+                got = _states(replace(model, layout=PaddedRows(kind)), rows)
+                if all(_close(own[: len(row)], alone) for own, row, alone in zip(got, rows, wanted, strict=True)):
+                    return PaddedRows(kind)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    raise ModelError(
+        f"{name} computes something else for a row next to a longer one (it is not causal, or its positions depend on "
+        "the longest row): choose a decoder, such as a Llama or a Qwen3"
+    )
+
+
+def _ids(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    padded = [[*row, *[row[-1]] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded, device=model.device) % model.known
+
+
+def _states(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> Tensor:
+    ids = _ids(model, rows)
+    return model.hidden(ids, torch.arange(ids.shape[1], device=model.device).expand_as(ids), Packed(()))
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """True if states differ by no more than rounding, in their dtype."""
+    return _close(one, other, 10 * _ROUNDING if one.dtype == torch.float32 else math.sqrt(torch.finfo(one.dtype).eps))
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float = 10 * _ROUNDING) -> bool:
+    return torch.equal(one, other) or torch.allclose(
+        one, other, rtol=0, atol=tolerance * float(other.abs().max()), equal_nan=False
+    )
+
+
+def _dtype(model: "LanguageModel") -> torch.dtype:
+    return cast("nn.Embedding", model.network.get_input_embeddings()).weight.dtype
+
+
+def stand_in(network: PreTrainedModel, longest: int) -> PreTrainedModel:
+    """Make a network of the same architecture in float32, with made-up values that take almost no memory.
+
+    Each matrix shows one short vector at a different place in each row. Layers after the last that differs from those
+    before it are left out. Windows that are shorter than the `longest` row are shorter than the rows of a proof.
+    """
+    config = copy.deepcopy(network.config)
+    for key in _WINDOWS:
+        for part in (config, config.get_text_config()):
+            if isinstance(width := getattr(part, key, None), int) and width < longest:
+                setattr(part, key, _WIDTH)
+    with init_empty_weights(include_buffers=False):
+        made: PreTrainedModel = type(network)._from_config(config, **_PLAIN)  # noqa: SLF001
+    made.train(False)
+    _shorten(made, int(config.get_text_config().num_hidden_layers))
+    random = torch.Generator().manual_seed(0)
+    for module in made.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = _values(parameter.shape, random, is_bias=name.endswith("bias"))
+            if isinstance(module, nn.Linear) and len(values) == config.get_text_config().vocab_size:
+                values = values[:_KNOWN]
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
+    return made
+
+
+def _values(shape: torch.Size, random: torch.Generator, *, is_bias: bool) -> Tensor:
+    if len(shape) < 2:
+        return torch.randn(shape, generator=random) * 0.1 + (0.0 if is_bias else 1.0)
+    shared = torch.randn(sum(shape), generator=random) / math.sqrt(shape[-1])
+    return shared.as_strided(shape, (1,) * len(shape))
+
+
+def _shorten(network: nn.Module, layers: int) -> None:
+    """Leave out the layers after the last that differs from all before it."""
+    for parent in list(network.modules()):
+        for name, blocks in list(parent.named_children()):
+            if isinstance(blocks, nn.ModuleList) and len(blocks) == layers:
+                kinds = [_kind(block) for block in blocks]
+                setattr(parent, name, blocks[: 1 + max(map(kinds.index, kinds))])
+
+
+def _kind(block: nn.Module) -> str:
+    """Return what a layer consists of, without its number."""
+    facts = [
+        (key, value)
+        for module in block.modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str) and key not in ("layer_idx", "layer_id", "training")
+    ]
+    return f"{block}{facts}"
