@@ -8,7 +8,8 @@ guarantees, and `serve` passes a trained model to a server.
 from meshrl.run.artifacts import merge_adapters, push, serve
 from meshrl.run.audit import Audit, Verdict, audit_run
 from meshrl.run.background_eval import BackgroundEvaluations, Measurement
-from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistakes, unchecked_rows
+from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistakes
+from meshrl.run.check_rows import unchecked_rows
 from meshrl.run.checkpoints import newest_checkpoint
 from meshrl.run.config import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, RunConfig, tables_of
 from meshrl.run.evaluation import BesideSampling, EvalOptions, evaluate, evaluate_during, evaluate_run, held_out

@@ -1,19 +1,15 @@
-"""Find mistakes in a configuration before any model loads, and in what it reads: a role's model and a task's rows."""
+"""Find mistakes in a configuration before any model loads, and in what its roles and its task read."""
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar, cast
-
-import numpy as np
+from typing import Final, NamedTuple, cast
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, as_list, dotted
-from meshrl.data import Batch, Prompt
 from meshrl.errors import (
     BackendError,
     ConfigError,
@@ -27,11 +23,9 @@ from meshrl.errors import (
 from meshrl.hub import Repository, pinned
 from meshrl.roles import (
     ModelConfig,
-    Models,
     NewModel,
     PolicyConfig,
     ReferenceConfig,
-    RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
     Sampling,
@@ -41,12 +35,11 @@ from meshrl.roles import (
     check_teacher,
     chosen_options,
     class_for,
-    count_tokens,
     function_of,
     import_path,
-    models_of,
 )
-from meshrl.run.config import AlgorithmConfig, RunConfig, reads_reference, tables_of
+from meshrl.run.check_rows import find_pair_doubts, find_row_doubts, find_row_mistakes
+from meshrl.run.config import AlgorithmConfig, RunConfig, reads_reference, table_of, tables_of, uses_model
 from meshrl.run.folder import read_json
 from meshrl.run.memory import doubts_of_memory, longest_of
 from meshrl.run.scaffold import writer_of
@@ -56,30 +49,18 @@ from meshrl.tasks import (
     RewardConfig,
     TaskConfig,
     accepted,
-    counted,
-    filled_rows,
     first_row,
     is_own,
     load_environment,
     load_function,
-    load_quietly,
-    read_rows,
     try_reward,
 )
 from meshrl.user_code import where_raised
-
-C = TypeVar("C", bound=Config)
 
 _PATIENCE: Final = 10.0
 """Seconds that a reward gets to score a row."""
 _MAIN: Final[str] = RoleConfig.model_fields["mesh"].default
 """The mesh of roles that name none."""
-_FILE_ROWS: Final = 20_000
-"""Rows of a file that are checked at most."""
-_OTHER_ROWS: Final = 100
-"""Rows of other sources that are checked at most, which are generated all alike, or downloaded."""
-_REPORTED: Final = 3
-"""Rows that are reported at most for each kind of mistake."""
 
 
 class Findings(NamedTuple):
@@ -107,7 +88,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     if not mistakes:
         wrong, doubts = _try_reward(config)
         mistakes += wrong
-        task, prompts = _table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
+        task, prompts = table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
         doubts += find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
         doubts += find_pair_doubts(task, config) if task and isinstance(config, AlgorithmConfig) else []
     if isinstance(config, AlgorithmConfig) and config.evaluation:
@@ -115,7 +96,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     mistakes += _mistakes_of_run(config, run)
     if memory and not mistakes:
         doubts += doubts_of_memory(config, run)
-        wrong, notes = _try_models(config)
+        wrong, notes = _tryuses_model(config)
         mistakes += wrong
     return Findings(mistakes, [*find_doubts(config), *doubts], notes)
 
@@ -135,7 +116,7 @@ def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
 def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
     meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
     compares = reads_reference(config)
-    policy, sampling = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampling", Sampling)
+    policy, sampling = table_of(config, "policy", PolicyConfig), table_of(config, "sampling", Sampling)
     converses = any(isinstance(table, AgentConfig) for _, table in tables_of(config))
     for path, table in tables_of(config):
         for check in _checks(table, policy, meshes, sampling, compares=compares, converses=converses):
@@ -171,7 +152,7 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
 
 
 def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
-    policy, sampler = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig)
+    policy, sampler = table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig)
     if policy and policy.weight_sync == "broadcast" and run.engine == "local":
         yield (
             'policy.weight_sync: "broadcast" sends weights between processes, but with run.engine = "local" ranks are '
@@ -184,12 +165,6 @@ def _mistakes_of_sync(config: Config, run: RunConfig) -> Iterator[str]:
         )
 
 
-def _table_of(config: Config, name: str, kind: type[C]) -> C | None:
-    """Return a table of the configuration if it has one of this kind."""
-    table = getattr(config, name, None)
-    return table if isinstance(table, kind) else None
-
-
 def find_doubts(config: Config) -> list[str]:
     """Return valid settings of an algorithm's configuration that are rarely intended, each with its key.
 
@@ -197,7 +172,7 @@ def find_doubts(config: Config) -> list[str]:
     that may never end.
     """
     doubts: list[str] = []
-    sampling, loss = _table_of(config, "sampling", Sampling), getattr(config, "loss", None)
+    sampling, loss = table_of(config, "sampling", Sampling), getattr(config, "loss", None)
     if sampling and "sampler_logprobs" in getattr(loss, "columns", ()):
         doubts += [
             f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are sampled from a part of "
@@ -206,8 +181,8 @@ def find_doubts(config: Config) -> list[str]:
             for key, is_set in {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}.items()
             if is_set
         ]
-    policy, sampler = _table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig)
-    if sampling and sampler and _models(sampler) != "ignored":
+    policy, sampler = table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig)
+    if sampling and sampler and uses_model(sampler) != "ignored":
         with suppress(MeshrlError):  # which are mistakes
             doubts += [f"sampler: {doubt}" for doubt in doubts_of_ends(sampler, sampling)]
     ahead = getattr(config, "ahead", 0)
@@ -229,10 +204,10 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     A function that raises on both is a mistake. A user's function that gives the correct answer no reward is a doubt.
     So is one that takes longer than 10 seconds, which is not awaited.
     """
-    task, reward = _table_of(config, "task", TaskConfig), _table_of(config, "reward", RewardConfig)
+    task, reward = table_of(config, "task", TaskConfig), table_of(config, "reward", RewardConfig)
     mistakes: list[str] = []
     doubts: list[str] = []
-    if task is None or reward is None or _models(reward) != "none":
+    if task is None or reward is None or uses_model(reward) != "none":
         return mistakes, doubts
     prompt, answer, row = first_row(task)
     completions = ("", next(iter(accepted(answer)), ""))
@@ -258,13 +233,13 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     return mistakes, doubts
 
 
-def _try_models(config: Config) -> tuple[list[str], list[str]]:
+def _tryuses_model(config: Config) -> tuple[list[str], list[str]]:
     """Return models that their backends cannot read, and how each of the others reads rows."""
     mistakes: list[str] = []
     notes: dict[str, str] = {}
     compares = reads_reference(config)
     for path, table in tables_of(config):
-        if not isinstance(table, ModelConfig) or not isinstance(table.model, str) or _models(table) == "ignored":
+        if not isinstance(table, ModelConfig) or not isinstance(table.model, str) or uses_model(table) == "ignored":
             continue
         is_read = compares or type(table) is not ReferenceConfig
         if is_read and Path(table.model, "config.json").is_file() and (reads := function_of(table.backend, "READS")):
@@ -277,7 +252,7 @@ def _try_models(config: Config) -> tuple[list[str], list[str]]:
 
 
 def _mistakes_of_rows(config: Config) -> Iterator[str]:
-    task = _table_of(config, "task", TaskConfig)
+    task = table_of(config, "task", TaskConfig)
     if task is None:
         return
     try:
@@ -314,7 +289,7 @@ def _checks(
     """
     is_read = compares or type(table) is not ReferenceConfig
     # A mistake in a model that the policy has too is reported with the policy, if that is read.
-    reads_policy = policy and (_models(policy) != "ignored" or not is_read)
+    reads_policy = policy and (uses_model(policy) != "ignored" or not is_read)
     shared = policy.model if policy and reads_policy and table is not policy else None
     if isinstance(table, TaskConfig):
         yield partial(first_row, table)
@@ -323,15 +298,15 @@ def _checks(
         yield partial(check_axes, table, meshes.get(table.mesh, 1))
     if isinstance(table, TeacherConfig) and policy:
         yield partial(check_teacher, policy, table)
-    if isinstance(table, RewardConfig) and _models(table) == "none":
+    if isinstance(table, RewardConfig) and uses_model(table) == "none":
         for function in table.parts.values():
             yield partial(load_function, function)
-    if isinstance(table, EnvironmentConfig) and _models(table) == "none":
+    if isinstance(table, EnvironmentConfig) and uses_model(table) == "none":
         yield partial(load_environment, table)
     if isinstance(table, AgentConfig):
         yield partial(load_agent, table)
         yield partial(load_reward, table)
-    if isinstance(table, ModelConfig) and _models(table) != "ignored":
+    if isinstance(table, ModelConfig) and uses_model(table) != "ignored":
         if isinstance(table.model, str) and table.model != shared:
             yield partial(check_model, table.model)
         yield from _checks_of_model(table, policy, sampling, converses=converses)
@@ -344,13 +319,9 @@ def _checks_of_model(
     if isinstance(table, SamplerConfig) and sampling:
         yield partial(check_room, table, sampling)
         yield partial(doubts_of_ends, table, sampling)
-    if isinstance(table, SamplerConfig) and policy and _models(policy) != "ignored":
+    if isinstance(table, SamplerConfig) and policy and uses_model(policy) != "ignored":
         yield partial(check_dtype, table, policy)
         yield partial(check_takes, table)
-
-
-def _models(table: RoleConfig) -> Models:
-    return models_of(table.backend) if table.backend in backends() else "perhaps"
 
 
 def _check_backend(config: RoleConfig, *, is_read: bool) -> None:
@@ -443,149 +414,6 @@ def check_model(model: str) -> None:
         raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
     elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ModelError(f"model {model!r}: {path.resolve()} has no config.json, so it is not the folder of a model")
-
-
-def find_row_mistakes(task: TaskConfig, config: Config) -> list[str]:
-    """Return mistakes in the first rows of a task. Files are read to the end unless they are long.
-
-    Each row must be readable, fit the templates, and leave the model room for `sampling.max_tokens`. The algorithm must
-    be able to make an example of it, which fits its model. If all rows are read, some must be left to train on, and
-    some to evaluate with if there is an `evaluation`.
-    """
-    rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
-    if mistakes:
-        return _first(mistakes)
-    models = (_table_of(config, "policy", PolicyConfig), _table_of(config, "sampler", SamplerConfig))
-    if model := next((model for model in models if model and _models(model) != "ignored"), None):
-        mistakes += _unreadable(task, model, _table_of(config, "sampling", Sampling), rows)
-    if not mistakes:
-        try:
-            rows = _short(task, rows)
-        except (ConfigError, ModelError) as error:
-            mistakes.append(str(error))
-    if not mistakes and isinstance(config, AlgorithmConfig):
-        mistakes += _mistakes_of_examples(config, rows)
-    evaluates = getattr(config, "evaluation", None) is not None
-    if _is_file(task) and unchecked_rows(task) is None and not mistakes:
-        try:
-            held_out = load_quietly(task).held_out  # a run reports what it leaves out when it loads the task
-        except DataError as error:
-            return [str(error)]
-        if evaluates and not len(held_out):
-            mistakes.append(
-                f"{task.source}: [evaluation] needs held-out prompts, and these rows have none: set task.held_out, "
-                "give more rows, or remove [evaluation]"
-            )
-    return mistakes
-
-
-def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:
-    """Doubt a file with fewer training prompts than a batch of `prompts` needs. Its rows must be valid."""
-    if not _is_file(task) or unchecked_rows(task) is not None:
-        return []
-    count = len(load_quietly(task).train)
-    doubt = (
-        f"prompts = {prompts}: {task.source} has {count} training prompts, so a batch has some of them more than once, "
-        f"as separate groups: give more rows, or set prompts = {count}"
-    )
-    return [doubt] if count < prompts else []
-
-
-def find_pair_doubts(task: TaskConfig, config: AlgorithmConfig) -> list[str]:
-    """Doubt pairs of equal texts, if the algorithm makes pairs. The task's rows must be valid."""
-    if type(config).examples is AlgorithmConfig.examples:
-        return []
-    pairs = config.examples(_short(task, filled_rows(task, _first_rows(task, _most(task)))[0]))
-    if "preferred" not in pairs or not len(same := np.flatnonzero(pairs.row("preferred") == 0)):
-        return []
-    count = f"{len(same) // 2:,} of {len(pairs) // 2:,} pairs have two equal texts"
-    return [f"{count}, and nothing is learned from them: the first is that of {pairs.place(int(same[0]))}"]
-
-
-def _short(task: TaskConfig, rows: Batch) -> Batch:
-    """Return the rows whose prompt has at most `task.max_prompt_tokens` tokens."""
-    if task.max_prompt_tokens is None:
-        return rows
-    counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
-    return rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
-
-
-def _first_rows(task: TaskConfig, most: int) -> Iterable[tuple[str, dict[str, object]]]:
-    return islice(read_rows(task, None if _is_file(task) else most), most)
-
-
-def unchecked_rows(task: TaskConfig) -> str | None:
-    """Say which rows of a task were checked, if not all."""
-    most = _most(task)
-    if next(islice(_first_rows(task, most + 1), most, None), None) is None:
-        return None
-    return f"of the task's rows, only the first {most:,} were checked"
-
-
-def _most(task: TaskConfig) -> int:
-    return _FILE_ROWS if _is_file(task) else _OTHER_ROWS
-
-
-def _is_file(task: TaskConfig) -> bool:
-    return Path(task.source).suffix in {".jsonl", ".parquet"}
-
-
-def _fits(count: int | str, most: int) -> bool:
-    """True for a number of tokens up to `most`, and for the reason why they could not be counted."""
-    return isinstance(count, str) or count <= most
-
-
-def _mistakes_of_examples(config: AlgorithmConfig, rows: Batch) -> list[str]:
-    """Return rows that the algorithm cannot learn from, or else examples that the model which learns cannot read."""
-    mistakes: list[str] = []
-    try:
-        examples = config.examples(rows)
-    except DataError:
-        for row in range(len(rows)):
-            try:
-                config.examples(rows.select([row]))
-            except DataError as error:
-                mistakes.append(str(error))
-        return _first(mistakes)
-    kinds = (PolicyConfig, RewardTrainingConfig)
-    learners = (table for _, table in tables_of(config) if isinstance(table, kinds) and _models(table) != "ignored")
-    if examples is rows or (learner := next(learners, None)) is None:
-        return []
-    try:
-        counts = count_tokens(learner, examples) or ()
-    except ModelError as error:
-        return [str(error)]
-    return _first([*dict.fromkeys(count for count in counts if isinstance(count, str))])
-
-
-def _unreadable(task: TaskConfig, model: ModelConfig, sampling: Sampling | None, rows: Batch) -> list[str]:
-    """Return prompts with characters that the model lacks, and prompts that leave no room for a completion."""
-    try:
-        counts = count_tokens(model, rows.only("prompt", "place"))
-    except ModelError as error:
-        return [str(error)]
-    if counts is None:
-        return []
-    longest, new = longest_of(model.model), sampling.max_tokens if sampling else 1
-    room = None if longest is None else longest - new
-    strange: list[str] = []
-    long: list[str] = []
-    for row, count in enumerate(counts):
-        if isinstance(count, str):
-            strange.append(count)
-        elif room is not None and count > room and _fits(count, task.max_prompt_tokens or count):
-            prompt = shortened(rows.objects("prompt")[row])
-            long.append(f"{rows.place(row)}: the prompt has {count} tokens: {prompt}")
-    remedy = (
-        f"the model takes {longest} tokens, which with {new} new ones (sampling.max_tokens) leaves {room} for a "
-        f"prompt: set task.max_prompt_tokens = {room} to leave longer ones out, or lower sampling.max_tokens"
-    )
-    return [*_first(strange), *_first(long), *([remedy] if long else [])]
-
-
-def _first(mistakes: Sequence[str]) -> list[str]:
-    more = len(mistakes) - _REPORTED
-    return [*mistakes[:_REPORTED], *([f"and {more:,} more rows"] if more > 0 else [])]
 
 
 def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[str] = ()) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from types import NoneType
-from typing import Annotated, Final, Literal, Self, cast, get_args
+from typing import Annotated, Final, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
 from meshrl.roles import (
     MOST_COMPLETIONS,
     ModelConfig,
+    Models,
     OptimizerConfig,
     PolicyConfig,
     ReferenceConfig,
@@ -23,8 +24,12 @@ from meshrl.roles import (
     SamplerConfig,
     Shape,
     TeacherConfig,
+    backends,
+    models_of,
 )
 from meshrl.tasks import RewardConfig, TaskConfig
+
+C = TypeVar("C", bound=Config)
 
 
 class MeshConfig(Config):
@@ -362,6 +367,17 @@ def tables_of(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]
         value: object = getattr(config, name)
         if isinstance(value, Config):
             yield from tables_of(value, (*above, name))
+
+
+def table_of(config: Config, name: str, kind: type[C]) -> C | None:
+    """Return a table of the configuration if it has one of this kind."""
+    table = getattr(config, name, None)
+    return table if isinstance(table, kind) else None
+
+
+def uses_model(table: RoleConfig) -> Models:
+    """Say what a role's backend does with `model`: "perhaps" if it is not installed."""
+    return models_of(table.backend) if table.backend in backends() else "perhaps"
 
 
 def reads_reference(config: Config) -> bool:

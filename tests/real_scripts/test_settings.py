@@ -28,7 +28,7 @@ every = 2
 source = "meshrl:spell_backward"
 options = {{ min_word_len = 3, max_word_len = 8, size = 60 }}
 prompt = "{{word}}>"
-held_out = 8
+held_out = 3
 [policy]
 {FAKES}
 [sampler]

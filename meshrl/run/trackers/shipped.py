@@ -80,7 +80,7 @@ class Wandb(Tracker):
         # Nobody would answer a question on the terminal in the middle of a run.
         mode = self._wandb.setup().settings.mode
         # Offline, a killed run loses what wandb has not flushed, and a resumed one counts its lines from 0.
-        self.wants_history = mode == "offline"
+        self.wants_history: bool = mode == "offline"
         if mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError("'wandb' has no API key: run `wandb login`, or set WANDB_MODE=offline")
 
