@@ -175,5 +175,5 @@ def test_positions_that_depend_on_the_pass_in_an_unknown_way_are_refused(
     model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl_torch.model.text.native_tokens", lambda _: 1 << 62)
-    with pytest.raises(ModelError, match="that depend on the longest sequence"):
+    with pytest.raises(ModelError, match="its positions depend on the longest row"):
         TorchPolicy(PolicyConfig(model=model("phi3")))

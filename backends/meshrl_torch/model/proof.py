@@ -155,7 +155,8 @@ def _padded(model: "LanguageModel", attentions: Sequence[str]) -> PaddedRows:
                 except (ValueError, ImportError):  # a model without it
                     continue
                 got = _states(replace(model, layout=PaddedRows(kind)), rows)
-                if all(_close(own[: len(row)], alone) for own, row, alone in zip(got, rows, wanted, strict=True)):
+                same = all(_close(own[: len(row)], alone) for own, row, alone in zip(got, rows, wanted, strict=True))
+                if same and _reads_far(eager, wanted[1]):
                     return PaddedRows(kind)
         except ModelError:
             raise
@@ -165,6 +166,18 @@ def _padded(model: "LanguageModel", attentions: Sequence[str]) -> PaddedRows:
         f"{name} computes something else for a row next to a longer one (it is not causal, or its positions depend on "
         "the longest row): choose a decoder, such as a Llama or a Qwen3"
     )
+
+
+def _reads_far(model: "LanguageModel", alone: Tensor) -> bool:
+    """True if a row has the same states next to one that reaches the model's last positions."""
+    last = max(len(_OWN) + 1, min(model.max_tokens, _FARTHEST) - 1)
+    positions = torch.tensor([[*range(len(_OWN)), last - 1, last]], device=model.device)
+    model.begin(None, positions >= model.native_tokens if last >= model.native_tokens else None)
+    try:
+        read = model.body(input_ids=_ids(model, [(*_OWN, *_LAST)]), position_ids=positions, use_cache=False)
+    except Exception:  # noqa: BLE001 - a model that is told no positions, or has fewer
+        return True
+    return _close(cast("Tensor", read.last_hidden_state)[0, : len(_OWN)], alone)
 
 
 def _ids(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> Tensor:
@@ -208,11 +221,11 @@ def stand_in(network: PreTrainedModel, longest: int) -> PreTrainedModel:
         made: PreTrainedModel = type(network)._from_config(config, **_PLAIN)  # noqa: SLF001
     made.train(False)
     _shorten(made, int(config.get_text_config().num_hidden_layers))
-    random = torch.Generator().manual_seed(0)
+    random, head = torch.Generator().manual_seed(0), made.get_output_embeddings()
     for module in made.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = _values(parameter.shape, random, is_bias=name.endswith("bias"))
-            if isinstance(module, nn.Linear) and len(values) == config.get_text_config().vocab_size:
+            if module is head:
                 values = values[:_KNOWN]
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     return made
