@@ -22,7 +22,7 @@ def test_our_code_has_each_name_that_is_listed() -> None:
     files = [path for folder in ("meshrl", "backends") for path in (ROOT / folder).rglob("*.py")]
     code = {word for path in files for word in re.findall(r"\w+", path.read_text("utf-8"))}
     listed = {name for target, given in CALLS.items() for name in (target.rpartition(".")[2], *given.keywords)}
-    assert listed - code == {"ServerArgs"}, "which SGLang's engine makes of our arguments"
+    assert listed <= code
 
 
 def test_the_committed_signatures_are_those_of_the_releases_that_are_here() -> None:
