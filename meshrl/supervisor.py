@@ -30,6 +30,7 @@ _TRIES: "Final" = 1000
 """Rounds in which descendants are killed. The kernel may hold some for longer."""
 _SUBREAPER, _DUMPABLE = 36, 4
 """Constants of prctl(2)."""
+_SIGNALS: "Final" = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WRONG: "Final" = {errno.ENOENT: 127, errno.EACCES: 126, errno.ENOEXEC: 126, errno.E2BIG: 126}
 """Statuses for errors of a command, not of the machine."""
 
@@ -52,11 +53,14 @@ def main() -> "NoReturn":
     count = int(sys.argv[2])
     ending, command = sys.argv[3 : 3 + count], sys.argv[3 + count :]
     ready, outer = _listen(), os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child has its own pipe for them
     if inner := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         status = _watch(inner, int(sys.argv[1]), ready)
         if status is None:
             os.kill(inner, signal.SIGTERM)
-            status = os.waitpid(inner, 0)[1]
+            os.kill(inner, signal.SIGCONT)  # the command may have stopped it
+            status = _ended(inner, ready)
         _end_children()
         _exit_as(status)
     ready = _listen()
@@ -97,11 +101,13 @@ def end_all(parent: int) -> None:
 def _listen() -> int:
     """Adopt what descendants leave, and return the end of a pipe to which signals are written."""
     adopt()
+    _control(_DUMPABLE, 0)  # a command of the same user may not change this process
     ready, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the process that started this one may have blocked some
     return ready
 
 
@@ -115,11 +121,25 @@ def _watch(child: int, parent: int, ready: int) -> "int | None":
     return status
 
 
+def _ended(child: int, ready: int) -> int:
+    """Wait for the end of a child that ends its own children, kill it if that takes too long, and return its status."""
+    until = time.monotonic() + LONGEST + 5
+    while (status := _reap(child)) is None and (left := until - time.monotonic()) > 0:
+        if select.select([ready], [], [], left)[0]:
+            os.read(ready, 4096)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    return status
+
+
 def _start(command: "list[str]", silent: "Sequence[int]" = ()) -> int:
     """Start a command in its own session, some streams silent. It must not ignore the signals that Python ignores."""
     actions = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in silent]
     own = (signal.SIGPIPE, signal.SIGXFSZ)
-    return os.posix_spawnp(command[0], command, os.environ, file_actions=actions, setsid=True, setsigdef=own)
+    return os.posix_spawnp(
+        command[0], command, os.environ, file_actions=actions, setsid=True, setsigmask=(), setsigdef=own
+    )
 
 
 def _reap(first: int) -> "int | None":
@@ -162,7 +182,6 @@ def _children(parent: int) -> "list[int]":
 def _exit_as(status: int) -> "NoReturn":
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _control(_DUMPABLE, 0)  # the command has left its core
         with suppress(OSError):  # SIGKILL
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

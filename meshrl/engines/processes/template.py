@@ -121,7 +121,7 @@ def main() -> None:
     for module in modules.split(",") if modules else ():
         with suppress(Exception):  # the rank that needs it reports the error
             import_module(module)
-    del os.environ[_NVML_CHECK]  # the answer for a rank is CUDA's own
+    os.environ.pop(_NVML_CHECK, None)  # the answer for a rank is CUDA's own
     os.environ.update({_NVML_CHECK: own_check} if own_check is not None else {})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it: it ends the ranks in order
     template = Template(control)
