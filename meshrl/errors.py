@@ -5,14 +5,24 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from errno import EAGAIN, EDQUOT, EMFILE, ENFILE, ENOMEM, ENOSPC, errorcode
+from errno import EDQUOT, EMFILE, ENFILE, ENOMEM, ENOSPC, errorcode
+from pathlib import Path
 from traceback import walk_tb
 from typing import Final, cast
 
-_NO_ROOM: Final = (ENOSPC, EDQUOT, EMFILE, ENFILE, EAGAIN, ENOMEM)
+_NO_ROOM: Final = (ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM)
 _TEXTS: Final = "|".join(
-    (*map(os.strerror, _NO_ROOM), "can't start new thread", "No usable temporary directory", "Cannot fork")
+    (
+        *map(os.strerror, _NO_ROOM),
+        "can't start new thread",
+        "No usable temporary directory",
+        "Cannot fork",
+        "fork: Resource temporarily",
+        "fork: retry",
+    )
 )
+_PYTHONS: Final = ("can't start new thread", "[Errno 2] No usable temporary directory")
+"""How errors of Python begin in such cases, which have no number for it."""
 _NO_ROOM_TOLD: Final = re.compile(rf"\b(?:{'|'.join(map(errorcode.__getitem__, _NO_ROOM))})\b|(?i:{_TEXTS})")
 """Matches what programs and libraries say in such cases."""
 
@@ -146,9 +156,25 @@ def is_of_machine(error: BaseException) -> bool:
     return any(
         isinstance(each, MachineFault)
         or (isinstance(each, OSError) and each.errno in _NO_ROOM)
-        or (isinstance(each, OSError | RuntimeError) and tells_of_no_room(described(each)))
+        or (isinstance(each, BlockingIOError) and _is_of_start(each))
+        or (isinstance(each, OSError | RuntimeError) and str(each).startswith(_PYTHONS))
         for each in _causes(error)
     )
+
+
+def _is_of_start(error: BaseException) -> bool:
+    """True if a process could not be started. A lock or a socket raises the same error."""
+    names = {Path(frame.f_code.co_filename).name for frame, _ in walk_tb(error.__traceback__)}
+    return bool(names & {"subprocess.py", "popen_fork.py"})
+
+
+def is_unknown(error: BaseException) -> bool:
+    """True for an exception after which a reward is unknown, whatever `errors` says.
+
+    It is discarded, a fault of the machine, or its text tells of one. The text may also be what a model wrote.
+    """
+    told = (each for each in _causes(error) if isinstance(each, OSError | RuntimeError))
+    return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in told)
 
 
 def is_discarded(error: BaseException) -> bool:

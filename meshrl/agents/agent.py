@@ -28,7 +28,7 @@ from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
 from meshrl.data import OUTCOMES, Batch, with_rewards
-from meshrl.errors import ConfigError, DataError, is_discarded, is_of_machine, shortened
+from meshrl.errors import ConfigError, DataError, is_of_machine, is_unknown, shortened
 from meshrl.roles import Sampling
 from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, tried_again, unless_cancelled
@@ -107,8 +107,9 @@ class Agent:
 
         async with self._room:
             episode, failed = await tried_again(once)
-            while failed and tries <= self._config.retries:
-                episode, failed = await tried_again(once)
+            for _ in range(self._config.retries):
+                if failed:
+                    episode, failed = await tried_again(once)
         if failed and self._config.errors == "stop":
             raise DataError(
                 f'an episode failed, and agent.errors = "stop": {episode.error}; its row is {shortened(row)}'
@@ -130,7 +131,7 @@ class Agent:
                 raise session.failure from raised
             if is_of_machine(raised):
                 raise
-            error, failed = self._errors.told(raised), not is_discarded(raised)
+            error, failed = self._errors.told(raised), not is_unknown(raised)
             reward = 0.0 if failed and self._config.errors == "zero" else math.nan
         finally:
             rows = gateway.close(session)

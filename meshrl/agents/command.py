@@ -62,7 +62,7 @@ class Container:
 
 _REPORTED: Final = 1 << 16
 """Bytes that are reported of each output stream at most, from its end."""
-_LOOK: Final = 1.0
+_LOOK: Final = 0.1
 """Seconds between two checks of how much the command has written."""
 
 
@@ -123,8 +123,10 @@ async def run(
     last = (output.stderr or output.stdout)[-400:].strip()
     if status == os.EX_TEMPFAIL:
         raise Discard(last or f"{name} ended with status {status}")
-    if status == NOT_STARTED or tells_of_no_room(last):
+    if status == NOT_STARTED:
         raise MachineFault(f"{name} ended with status {status}: {last}")
+    if tells_of_no_room(last):
+        raise Discard(f"{name} ended with status {status}: {last}")
     raise CommandFailed(f"{name} ended with status {status}: {last}")
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from meshrl.agents.chat import ROLES, Message, key_after
 
-_TAG: Final = re.compile(r"[<\[◁](/?)(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)[>\]▷]", re.IGNORECASE)
+_TAG: Final = re.compile(r"(?:[<◁]|\[(?=/?THINK\]))(/?)(?i:(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning))[>▷\]]")
 """Begins or ends a thought."""
 Difference: TypeAlias = tuple[str, str, str]
 """A part of a message that differs in meaning: its name, the recorded value and the one that was sent."""

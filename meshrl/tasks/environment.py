@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from meshrl.config import CODE
 from meshrl.data import OUTCOMES, Batch, OnError
-from meshrl.errors import ConfigError, DataError, is_discarded, is_of_machine
+from meshrl.errors import ConfigError, DataError, is_unknown
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
@@ -194,7 +194,7 @@ class FunctionEnvironment(Environment):
     async def _fail(self, number: int, error: BaseException) -> tuple[float, str]:
         """Drop an instance. Returns the reward of its episode, NaN if it is unknown in any case, and the error."""
         await self._drop(number)
-        return np.nan if is_discarded(error) or is_of_machine(error) else 0.0, self._errors.told(error)
+        return np.nan if is_unknown(error) else 0.0, self._errors.told(error)
 
 
 class Instances:

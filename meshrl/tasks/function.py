@@ -29,7 +29,7 @@ from pydantic import (
 from meshrl import log
 from meshrl.config import CODE
 from meshrl.data import OUTCOMES, Batch, OnError, Prompt, with_rewards
-from meshrl.errors import ConfigError, described, did_you_mean, is_discarded, is_of_machine
+from meshrl.errors import ConfigError, described, did_you_mean, is_unknown
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, reasoning_format, reasoning_gym
 from meshrl.tasks.sandbox import check_safe, code_tests
@@ -331,7 +331,7 @@ async def boundary(
         return math.nan, None
     except RAISED as error:  # a user's function may raise anything, which is recorded
         unless_cancelled(error)
-        return math.nan if is_discarded(error) or is_of_machine(error) else 0.0, error
+        return math.nan if is_unknown(error) else 0.0, error
 
 
 def try_reward(
