@@ -18,7 +18,7 @@ from meshrl.roles import Packing
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.positions import ANY, Rotaries
-from meshrl_torch.model.proof import proved, why_not_packed
+from meshrl_torch.model.proof import proved, stand_in, why_not_packed
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
 
@@ -223,6 +223,11 @@ def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
     layout = proved(model, packing, partial(_with_network, model))
     model.network.set_attn_implementation(layout.attention)
     return replace(model, layout=layout)
+
+
+def stand_in_of(model: LanguageModel) -> LanguageModel:
+    """Return a model of the same architecture in float32, with short windows. See `stand_in`."""
+    return _with_network(model, stand_in(model.network, model.max_tokens))
 
 
 def _with_network(model: LanguageModel, network: PreTrainedModel) -> LanguageModel:

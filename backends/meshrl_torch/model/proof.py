@@ -191,9 +191,10 @@ def _states(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> Tensor:
     return model.hidden(ids, torch.arange(ids.shape[1], device=model.device).expand_as(ids), Packed(()))
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
-    """True if states differ by no more than rounding, in their dtype."""
-    return _close(one, other, 10 * _ROUNDING if one.dtype == torch.float32 else math.sqrt(torch.finfo(one.dtype).eps))
+def is_close(model: "LanguageModel", one: Tensor, other: Tensor) -> bool:
+    """True if states differ by no more than rounding, in the dtype of a model's weights."""
+    dtype = _dtype(model)
+    return _close(one, other, 10 * _ROUNDING if dtype == torch.float32 else math.sqrt(torch.finfo(dtype).eps))
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float = 10 * _ROUNDING) -> bool:

@@ -1,6 +1,7 @@
 """Choose what a sampler's model remembers of its rows, by what it computes with it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -8,8 +9,8 @@ import numpy as np
 import torch
 
 from meshrl import log
-from meshrl.errors import ModelError
-from meshrl_torch.model.network import LanguageModel, with_layout
+from meshrl.errors import ModelError, described
+from meshrl_torch.model.network import LanguageModel, stand_in_of, with_layout
 from meshrl_torch.model.proof import is_close
 from meshrl_torch.sample.cache import Cache, Ints, Slots
 from meshrl_torch.sample.own_cache import CACHES, OwnCache
@@ -20,14 +21,19 @@ NewSlots: TypeAlias = Callable[[], Slots]
 def remembered(model: LanguageModel) -> tuple[LanguageModel, NewSlots]:
     """Return a model with the first kind of slots by which it draws from the states of whole rows.
 
-    Packed slots, if its rows are packed, then the model's own cache, and at last none. The log says so.
+    Packed slots, if its rows are packed, then the model's own cache, and at last none. The log says so. A stand-in of
+    its architecture is asked first, because rounding hides small mistakes in a model's own dtype.
     """
+    probe, why = stand_in_of(model), ""
     for made, slots, name in _kinds(model):
-        if _remembers(made, slots()):
+        probe.network.set_attn_implementation(made.layout.attention)
+        fault = _fault(replace(probe, layout=made.layout), slots()) or _fault(made, slots())
+        if not fault:
             if name != "packed":
-                log.info("what is remembered of rows", model=type(model.network).__name__, cache=name)
+                log.info("what is remembered of rows", model=type(model.network).__name__, cache=name, why=why)
             return made, slots
-    raise ModelError(f"{type(model.network).__name__} computes other states for the same tokens in another pass")
+        why = fault
+    raise ModelError(f"{type(model.network).__name__} computes other states for the same tokens in another pass: {why}")
 
 
 def _kinds(model: LanguageModel) -> Iterator[tuple[LanguageModel, NewSlots, str]]:
@@ -39,8 +45,8 @@ def _kinds(model: LanguageModel) -> Iterator[tuple[LanguageModel, NewSlots, str]
 
 
 @torch.inference_mode()
-def _remembers(model: LanguageModel, slots: Slots) -> bool:
-    """True if rows in slots that are moved and shared have the states of whole rows."""
+def _fault(model: LanguageModel, slots: Slots) -> str:
+    """Say why rows in slots that are moved and shared have not the states of whole rows. Empty if they have."""
     rows = [np.array(row, np.int64) % model.known for row in ([2, 3, 4, 5, 6], [6, 5, 7, 2, 3, 4])]
 
     def whole(row: Ints) -> torch.Tensor:
@@ -59,6 +65,6 @@ def _remembers(model: LanguageModel, slots: Slots) -> bool:
         ids = np.array([[rows[0][3], rows[0][3], rows[1][4]], [rows[0][4], rows[0][4], rows[1][5]]])
         slots.grow(model, ids[0], places, False)
         found = slots.grow(model, ids[1], places + 1, False).hidden
-        return is_close(found, torch.stack([wanted[0], *wanted]))
-    except Exception:  # noqa: BLE001 - whatever the model's code does with a cache that it does not have
-        return False
+        return "" if is_close(model, found, torch.stack([wanted[0], *wanted])) else "rows have other states"
+    except Exception as error:  # noqa: BLE001 - whatever the model's code does with a cache that it does not have
+        return described(error)
