@@ -70,7 +70,8 @@ async def test_a_reward_beyond_float32_is_an_error_of_its_row() -> None:
     assert "at most 3.403e+38 in size" in str(error)
 
 
-def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path) -> None:
+def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     config = tmp_path / "mine.toml"
     config.write_text(f"{SHIPPED.read_text('utf-8')}\n[reference]\nseed = 5\n", "utf-8")
     job = load_job(config, ["run.seed=3", "sampler.seed=4"])
