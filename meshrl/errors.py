@@ -171,7 +171,7 @@ def _is_of_start(error: BaseException) -> bool:
 def is_unknown(error: BaseException) -> bool:
     """True for an exception after which a reward is unknown, whatever `errors` says.
 
-    It is discarded, a fault of the machine, or its text tells of one. The text may also be what a model wrote.
+    It is discarded, a fault of the machine, or its text says so. The text may also be what a model wrote.
     """
     told = (each for each in _causes(error) if isinstance(each, OSError | RuntimeError))
     return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in told)
