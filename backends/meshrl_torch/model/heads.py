@@ -20,6 +20,7 @@ from meshrl.data import OUTCOMES, Batch, OnError, Ragged, with_rewards
 from meshrl.errors import DataError, ModelError
 from meshrl.roles import CriticConfig, ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig
 from meshrl_torch.model.loading import CLASSIFIER, GENERATOR, Kind, folder_of
+from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, check_first, ends, learned
 from meshrl_torch.model.rows import check_judged, judged, judged_tokens
@@ -186,7 +187,7 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
     if shape.pad_token_id is None:  # transformers finds a row's last token by it
         shape.pad_token_id = model.tokenizer.pad_token_id
     try:
-        with init_empty_weights():
+        with MAKING, init_empty_weights():
             network = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(shape))
     except ValueError as error:
         raise ModelError(

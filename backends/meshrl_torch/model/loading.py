@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,14 +34,12 @@ from meshrl.hub import Repository, download
 from meshrl.roles import ModelConfig, NewModel, Packing, PassConfig
 from meshrl_torch.model.adapters import is_adapter, merged, read_merged
 from meshrl_torch.model.files import ModelFiles
+from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
-
-_lock = threading.RLock()
-"""One model at a time: construction seeds torch, and reading or writing quiets transformers, for all threads."""
 
 
 def folder_of(model: str) -> Path:
@@ -212,7 +209,7 @@ def without_values(
 def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     """Load the model in a role's table, in its dtype, without randomness in its forward pass."""
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
-    with _lock:
+    with MAKING:
         if isinstance(config.model, NewModel):
             network, tokenizer = _new(config.model, config.seed, dtype)
         else:
@@ -402,7 +399,7 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
     """Silence transformers' progress bars and advice while it reads or writes a model. Errors are raised."""
-    with _lock:
+    with MAKING:
         level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.attention import Group, Packed, UnlikeSoftmax
 from meshrl_torch.model.layout import PACKED, Layout, PaddedRows
+from meshrl_torch.model.making import MAKING, WithoutValues
 from meshrl_torch.model.packing import micro_batches, whole
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def stand_in(network: PreTrainedModel, longest: int) -> PreTrainedModel:
         for part in (config, config.get_text_config()):
             if isinstance(width := getattr(part, key, None), int) and width < longest:
                 setattr(part, key, _WIDTH)
-    with init_empty_weights(include_buffers=False):
+    with MAKING, WithoutValues():
         made: PreTrainedModel = type(network)._from_config(config, **_PLAIN)  # noqa: SLF001
     made.train(False)
     _shorten(made, int(config.get_text_config().num_hidden_layers))
@@ -229,6 +229,9 @@ def stand_in(network: PreTrainedModel, longest: int) -> PreTrainedModel:
             if module is head:
                 values = values[:_KNOWN]
             setattr(module, name, nn.Parameter(values, requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     return made
 
 
