@@ -327,8 +327,7 @@ def observed(bound: BoundEndpoint, arguments: Iterable[object]) -> Generator[Wai
         return
     number, actor, endpoint = next(_numbers), it.actor.__name__, bound.endpoint.name
     rows, tokens = _sizes(arguments)
-    began = to.now()
-    start = clock() - began
+    began, start = to.now(), to.began
     ended = waiting.ended
 
     def seen(index: int, since: float, until: float) -> None:
@@ -346,7 +345,7 @@ def observed(bound: BoundEndpoint, arguments: Iterable[object]) -> Generator[Wai
         failed = type(error).__name__
         raise
     finally:
-        to.emit(Call(number, actor, endpoint, began, clock() - start, rows, tokens, failed))
+        to.emit(Call(number, actor, endpoint, began, to.now(), rows, tokens, failed))
 
 
 class _Batch(Sized, Protocol):
