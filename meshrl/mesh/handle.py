@@ -28,7 +28,7 @@ from typing import Any, Final, Never, ParamSpec, Protocol, TypeAlias, TypeVar, c
 import numpy as np
 
 from meshrl.errors import CallTimeout, ContractError, MeshrlError, did_you_mean
-from meshrl.events import Call, Span, clock, sink
+from meshrl.events import Call, Span, sink
 from meshrl.mesh import scatter
 from meshrl.mesh.actor import CollectiveActor, Rank
 from meshrl.mesh.contract import Contract, Endpoint

@@ -223,10 +223,15 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove old checkpoints, and any that are half-written or half-removed."""
+        """Remove old checkpoints, damaged ones of their age, and any that are half-written or half-removed."""
         self._check()
-        for old in _complete(self._folder)[: -self._kept]:
-            old.rename(old.with_name(f".{old.name}-gone"))  # a half-removed checkpoint must not count as complete
+        complete = _complete(self._folder)
+        old, kept = complete[: -self._kept], complete[-self._kept :]
+        for damaged in self._folder.glob("damaged-step-*"):
+            if kept and int(damaged.name.split("-")[2]) < steps_of(kept[0]):
+                old.append(damaged)
+        for each in old:
+            each.rename(each.with_name(f".step-{each.name}-gone"))  # a half-removed one must not count as complete
         self._remove_parts()
 
     def _remove_parts(self) -> None:

@@ -19,10 +19,10 @@ from tests.run.test_checkpoints import Script, config, counting, lines, run
 STEPS = 6
 
 
-async def train(folder: Path) -> list[int]:
+async def train(folder: Path, steps: int = STEPS) -> list[int]:
     seen: list[int] = []
     async with Run(config(folder)) as under_way:
-        await counting(STEPS, seen=seen)(under_way)
+        await counting(steps, seen=seen)(under_way)
     return seen
 
 
@@ -72,7 +72,9 @@ async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> 
     assert f"resuming from {folder}/step-000002" in told["event"]
     assert "differs from what was written with this checkpoint" in told["error"]
     assert [line["step"] for line in lines(tmp_path / "mine/metrics.jsonl")] == list(range(STEPS))
-    assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000004")]) == 1
+    assert sorted(path.name[:19] for path in folder.iterdir()) == ["damaged-step-000004", "step-000004", "step-000006"]
+    assert await train(tmp_path, steps=STEPS + 2) == [6, 7]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000006", "step-000008"]
 
 
 TINY = rl.NewModel(characters="abcdefgh12345678>", hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=8)
