@@ -83,11 +83,11 @@ class Bucket(ForAll):
         return self._source if isinstance(self._source, Segment) else None
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """The transport that brought it here."""
         if self._origin:
-            return self._origin.way
-        return SegmentRef.way if self.segment else "memory"
+            return self._origin.transport
+        return SegmentRef.transport if self.segment else "memory"
 
     @property
     def memory(self) -> Bytes:
@@ -143,7 +143,7 @@ class Bucket(ForAll):
 class SegmentRef(Ref):
     """A bucket that stays in this machine's shared memory, for all its processes."""
 
-    way = "shared memory"
+    transport = "shared memory"
 
     def __init__(self, path: str, size: int, index: Mapping[str, Entry], nbytes: int, bucket: Bucket | None) -> None:
         """`size`: bytes of the segment. `bucket`: None if it is gone."""

@@ -129,7 +129,7 @@ class DeltaRef(Ref):
         self, token: str, place: tuple[int, int], history: Sequence[Ref], index: Mapping[str, Entry], nbytes: int
     ) -> None:
         self._token, self._place, self._history, self._index, self._nbytes = token, place, history, index, nbytes
-        self.way: str = f"changes through {history[0].way}"
+        self.transport: str = f"changes through {history[0].transport}"
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:

@@ -104,9 +104,9 @@ class Weights(HasRefs):
         return self._arrays
 
     @property
-    def ways(self) -> frozenset[str]:
+    def transports(self) -> frozenset[str]:
         """How the weights arrived here, such as `shared memory`."""
-        return frozenset(bucket.way for bucket in self._buckets)
+        return frozenset(bucket.transport for bucket in self._buckets)
 
     async def load(self) -> Self:
         """Fetch the weights, so that they can be read here. Weights that are passed on to a mesh need not be loaded."""
@@ -203,21 +203,21 @@ _REASONS: Final = {
     "changes through": 'policy.weight_sync = "delta"',
     "broadcast": 'policy.weight_sync = "broadcast"',
 }
-"""Why weights take a route, by how its name begins."""
+"""Why weights take a transport, by how its name begins."""
 
 
 class ArrivalLog:
-    """Logs by which route a sampler's weights arrive: for the first weights, and when the route changes."""
+    """Logs by which transport a sampler's weights arrive: for the first weights, and when it changes."""
 
     def __init__(self) -> None:
-        self.routes: frozenset[str] = frozenset()
+        self.transports: frozenset[str] = frozenset()
         """Of the last weights."""
 
     def note(self, weights: Weights) -> None:
         """Log how weights have arrived, if that is new."""
-        if weights.ways == self.routes:
+        if weights.transports == self.transports:
             return
-        self.routes = weights.ways
-        routes = sorted(self.routes)
-        reasons = [reason for route in routes for prefix, reason in _REASONS.items() if route.startswith(prefix)]
-        log.info("weights arrive", by=", ".join(routes), because="; ".join(reasons), version=weights.version)
+        self.transports = weights.transports
+        transports = sorted(self.transports)
+        reasons = [reason for name in transports for prefix, reason in _REASONS.items() if name.startswith(prefix)]
+        log.info("weights arrive", by=", ".join(transports), because="; ".join(reasons), version=weights.version)

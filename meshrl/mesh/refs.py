@@ -22,8 +22,8 @@ class Ref(ABC):
 
     __slots__ = ()
 
-    way: str = "memory"
-    """The transport of the value, for people."""
+    transport: str = "memory"
+    """How the value travels, for people."""
 
     @classmethod
     @abstractmethod

@@ -16,7 +16,7 @@ MODEL = NewModel(characters="abcdefgh>", hidden_size=512, ffn_size=2048, layers=
 class Sampler(TorchSampler):
     @endpoint
     async def ways(self) -> Same[str]:
-        return ", ".join(sorted(self._arrivals.routes))
+        return ", ".join(sorted(self._arrivals.transports))
 
 
 async def broadcast(engine: RayEngine, hosts: list[str], versions: int) -> object:

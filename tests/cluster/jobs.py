@@ -107,7 +107,7 @@ class Traveller(rl.Actor):
     @rl.endpoint
     async def way(self, weights: rl.Weights) -> Same[str]:
         assert not any(bucket.damaged() for bucket in weights.buckets)
-        return ", ".join(weights.ways)
+        return ", ".join(weights.transports)
 
     @rl.endpoint
     async def count(self) -> rl.Gather[np.ndarray]:

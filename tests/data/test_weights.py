@@ -122,7 +122,7 @@ async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
         _ = received.tensors
     loaded = await received.load()
     assert loaded == weights
-    assert loaded.ways == {"shared memory"}
+    assert loaded.transports == {"shared memory"}
     assert (loaded.tensors["large"] == np.arange(1 << 19)).all()
     assert await sent(loaded).load() == weights
     lost = pickle.dumps(weights.hold(put, 0, shares=True))
@@ -142,11 +142,11 @@ class Arrived(Weights):
     route = "memory"
 
     @property
-    def ways(self) -> frozenset[str]:
+    def transports(self) -> frozenset[str]:
         return frozenset((self.route,))
 
 
-def test_a_route_is_said_with_its_reason_once_and_again_when_it_changes() -> None:
+def test_a_transport_is_said_with_its_reason_once_and_again_when_it_changes() -> None:
     arrivals = ArrivalLog()
     reasons = {
         "collectives": "the policy is on another machine",

@@ -83,7 +83,7 @@ class Reader(TorchSampler, Numbered):
     @rl.endpoint
     async def got(self) -> rl.Gather[rl.Batch]:
         found = rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()
-        return rl.Batch.of(route=[", ".join(self._arrivals.routes)], print=[found])
+        return rl.Batch.of(route=[", ".join(self._arrivals.transports)], print=[found])
 
 
 def config(**changes: object) -> rl.PolicyConfig:
@@ -132,7 +132,11 @@ async def test_samplers_get_the_bits_of_whole_weights_and_one_that_was_made_agai
         known = await both_updated(version, policy, plain)
         sent = await rl.publish(policy, readers)
         assert await prints(readers) == [known, known]
-        assert (sent.version, sorted(sent.ways), sent.fingerprint()) == (version, ["broadcast"], known)  # read whole
+        assert (sent.version, sorted(sent.transports), sent.fingerprint()) == (
+            version,
+            ["broadcast"],
+            known,
+        )  # read whole
         assert await routes(readers) == [f"broadcast {way}"] * 2
     with pytest.raises(DataLost, match=r"version 0 .* has been updated since"):
         first.tensors  # noqa: B018 -- they come when they are looked at
@@ -171,7 +175,7 @@ async def test_ranks_of_megatron_send_their_own_experts(
         known = await both_updated(version, policy, plain)
         sent = await rl.publish(policy, readers)
         assert await prints(readers) == [known, known]
-        assert (sent.version, sorted(sent.ways)) == (version, ["broadcast"])
+        assert (sent.version, sorted(sent.transports)) == (version, ["broadcast"])
     assert isinstance(sent, LiveWeights)
     sizes = [
         sum(prod(part.shape) for each in source.layouts for part in each.parts) for source in sent.manifest.sources

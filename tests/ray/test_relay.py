@@ -60,7 +60,7 @@ class Model(Numbered):
     async def take(self, weights: Weights) -> Same[tuple[float, str]]:
         assert not any(bucket.damaged() for bucket in weights.buckets)
         assert all(bucket.shared().segment and not pool.copied for bucket in weights.buckets)
-        (way,) = weights.ways
+        (way,) = weights.transports
         return float(weights.tensors["large"][-1]), way
 
     @endpoint

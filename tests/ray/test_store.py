@@ -84,7 +84,7 @@ class Model(rl.Actor):
 
     @rl.endpoint
     async def take(self, weights: rl.Weights) -> Same[list[str]]:
-        return [*weights.ways, *(name for name, array in weights.tensors.items() if (array == int(name)).all())]
+        return [*weights.transports, *(name for name, array in weights.tensors.items() if (array == int(name)).all())]
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="nothing is shared")

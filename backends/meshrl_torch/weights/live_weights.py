@@ -76,7 +76,7 @@ class LiveWeights(Weights):
         return sum(nbytes_of(part) for part in self.manifest.parts)
 
     @property
-    def ways(self) -> frozenset[str]:
+    def transports(self) -> frozenset[str]:
         """That they are broadcast, and how, once they have arrived."""
         return frozenset((f"broadcast {self._transport}".rstrip(),))
 

@@ -238,7 +238,7 @@ class HostRef(PoolRef):
 class RayRef(Ref):
     """A value in Ray's object store. Each process has one such object for it."""
 
-    __slots__ = ("__weakref__", "_lost", "_near", "_route", "_stops", "home", "ref", "way")
+    __slots__ = ("__weakref__", "_lost", "_near", "_route", "_stops", "home", "ref", "transport")
 
     here: ClassVar[Home | None] = None
     """The place of this process, if it is a rank."""
@@ -246,7 +246,7 @@ class RayRef(Ref):
     def __init__(self, ref: "ObjectRef[object]", home: Home | None = None, route: Route = ()) -> None:
         """`route`: its way to this machine. If that does not end at one of its ranks, Ray brings the value."""
         self.ref: ObjectRef[object] = ref
-        self.way: str = "the object store"
+        self.transport: str = "the object store"
         self.home: Home | None = home
         """The process that keeps it, without which nobody can fetch it."""
         self._lost = ""
@@ -302,7 +302,7 @@ class RayRef(Ref):
                 pickled = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
                 copy = cast("HostRef", pickle.loads(cast("bytes", pickled)))  # noqa: S301 -- of this run's own ranks
                 copy.value()  # raises if it is lost
-                self._near, self.way = copy, "collectives"
+                self._near, self.transport = copy, "collectives"
                 return
             except (RayError, DataLost, ProcessExited) as error:
                 log.warning("a value is sent by Ray's store instead of a collective", error=str(error))

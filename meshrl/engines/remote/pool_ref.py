@@ -32,7 +32,7 @@ class PoolRef(Ref):
 
     __slots__ = ("__weakref__", "_inner", "_lost", "_segments", "_spans")
 
-    way = "shared memory"
+    transport = "shared memory"
 
     def __init__(
         self, segments: Sequence[Segment], spans: Spans, lost: str = "", inner: Sequence[Segment] = ()
