@@ -20,7 +20,7 @@ from meshrl.errors import CallTimeout
 from meshrl.mesh import Resources, Same, limited
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
-from meshrl.testing import FakePolicy, Lognormal, delayed
+from meshrl.testing import FakePolicy, Lognormal, delayed, simulate
 
 
 class Slow(Actor):
@@ -55,6 +55,9 @@ async def test_a_call_that_takes_long_is_told_of_with_endpoint_rank_and_process(
     with capture_logs() as logs:
         async with Run(config(tmp_path, slow_after=0.05)) as run:
             slow = await (await run.mesh(2)).spawn(Slow)
+            stream = slow.count()
+            assert len(await anext(stream)) == 1
+            logs.clear()
             call = asyncio.create_task(slow.wait())
             told: list[str] = []
             while not told:
@@ -63,25 +66,26 @@ async def test_a_call_that_takes_long_is_told_of_with_endpoint_rank_and_process(
             assert re.search(rf"process {os.getpid()} on .*rank 1 \(.*s$", told[0])
             await slow.let_go()
             await call
-            stream = slow.count()
-            assert len(await anext(stream)) == 1
     assert not [line for line in logs if "Slow.count" in line["event"]], "whose reader has not asked for more"
 
 
-async def test_a_call_beyond_the_timeout_is_an_error_that_names_its_rank() -> None:
-    engine = LocalEngine()
-    slow = limited(await (await Mesh.reserve(engine, 2)).spawn(Slow), 0.05)
-    with pytest.raises(CallTimeout, match=r"within timeout = 0.05 s: rank 0 \(process \d+ on"):
+def test_a_call_beyond_the_timeout_is_an_error_that_names_its_rank() -> None:
+    async def script() -> None:
+        engine = LocalEngine()
+        slow = limited(await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Slow), 0.05)
+        with pytest.raises(CallTimeout, match=r"within timeout = 0.05 s: rank 0 \(process \d+ on"):
+            await slow.wait()
+        stream = slow.count()
+        for _ in range(2):
+            assert len(await anext(stream)) == 1
+        with pytest.raises(CallTimeout, match=r"Slow.count has not answered"):
+            await anext(stream)
+        await slow.let_go()
+        assert [len(batch) async for batch in slow.count()] == [1, 1, 1, 1]
         await slow.wait()
-    stream = slow.count()
-    for _ in range(2):
-        assert len(await anext(stream)) == 1
-    with pytest.raises(CallTimeout, match=r"Slow.count has not answered"):
-        await anext(stream)
-    await slow.let_go()
-    assert [len(batch) async for batch in slow.count()] == [1, 1, 1, 1]
-    await slow.wait()
-    await engine.close()
+        await engine.close()
+
+    simulate(script)
 
 
 async def test_a_role_has_the_timeout_of_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

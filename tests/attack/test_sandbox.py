@@ -27,10 +27,11 @@ import asyncio, json, os, sys
 from meshrl.tasks.sandbox import Limits, enforced, run_tests
 
 async def main(codes):
-    limits = Limits(timeout=10, memory_mib=256, processes=8, files_mib=8)
     codes = {name: code.replace("JUDGE", str(os.getpid())) for name, code in codes.items()}
     print(json.dumps({"namespaces": bool(enforced().prefix), "landlock": enforced().files}))
     for name, code in codes.items():
+        seconds = 10 if name == "bounds" else 600  # where nothing bounds it, it fills the disk
+        limits = Limits(timeout=seconds, memory_mib=256, processes=8, files_mib=8)
         result = await run_tests(code, ["assert True"], limits)
         print(json.dumps({name: [result.outcome, result.output]}))
 
@@ -181,8 +182,10 @@ async def test_the_judge_is_neither_held_up_nor_believes_another_type(monkeypatc
     folder = Path(tempfile.mkdtemp(prefix="meshrl-judge-"))  # of this test alone, whoever the sandboxes run as
     folder.chmod(0o711)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    results = {code: await run_tests(code, ["assert True"], Limits(timeout=3, memory_mib=256)) for code in LIES}
-    assert {code: result.outcome for code, result in results.items()} == LIES, results
+    for code, outcome in LIES.items():
+        limits = Limits(timeout=3 if outcome == "timeout" else 600, memory_mib=256)
+        result = await run_tests(code, ["assert True"], limits)
+        assert result.outcome == outcome, (code, result)
     folder.rmdir()  # of the sandboxes nothing is left
 
 

@@ -6,14 +6,14 @@ import re
 import stat
 import subprocess
 import sys
-from datetime import UTC, date, datetime
-from decimal import Decimal
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 import tomli_w
+from pyarrow import parquet
 from structlog.testing import capture_logs
 
 from meshrl import Actor, LocalEngine, Mesh, Metrics, Resources, Run, RunConfig, endpoint
@@ -197,27 +197,10 @@ def test_a_configuration_that_is_no_toml_is_told_in_words(tmp_path: Path) -> Non
     assert load_toml(tmp_path / "run.toml", ["a=" + "[" * 100_000])["a"] == "[" * 100_000
 
 
-def write_parquet(path: Path, **columns: object) -> None:
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pa.table(columns), path)
-
-
-def test_a_column_that_no_row_can_hold_is_told_with_its_name(tmp_path: Path) -> None:
-    table: list[tuple[object, str]] = [
-        (datetime(2020, 1, 1, tzinfo=UTC), r"is of timestamp\[us, tz=UTC\], and a row cannot hold a date or time"),
-        (date(2020, 1, 1), r"is of date32\[day\], and a row cannot hold a date or time"),
-        (Decimal("1.5"), ".* cannot hold a decimal"),
-        ([{"at": date(2020, 1, 1)}], ".* cannot hold a date or time: .* Write the column as text, or leave it out"),
-    ]
-    for value, says in table:
-        write_parquet(tmp_path / "rows.parquet", question=["a"], answer=["b"], when=[value])
-        with pytest.raises(DataError, match=rf"rows\.parquet: column 'when' {says}"):
-            load(tmp_path / "rows.parquet")
-
-
 def test_a_parquet_file_that_is_damaged_anywhere_is_told_in_words(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    write_parquet(path, question=[f"prompt {number}" for number in range(3000)], answer=["b"] * 3000)
+    questions = [f"prompt {number}" for number in range(3000)]
+    parquet.write_table(pa.table({"question": questions, "answer": ["b"] * 3000}), path)
     whole = path.read_bytes()
     refused: list[str] = []
     for place in range(4, len(whole), len(whole) // 60):

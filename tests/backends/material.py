@@ -1,6 +1,6 @@
 """What tests of backends share: small models, rows for them, and what transformers alone computes of each row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -11,11 +11,12 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl import Batch, ClippedLoss, NewModel, Policy, Ragged, Weights
+from meshrl import Batch, ClippedLoss, Mesh, NewModel, Policy, Ragged, Weights
 from meshrl.algo import TokenLoss
 from meshrl.roles import OptimizerConfig
 
 ModelOf: TypeAlias = Callable[..., str]
+Warm: TypeAlias = Callable[[int], Awaitable[Mesh]]
 Test = TypeVar("Test", bound=Callable[..., object])
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {

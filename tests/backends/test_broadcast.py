@@ -357,21 +357,3 @@ def test_a_failing_reader_goes_to_all_desks_so_that_none_waits_for_it(ranks: Ran
     for each in waiting:
         with pytest.raises(ConnectionError):
             use(each)
-
-
-class NeverThere:
-    """A broadcast by NCCL with a process that has ended: its `wait` returns."""
-
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return False
-
-
-def test_a_stuck_broadcast_by_nccl_is_given_up_before_torch_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "STUCK", timedelta(seconds=0.01))
-    flight = collective.InFlightBuckets()
-    flight.begin(8, torch.device("cuda"))
-    flight.add(cast("Any", NeverThere()))
-    with pytest.raises(RuntimeError, match=r"stuck for 0.01 s: a process has ended"):
-        flight.end()

@@ -1,7 +1,6 @@
 """FSDP2 on one rank: what its options change, and what they do not; adapters; what a step of a backend waits for."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl import rollout as drawn_by
 from meshrl.algo import TokenLoss
 from meshrl.config import validate
-from meshrl.errors import ConfigError, Damaged, ModelError
+from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import LoraConfig, OptimizerConfig, Policy
 from meshrl.run import AlgorithmConfig
 from meshrl_megatron.roles import MegatronPolicy
@@ -144,7 +143,7 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
 
     def later(*arguments: Any) -> None:
         begun.set()
-        waited.append(updated.wait(60))
+        waited.append(updated.wait(600))
         write_boxes(*arguments)
 
     monkeypatch.setattr("meshrl_torch.checkpoint.state.write_boxes", later)
@@ -152,7 +151,7 @@ async def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(
     await made.update(rollouts(), ClippedLoss())
     then = (await made.weights()).fingerprint()
     writing = asyncio.create_task(made.checkpoint(str(tmp_path), wait=given_up))
-    assert await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(begun.wait, 600)
     if given_up:
         writing.cancel()
         Timer(0.2, updated.set).start()
@@ -182,28 +181,6 @@ async def test_a_checkpoint_of_another_backend_is_continued(writer: Backend, tmp
     assert told[0] == told[1]
     assert told[2] == pytest.approx(told[0], rel=1e-4)
     near(await other.weights(), await made.weights(), 2e-5)
-
-
-@EACH
-async def test_a_state_whose_bits_have_changed_is_never_trained_from(backend: Backend, tmp_path: Path) -> None:
-    made = policy(backend)
-    await made.update(rollouts(), ClippedLoss())
-    await made.checkpoint(str(tmp_path))
-    file = next(tmp_path.glob("*.safetensors"))
-    whole, name = bytearray(file.read_bytes()), "exp_avg/model.layers.0.mlp.up_proj.weight"
-    head = 8 + int.from_bytes(whole[:8], "little")
-    place = head + json.loads(whole[8:head])[name]["data_offsets"][1] - 1
-    for at, words in (
-        (place, rf"{file} is not as it was written: `{name}` differs in its bytes 0 to .* has loaded a part of it"),
-        (9, "its head"),
-    ):
-        changed = whole.copy()
-        changed[at] ^= 16
-        file.write_bytes(changed)
-        with pytest.raises(Damaged, match=words):
-            await policy(backend).restore(str(tmp_path))
-    file.write_bytes(whole)
-    await policy(backend).restore(str(tmp_path))
 
 
 async def test_a_checkpoint_is_read_by_torch_too(tmp_path: Path) -> None:

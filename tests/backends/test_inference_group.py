@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl import Actor, Mesh, current_rank, each, endpoint
+from meshrl import Actor, current_rank, each, endpoint
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Same
 from meshrl_inference.engine_side import protocol
@@ -26,7 +26,7 @@ from meshrl_inference.engine_side.loading import mapped
 from meshrl_inference.engine_side.worker import Worker
 from meshrl_inference.group import RankGpus, gather_gpus, join_gpus
 from meshrl_sglang.transfer import read_back
-from tests.backends.material import on_ranks
+from tests.backends.material import Warm, on_ranks
 
 
 def test_an_engine_has_the_gpus_of_its_ranks_in_their_order_or_ranks_that_cannot_share_it_are_told() -> None:
@@ -57,7 +57,7 @@ class Engines(Actor):
 
 
 @on_ranks
-async def test_the_first_rank_along_tp_is_told_the_gpus_of_the_others(warm: Callable[[int], Awaitable[Mesh]]) -> None:
+async def test_the_first_rank_along_tp_is_told_the_gpus_of_the_others(warm: Warm) -> None:
     for shape, expected in (
         ({"dp": 2, "tp": 2}, [["GPU-0", "GPU-1"], [], ["GPU-2", "GPU-3"], []]),
         ({"tp": 2, "dp": 2}, [["GPU-0", "GPU-2"], ["GPU-1", "GPU-3"], [], []]),
@@ -181,14 +181,12 @@ def test_arguments_that_an_engine_does_not_take_are_told(args: dict[str, object]
         with_args({"model": "mine"}, args, known, "vLLM 1")
 
 
-@pytest.fixture(params=[True])
-def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sampler]:
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sampler]:
     ours, theirs = Pipe()
     naming = MagicMock(return_value=SimpleNamespace(specs=lambda dtype: {}))
     monkeypatch.setattr("meshrl_inference.engine_side.loading.Naming", naming)
-    start = protocol.Start(
-        str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=request.param, own={}
-    )
+    start = protocol.Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=True, own={})
 
     def run() -> None:
         with pytest.raises(EOFError):
@@ -220,13 +218,6 @@ def test_new_weights_wake_the_weights_alone_and_their_probe_the_rest(sampler: Sa
     assert sampler.hear(3) == ["wake kv_cache", "sleep", "row 0"]
     sampler.load([1, 2])
     assert sampler.hear(6) == ["wake weights", "take", "wake kv_cache", "read", "sleep", "Loaded"]
-
-
-@pytest.mark.parametrize("sampler", [False], indirect=True)
-def test_it_stays_awake_unless_told(sampler: Sampler) -> None:
-    sampler.generate(0)
-    sampler.load()
-    assert sampler.hear(4) in (["Ready", "take", "Loaded", "row 0"], ["Ready", "row 0", "take", "Loaded"])
 
 
 async def test_a_tensor_that_is_another_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshrl_torch.estimate.flops import flops_of
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchReference
 from meshrl_vllm.options import VllmConfig
-from tests.backends.material import ModelOf, changed, on_ranks
+from tests.backends.material import ModelOf, Warm, changed, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
@@ -254,7 +254,7 @@ class Measured(rl.Actor):
 
 
 @on_ranks
-async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[int], Awaitable[rl.Mesh]]) -> None:
+async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Warm) -> None:
     config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
     before = await (await (await warm(1)).spawn(Measured)).before(config, WORK)
     assert before == pytest.approx(await taken_by(FsdpPolicy, config, ROWS), rel=0.1)
@@ -266,7 +266,7 @@ async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Callable[[i
     "cases", [["pp and tp", "experts"], pytest.param(RARE, marks=pytest.mark.wide)], ids=["covering", "others"]
 )
 async def test_a_split_policys_memory_is_told_within_a_tenth(
-    warm: Callable[[int], Awaitable[rl.Mesh]], model_of: ModelOf, cases: Sequence[str]
+    warm: Warm, model_of: ModelOf, cases: Sequence[str]
 ) -> None:
     four, apart = await warm(4), dict[str, tuple[int, int]]()
     teller = await (await warm(1)).spawn(Measured)

@@ -1,11 +1,9 @@
 from typing import Any
 
-import httpx2
 import numpy as np
-import openai
 import pytest
 from numpy.typing import NDArray
-from transformers import MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReferenceConfig, SamplerConfig, Sampling
 from meshrl.agents import Gateway
@@ -18,6 +16,7 @@ from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
 from meshrl_torch.train.roles import TrainedPolicy
 from meshrl_vllm.sampler import VllmSampler
+from tests.agents.talks import opened
 from tests.backends import material
 from tests.backends.material import ModelOf, floats
 
@@ -26,8 +25,6 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 24,
 }  # fmt: skip
 QWEN = Qwen3MoeConfig(**SHAPE, num_experts=8, moe_intermediate_size=24, norm_topk_prob=True)
-UNSCALED = Qwen3MoeConfig(**SHAPE, num_experts=8, moe_intermediate_size=24, norm_topk_prob=False)
-MIXTRAL = MixtralConfig(**SHAPE, num_local_experts=8)
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "h>"] * 4, row=np.arange(16))
 DRAWS = Sampling(max_tokens=24, ignore_eos=True)
 
@@ -58,9 +55,7 @@ async def apart(made: TrainedPolicy, batch: Batch) -> float:
     return float(np.abs(values(told, "logprobs") - values(batch, "sampler_logprobs")).mean())
 
 
-@pytest.mark.parametrize("config", [QWEN, UNSCALED, MIXTRAL], ids=["qwen3", "unscaled", "mixtral"])
-async def test_followed_experts_help_another_dtype_alone(config: PretrainedConfig, model_of: ModelOf) -> None:
-    model = model_of(config)
+async def test_followed_experts_help_another_dtype_alone(model: str) -> None:
     batch = await rows(model)
     for kind in (TorchPolicy, FsdpPolicy):
         made = policy(model, kind, micro_batch_tokens=64)
@@ -135,14 +130,12 @@ async def test_a_conversation_has_the_experts_that_read_each_turn(model: str) ->
     tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{{ '>' if each.role == 'user' }}{% endfor %}"
     sampler = TorchSampler(SamplerConfig.model_validate({"model": model, "record_experts": True}))
     gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), 64, known=len(tokenizer))))
-    session, messages = gateway.open(Sampling(max_tokens=6, ignore_eos=True)), list[Any]()
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+    messages = list[Any]()
+    async with opened(gateway, Sampling(max_tokens=6, ignore_eos=True)) as talk:
         for text in ("abc", "de"):
             messages.append({"role": "user", "content": text})
-            told = await client.chat.completions.create(model="", messages=messages)
-            messages.append(told.choices[0].message)
-    batch = gateway.close(session)
+            messages.append((await talk.ask(messages)).choices[0].message)
+    batch = talk.rows()
     experts = np.asarray(batch.ragged("experts").values, np.int16)
     assert experts.shape == (len(batch.tokens.values), 3, 2)
     assert np.flatnonzero((experts < 0).all((1, 2))).tolist() == [9, 18], "nothing read the last token of a turn"

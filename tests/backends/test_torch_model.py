@@ -12,14 +12,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl import Batch, CrossEntropy, PolicyConfig, SamplerConfig, Sampling
-from meshrl.errors import DataError, ModelError
+from meshrl import Batch, CrossEntropy, PolicyConfig
+from meshrl.errors import ModelError
 from meshrl.roles import ModelConfig
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import ready
-from meshrl_torch.model.rows import encode_messages
-from meshrl_torch.model.text import END, Words, character_tokenizer
-from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import MODEL
 
@@ -42,20 +39,6 @@ async def test_a_new_model_is_made_of_its_seed_alone_and_a_saved_one_is_the_same
     for other in (again, load(ModelConfig(model=str(folder)))):
         assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in model.tensors().items())
         assert other.tokenizer("ab>")["input_ids"] == [2, 3, 10]
-
-
-async def test_a_chat_template_wraps_prompts_and_is_given_its_variables() -> None:
-    template = "{{ 'b' }}{{ messages[0].content }}{% if not enable_thinking %}aa{% endif %}"
-    model = MODEL.model_copy(update={"chat_template": template})
-    for thinks, prompt in ((True, [3, 4]), (False, [3, 4, 2, 2])):
-        variables = {"enable_thinking": thinks, "tools": [{"type": "function", "function": {"name": "add"}}]}
-        table = {"model": model, "chat": True, "chat_template_kwargs": variables}
-        policy = TorchPolicy(PolicyConfig.model_validate(table))
-        sampler = TorchSampler(SamplerConfig.model_validate(table))
-        trained = await policy.encode(Batch.of(prompt=["c"], completion=["d"]))
-        assert trained.tokens[0].tolist() == [*prompt, 5, 1]
-        (drawn,) = [part async for part in sampler.generate(Batch.of(prompt=["c"]), Sampling(max_tokens=1))]
-        assert drawn.tokens[0].tolist()[:-1] == prompt
 
 
 def save(folder: Path, network: Any, **options: object) -> None:
@@ -171,67 +154,3 @@ def test_logprobs_of_a_large_vocabulary_are_computed_in_chunks_with_the_same_gra
         made.append((told, hidden.grad))
     for expected, result in zip(*made, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-
-
-CHARACTERS = "abcdSUA:\n"
-TEMPLATE = (
-    "{% for m in messages %}{{ {'system': 'S', 'user': 'U', 'assistant': 'A'}[m.role] or raise_exception('no role') }}"
-    ":{{ m.content }}"
-    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-)
-FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
-
-
-def chatting(template: str | None = TEMPLATE, max_tokens: int = 64) -> Words:
-    tokenizer = character_tokenizer(CHARACTERS, max_tokens)
-    tokenizer.chat_template = template
-    return Words(tokenizer, {}, frozenset({END}), max_tokens, known=len(tokenizer))
-
-
-def messages(*turns: str) -> list[dict[str, str]]:
-    """`U:ab` is what the user says."""
-    roles = {"S": "system", "U": "user", "A": "assistant"}
-    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
-
-
-def shown(one: Words, batch: Batch) -> list[str]:
-    """Each row with its learned tokens in brackets; `.` is the end of a text, `/` a new line."""
-    rows: list[str] = []
-    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
-        pieces = ["." if token == END else str(one.tokenizer.decode([token])) for token in tokens.tolist()]
-        text = "".join(f"[{piece}]" if learned else piece for piece, learned in zip(pieces, mask.tolist(), strict=True))
-        rows.append(text.replace("][", "").replace("\n", "/"))
-    return rows
-
-
-def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
-    one = chatting()
-    long = messages("S:d", "U:ab", "A:ba", "U:c", "A:cc")
-    rows = Batch.of(
-        messages=[long, messages("U:a", "A:b"), long, [*long, *messages("U:d")]], learn=[*["all"] * 2, "last", "all"]
-    )
-    assert shown(one, encode_messages(one, rows)) == [
-        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
-        "U:a./A:[b.]/",
-        "S:d./U:ab./A:ba./U:c./A:[cc.]/",
-        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
-    ]
-    without = encode_messages(one, rows.drop("learn"))
-    assert shown(one, without)[2] == "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/"
-    assert [each.values.dtype.name for each in (without.tokens, without.loss_mask)] == ["int32", "bool"]
-    # A template that rewrites earlier turns is taken where the last one alone is learned.
-    one, rows = chatting(FORGETFUL), Batch.of(messages=[messages("U:ab", "A:ba", "U:c", "A:cc")], learn=["last"])
-    assert shown(one, encode_messages(one, rows)) == ["U:ab./A:./U:c./A:[cc.]/"]
-
-
-def test_a_wrong_row_is_refused_in_words() -> None:
-    cases: list[tuple[object, str, str]] = [
-        (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
-        (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
-        ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
-        ([{"role": "user"}], "all", r"row 0: `messages`: message 0 is \{'role': 'user'\}: give"),
-        ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
-    ]
-    for row, learn, message in cases:
-        with pytest.raises(DataError, match=message):
-            encode_messages(chatting(), Batch.of(messages=[row], learn=[learn]))

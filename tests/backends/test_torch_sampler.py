@@ -123,33 +123,6 @@ async def weights(version: int) -> Weights:
     return Weights(version, scaled)
 
 
-async def stopped(made: TorchSampler, prompts: Batch, sampling: Sampling, after: int) -> Batch:
-    running = asyncio.create_task(rollout(made, sampling, prompts))
-    await turns(after)
-    await made.abort()
-    return await running
-
-
-async def test_stopped_rows_go_on_as_if_they_had_not_been() -> None:
-    sampling = Sampling(max_tokens=24, temperature=0, stop=("ab", "gh", "ede"))
-    prompts = PROMPTS.repeat(2).assign(max_tokens=np.array([24, 3, 5, 24, 24, 20, 24, 24, 24, 24]))
-    made = sampler(LONGER, 4)
-    await made.load(await weights(3))
-    whole = await rollout(made, sampling, prompts)
-    rows = await stopped(made, prompts, sampling, 9)
-    aborted, begun = np.asarray(rows.row("aborted"), np.bool_), np.array([mask.any() for mask in rows.loss_mask])
-    assert not aborted.all(), "some had ended"
-    assert not begun.all(), "some had not begun"
-    assert (aborted & begun).any(), "some were in the middle"
-    rows = rows.drop("prompt")  # what it has is all that it needs
-    for after in (1, 6, 4):
-        rows = await stopped(made, rows, sampling, after)
-    rows = await rollout(made, sampling, rows)
-    for name in (*PREFIX[:2], "versions", "completion", "truncated", "aborted", "oldest_version"):
-        assert rows.only(name) == whole.only(name)
-    assert rows.sampler_logprobs.values == pytest.approx(whole.sampler_logprobs.values, abs=1e-5)
-
-
 @pytest.mark.bits
 async def test_a_replay_gives_the_same_bits_whenever_loads_come() -> None:
     new = [await weights(version) if version else None for version in (1, 2, 3, 0, 4)]
@@ -198,18 +171,6 @@ async def test_a_call_draws_what_it_draws_alone() -> None:
                 assert mine.row("truncated").tolist() == other.row("truncated").tolist()
 
 
-async def test_weights_come_between_two_steps_of_all() -> None:
-    made, new = sampler(LONGER, 4), await weights(4)
-    calls = [asyncio.create_task(drawn_by(made, Batch.of(prompt=each), ENDLESS)) for each in CALLS]
-    await turns(20)
-    await made.load(new)
-    for batch in await asyncio.gather(*calls):
-        for mask, versions in zip(batch.loss_mask, batch.versions, strict=True):
-            told = versions[mask.astype(bool)].tolist()
-            assert told == sorted(told)
-            assert set(told) == {0, 4}
-
-
 async def test_a_call_whose_rows_nobody_takes_holds_up_no_other() -> None:
     made = sampler(LONGER, 4)
     slow = made.generate(Batch.of(prompt=["abc>", "d>"], max_tokens=np.array([2, 12])), ENDLESS)
@@ -218,20 +179,3 @@ async def test_a_call_whose_rows_nobody_takes_holds_up_no_other() -> None:
     assert [len(row) for row in (await taken).tokens] == [6]
     assert [len(row) for row in (await other).tokens] == [42]
     assert [len(row) async for batch in slow for row in batch.tokens] == [14]
-
-
-async def test_an_abort_stops_all_and_a_call_that_is_left_goes_alone() -> None:
-    made = sampler(LONGER, 4)
-    left = made.generate(Batch.of(prompt=["abc>"], max_tokens=np.array([50])), ENDLESS)
-    leaves = asyncio.create_task(first(left))
-    stays = asyncio.create_task(drawn_by(made, Batch.of(prompt=["d>"]), ENDLESS))
-    await turns(5)
-    leaves.cancel()
-    assert [len(row) for row in (await stays).tokens] == [42]
-    aborted = asyncio.create_task(first(made.generate(Batch.of(prompt=CALLS[0]), ENDLESS)))
-    await turns(10)
-    await made.abort()
-    batch = await aborted
-    assert batch.row("aborted").tolist() == [True, True]
-    again = await drawn_by(made, batch.drop("aborted"), ENDLESS)
-    assert [int(mask.sum()) for mask in again.loss_mask] == [40, 40]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from types import ModuleType
 from typing import TypeAlias
 
@@ -54,20 +55,29 @@ async def log_probs_of_transformers(trial: Trial) -> None:
     close("log-probs", scored.ragged("logprobs").values, torch.cat(rows).numpy(), trial.tolerance)
 
 
-async def missed(bugs: Bugs, kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type) -> list[str]:
-    """Those of the bugs that the check of this name does not tell: of the class `waits` by its hanging."""
+async def missed(
+    bugs: Bugs, kit: Sequence[Check], plant: pytest.MonkeyPatch, waits: type, shared: bool = False
+) -> list[str]:
+    """Those of the bugs that the check of this name does not tell: of the class `waits` by its hanging.
+
+    `shared`: one harness for all, so that models are made once. It may keep the numbers of a policy, not of a sampler.
+    """
     checks = {name_of(check): check for check in kit}
     found: list[str] = []
-    for name, bug in [(name, bug) for name, several in bugs.items() for bug in several]:
-        try:
-            async with Harness(Subject(planted(plant, bug), seconds=1 if bug is waits else 60)) as harness:
-                await harness.run(checks[name])
-            told = "nothing"
-        except PromiseBroken as broken:
-            told = "a hang" if "it hangs" in str(broken) else "a broken promise"
-        expected = "a hang" if bug is waits else "a broken promise"
-        if told != expected:
-            found.append(f"{bug.__name__}: {name} tells {told}, not {expected}")
+    harnesses: dict[float, Harness] = {}
+    async with AsyncExitStack() as stack:
+        for name, bug in [(name, bug) for name, several in bugs.items() for bug in several]:
+            subject = Subject(planted(plant, bug), seconds=1 if bug is waits else 600)
+            if not shared or subject.seconds not in harnesses:
+                harnesses[subject.seconds] = await stack.enter_async_context(Harness(subject))
+            try:
+                await harnesses[subject.seconds].run(checks[name])
+                told = "nothing"
+            except PromiseBroken as broken:
+                told = "a hang" if "it hangs" in str(broken) else "a broken promise"
+            expected = "a hang" if bug is waits else "a broken promise"
+            if told != expected:
+                found.append(f"{bug.__name__}: {name} tells {told}, not {expected}")
     return found
 
 

@@ -1,10 +1,10 @@
 """FSDP2 on two processes, and rewards split over two: what one rank alone does not show, beside test_backends.py."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +17,9 @@ from meshrl_megatron.roles import MegatronReward
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpReference, FsdpReward
 from meshrl_torch.train.one_rank import TorchPolicy, TorchReward
-from tests.backends.material import MODEL, RANKS, SHAPE, floats, near, rollouts
+from tests.backends.material import MODEL, RANKS, SHAPE, Warm, floats, near, rollouts
 
 pytestmark = RANKS
-
-Warm: TypeAlias = Callable[[int], Awaitable[rl.Mesh]]
 
 CONFIG = rl.PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2, "eps": 1e-3}})
 MODELS = {

@@ -41,6 +41,10 @@ EXPERTS: Sequence[Check] = [
     numbers.POLICY[0], numbers.uneven_rows, numbers.log_probs, numbers.critic_updates,
     numbers.a_reference_takes_weights, state.weights, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
+TOGETHER: Sequence[Check] = [
+    log_probs_of_transformers, numbers.POLICY[0], numbers.critic_updates, state.a_policy_goes_on,
+]  # fmt: skip
+"""What is asked where all axes are divided at once."""
 
 
 def layout(options: Mapping[str, object] | None = None, dp: int = 1, **axes: int) -> Subject:
@@ -67,7 +71,7 @@ CASES = [
     *asked(layout(pp=2, tp=2), [], AXIS),
     *asked(layout(pp=2, cp=2), [], [log_probs_of_transformers, numbers.POLICY[0]]),
     *asked(layout(SHARED, dp=2, tp=2), [], EXPERTS, "mixture"),
-    *asked(layout(SHARED, dp=2, pp=2, cp=2, tp=2), [log_probs_of_transformers, *EXPERTS], model="mixture"),
+    *asked(layout(SHARED, dp=2, pp=2, cp=2, tp=2), TOGETHER, [*TOGETHER, *EXPERTS], "mixture"),
 ]
 
 

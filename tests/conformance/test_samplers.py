@@ -173,7 +173,7 @@ BUGS: Bugs = {
 
 
 async def test_each_wrong_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots)
+    assert not await missed(BUGS, SAMPLER, monkeypatch, KeepsSlots, shared=True)
 
 
 async def test_a_record_that_is_taken_but_not_repeated_is_found() -> None:

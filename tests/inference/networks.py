@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
-from meshrl.roles import with_options
+from meshrl import Batch, PolicyConfig, Sampling, Weights, rollout
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.model.text import character_tokenizer
 from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_torch.weights.live_weights import LiveWeights
-from meshrl_vllm.options import VllmConfig
 from tests.backends.material import by_row
 from tests.senders import Senders
 
@@ -52,14 +50,6 @@ async def two(config: PretrainedConfig, folder: Path) -> tuple[list[PreTrainedMo
 def offer(senders: Senders, weights: Weights, version: int) -> LiveWeights:
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.tensors.items()}
     return senders.offer(tensors, version, weights.probe)
-
-
-def config_of(
-    folder: Path, python: str | None, options: Mapping[str, object] | None = None, **keys: Any
-) -> SamplerConfig:
-    """The table of a sampler of this folder's model. `options`: of vLLM."""
-    own = VllmConfig.model_validate({"python": python, "kv_cache_mib": 32, **(options or {})})
-    return with_options(SamplerConfig(backend="vllm", model=str(folder), slots=16, **keys), own)
 
 
 async def drawn(sampler: EngineSampler) -> Batch:

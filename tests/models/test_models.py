@@ -136,7 +136,7 @@ async def test_a_leak_as_small_as_rounding_in_bfloat16_is_found(model_type: str,
         assert load(PolicyConfig.model_validate({"model": folder, "dtype": dtype})).layout.name == "padded"
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "hunyuan_v1_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "hunyuan_v1_moe", "gpt_oss", "mixtral", "qwen3_moe"])
 async def test_experts_are_followed_whatever_weighs_them(model_type: str, tmp_path: Path) -> None:
     folder = folder_of(model_type, tmp_path)
     sampler = TorchSampler(SamplerConfig(model=folder, slots=3, record_experts=True))

@@ -106,7 +106,7 @@ class Shape:
 
     name: str
     kind: str
-    template: str
+    template: str | None
     eos: str
     bos: str | None = None
     more: tuple[str, ...] = ()
@@ -203,7 +203,7 @@ GEMMA: Final = """{{ bos_token }}{% if messages[0].role == 'system' %}\
 {% generation %}{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}{% else %}\
 {{ m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}\
 {{ '<start_of_turn>model\n' }}{% endif %}"""
-USER, SAID, BEGIN, END = DEEPSEEKS = (
+USER, SAID, BEGIN, END = (
     "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
 )  # fmt: skip
 

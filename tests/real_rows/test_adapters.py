@@ -65,79 +65,70 @@ def foreign(base: str, folder: Path, tokens: int = 0, **keys: Any) -> np.ndarray
     return logprobs_of(adapted.base_model.model)
 
 
+async def loads_as(folder: Path, wanted: np.ndarray[Any, Any]) -> None:
+    np.testing.assert_allclose(await found(TorchPolicy(PolicyConfig(model=str(folder)))), wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 async def test_a_folder_loads_as_peft_computes_it_unmerged(
     model: Callable[[str], str], tmp_path: Path, name: str
 ) -> None:
     base, keys = FOREIGN[name]
-    wanted = foreign(model(base), tmp_path / "a", **keys)
-    np.testing.assert_allclose(await found(TorchPolicy(PolicyConfig(model=str(tmp_path / "a")))), wanted, atol=1e-5)
+    wanted = foreign(model(base), tmp_path, **keys)
+    await loads_as(tmp_path, wanted)
     assert np.abs(wanted - logprobs_of(AutoModelForCausalLM.from_pretrained(model(base)))).max() > 0.01
 
 
 async def test_new_tokens_come_with_the_adapters_or_are_missed(model: Callable[[str], str], tmp_path: Path) -> None:
     both = ["embed_tokens", "lm_head"]
-    wanted = foreign(model("apart"), tmp_path / "a", 13, target_modules=["q_proj"], modules_to_save=both)
-    np.testing.assert_allclose(await found(TorchPolicy(PolicyConfig(model=str(tmp_path / "a")))), wanted, atol=1e-5)
+    await loads_as(tmp_path, foreign(model("apart"), tmp_path, 13, target_modules=["q_proj"], modules_to_save=both))
 
 
-async def test_a_folder_that_was_written_again_is_read_again(model: Callable[[str], str], tmp_path: Path) -> None:
-    for target in ("q_proj", "lm_head"):
-        wanted = foreign(model("apart"), tmp_path, target_modules=[target])
-        np.testing.assert_allclose(await found(TorchPolicy(PolicyConfig(model=str(tmp_path)))), wanted, atol=1e-5)
-
-
-async def test_adapters_are_merged_again_into_a_base_model_that_was_written_again(
+async def test_adapters_or_a_base_model_that_were_written_again_are_read_again(
     random_model: Callable[..., str], tmp_path: Path
 ) -> None:
-    base = random_model(SHAPES["apart"], tmp_path / "base")
-    wanted = foreign(base, tmp_path / "adapters", target_modules=["q_proj"])
-    np.testing.assert_allclose(
-        await found(TorchPolicy(PolicyConfig(model=str(tmp_path / "adapters")))), wanted, atol=1e-5
-    )
+    base, adapters = random_model(SHAPES["apart"], tmp_path / "base"), tmp_path / "adapters"
+    for target in ("q_proj", "lm_head"):
+        await loads_as(adapters, foreign(base, adapters, target_modules=[target]))
     network = AutoModelForCausalLM.from_pretrained(base)
     for each in network.parameters():
         each.data *= 0.5
     network.save_pretrained(base)
-    wanted = logprobs_of(PeftModel.from_pretrained(network, str(tmp_path / "adapters")).base_model.model)
-    np.testing.assert_allclose(
-        await found(TorchPolicy(PolicyConfig(model=str(tmp_path / "adapters")))), wanted, atol=1e-5
-    )
+    await loads_as(adapters, logprobs_of(PeftModel.from_pretrained(network, str(adapters)).base_model.model))
+
+
+def of_another_base(folder: Path, base: str, instead: str) -> Path:
+    """Adapters of `base` whose file names another model."""
+    foreign(base, folder, target_modules=["q_proj"])
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text("utf-8").replace(f'"{base}"', instead), "utf-8")
+    return folder
 
 
 def test_what_cannot_be_merged_is_refused_by_name(model: Callable[[str], str], tmp_path: Path) -> None:
-    tuned = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model("apart")),
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-    )
-    tuned.save_pretrained(str(tmp_path / "prompt"))
-    with pytest.raises(ModelError, match="PROMPT_TUNING changes a model's input"):
-        TorchPolicy(PolicyConfig(model=str(tmp_path / "prompt")))
-    foreign(model("apart"), tmp_path / "none", target_modules=["q_proj"])
-    config = tmp_path / "none" / "adapter_config.json"
-    config.write_text(config.read_text("utf-8").replace(f'"{model("apart")}"', "null"), "utf-8")
-    with pytest.raises(ModelError, match="names no base model: write base_model_name_or_path"):
-        TorchPolicy(PolicyConfig(model=str(tmp_path / "none")))
     network = AutoModelForCausalLM.from_pretrained(model("apart"))
     tensors = {name: each for name, each in network.state_dict().items() if "up_proj" not in name}
     network.save_pretrained(tmp_path / "part", state_dict=tensors)
-    foreign(model("apart"), tmp_path / "of a part", target_modules=["q_proj"])
-    config = tmp_path / "of a part" / "adapter_config.json"
-    config.write_text(config.read_text("utf-8").replace(model("apart"), str(tmp_path / "part")), "utf-8")
-    with pytest.raises(ModelError, match=r"the base model \S+part lacks 2 tensors \(model.layers.0.mlp.up_proj.weight"):
-        TorchPolicy(PolicyConfig(model=str(tmp_path / "of a part")))
+    tuned = get_peft_model(network, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    tuned.save_pretrained(str(tmp_path / "prompt"))
+    for folder, said in (
+        (tmp_path / "prompt", "PROMPT_TUNING changes a model's input"),
+        (of_another_base(tmp_path / "none", model("apart"), "null"), "names no base model: write base_model_name"),
+        (
+            of_another_base(tmp_path / "of a part", model("apart"), f'"{tmp_path}/part"'),
+            r"the base model \S+part lacks 2 tensors \(model.layers.0.mlp.up_proj.weight",
+        ),
+    ):
+        with pytest.raises(ModelError, match=said):
+            TorchPolicy(PolicyConfig(model=str(folder)))
 
 
 TRAINED = [
-    ("apart", ("lm_head",), "merged"),
-    ("apart", ("q_proj", "embed_tokens"), "merged"),
-    ("apart", "all-linear", "merged"),
-    ("apart", r".*\.0\..*q_proj|lm_head", "merged"),
-    ("tied", ("lm_head", "v_proj"), "adapters"),
-    ("tied", ("embed_tokens",), "adapters"),
-    ("gpt2", (), "merged"),
-    ("gpt2", ("c_proj",), "adapters"),
-]
+    ("apart", ("lm_head",), "merged"), ("apart", ("q_proj", "embed_tokens"), "merged"),
+    ("apart", "all-linear", "merged"), ("apart", r".*\.0\..*q_proj|lm_head", "merged"),
+    ("tied", ("lm_head", "v_proj"), "adapters"), ("tied", ("embed_tokens",), "adapters"),
+    ("gpt2", (), "merged"), ("gpt2", ("c_proj",), "adapters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "targets", "sync"), TRAINED)

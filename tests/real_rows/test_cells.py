@@ -43,15 +43,10 @@ AS_JSON = {
     "list": [[None, 0.5], [], None],
 }
 PLAIN: list[tuple[object, object]] = [
-    (np.float32(0.1), 0.1),
-    (np.int64(3), 3),
-    (np.bool_(True), True),
-    (np.str_("a"), "a"),
-    (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
-    (np.array([0.1], np.float32), [0.1]),
-    (np.float64(math.nan), None),
-    ({"inner": (math.nan, np.int8(1))}, {"inner": [None, 1]}),
-]
+    (np.float32(0.1), 0.1), (np.int64(3), 3), (np.bool_(True), True), (np.str_("a"), "a"),
+    (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]), (np.array([0.1], np.float32), [0.1]),
+    (np.float64(math.nan), None), ({"inner": (math.nan, np.int8(1))}, {"inner": [None, 1]}),
+]  # fmt: skip
 REFUSED = [b"a", math.inf, np.float32(-math.inf), decimal.Decimal("1.5"), dt.date(2020, 1, 1), {1: "a"}, {"a"}]
 
 
@@ -94,11 +89,25 @@ def test_what_json_cannot_hold_is_refused(value: object) -> None:
         cells({"cell": {"inner": [value]}})
 
 
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.list_(pa.binary())])
-def test_a_column_of_bytes_is_refused(tmp_path: Path, kind: Any) -> None:
-    value = [b"a"] if kind == pa.list_(pa.binary()) else b"a"
-    parquet.write_table(pa.table({"question": pa.array([value], kind), "answer": ["1"]}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet: column 'question' is of .* cannot hold bytes"):
+UNHELD: list[tuple[object, Any, str]] = [
+    (b"a", pa.binary(), "cannot hold bytes"),
+    (b"a", pa.large_binary(), "cannot hold bytes"),
+    (b"a", pa.binary(1), "cannot hold bytes"),
+    ([b"a"], pa.list_(pa.binary()), "cannot hold bytes"),
+    (dt.datetime(2020, 1, 1, tzinfo=dt.UTC), None, r"of timestamp\[us, tz=UTC\], .* cannot hold a date or time"),
+    (dt.date(2020, 1, 1), pa.date32(), r"of date32\[day\], .* cannot hold a date or time"),
+    (decimal.Decimal("1.5"), pa.decimal128(2, 1), "cannot hold a decimal"),
+    ([{"at": dt.date(2020, 1, 1)}], None, "cannot hold a date or time: .* Write the column as text, or leave it out"),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "said"), UNHELD)
+def test_a_column_of_what_no_row_holds_is_refused_by_its_name(
+    tmp_path: Path, value: object, kind: Any, said: str
+) -> None:
+    columns = {"question": ["a"], "answer": ["1"], "when": pa.array([value], kind)}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=rf"rows\.parquet: column 'when' is .*{said}"):
         Task.load(TaskConfig(source=str(tmp_path / "rows.parquet"), held_out=0))
 
 
@@ -107,30 +116,19 @@ def test_an_infinite_number_and_a_nan_are_refused_with_their_line(tmp_path: Path
     parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet, row 1: `score` is inf"):
         Task.load(TaskConfig(source=str(tmp_path / "rows.parquet"), held_out=0))
-    (tmp_path / "rows.jsonl").write_text(
-        '{"question": "a", "answer": "1"}\n{"question": "b", "answer": NaN}\n', "utf-8"
-    )
+    lines = '{"question": "a", "answer": "1"}\n{"question": "b", "answer": NaN}\n'
+    (tmp_path / "rows.jsonl").write_text(lines, "utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: not JSON: .*; write null for NaN"):
         Task.load(TaskConfig(source=str(tmp_path / "rows.jsonl"), held_out=0))
 
 
 TEXTS: list[tuple[str, object, str]] = [
-    ("{cell}", 2.0, "2"),
-    ("{cell}", -0.0, "0"),
-    ("{cell}", 1e3, "1000"),
-    ("{cell}", 2.5, "2.5"),
-    ("{cell}", 1e300, "1e+300"),
-    ("{cell}", 10**23, "1" + "0" * 23),
-    ("{cell}", True, "True"),
-    ("{cell}", None, ""),
-    ("{cell}", [3.0, 1, 2.5], "[3, 1, 2.5]"),
-    ("{cell}", [[1.0, None], []], "[[1, None], []]"),
-    ("<{cell}>", 2.0, "<2>"),
-    ("{cell:.2f}", 2.0, "2.00"),
-    ("{cell[n]}", {"n": 7.0}, "7"),
-    ("{cell[1]}", ["a", "b"], "b"),
+    ("{cell}", 2.0, "2"), ("{cell}", -0.0, "0"), ("{cell}", 1e3, "1000"), ("{cell}", 2.5, "2.5"), ("{cell}", None, ""),
+    ("{cell}", 1e300, "1e+300"), ("{cell}", 10**23, "1" + "0" * 23), ("{cell}", True, "True"), ("<{cell}>", 2.0, "<2>"),
+    ("{cell}", [3.0, 1, 2.5], "[3, 1, 2.5]"), ("{cell}", [[1.0, None], []], "[[1, None], []]"),
+    ("{cell:.2f}", 2.0, "2.00"), ("{cell[n]}", {"n": 7.0}, "7"), ("{cell[1]}", ["a", "b"], "b"),
     ("{cell!s}", ["a"], "['a']"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "cell", "text"), TEXTS)
@@ -250,10 +248,7 @@ def test_rows_of_reasoning_gym_stay_what_its_own_scores_read(name: str) -> None:
 async def test_the_nulls_that_parquet_fills_in_change_no_dialogue(tmp_path: Path) -> None:
     shown = "{{ m.role[0] }}{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};"
     template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
-    said = [
-        {"role": "user", "content": "a", "name": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
+    said = [{"role": "user", "content": "a", "name": "b"}, {"role": "assistant", "content": "c"}]
     row = {"question": "q", "answer": "", "messages": said}
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
     task = Task.load(TaskConfig(source=str(tmp_path / "rows.parquet"), held_out=0))

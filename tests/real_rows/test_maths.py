@@ -22,14 +22,11 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("completion", "answer"), EQUAL)
-def test_the_same_number(completion: str, answer: str) -> None:
-    assert numeric_answer("", completion, {"answer": answer}) == 1.0
-
-
-@pytest.mark.parametrize(("completion", "answer"), DIFFERENT)
-def test_another_number_or_none(completion: str, answer: str) -> None:
-    assert numeric_answer("", completion, {"answer": answer}) == 0.0
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"), [*((*each, 1.0) for each in EQUAL), *((*each, 0.0) for each in DIFFERENT)]
+)
+def test_the_same_number_or_another_or_none(completion: str, answer: str, reward: float) -> None:
+    assert numeric_answer("", completion, {"answer": answer}) == reward
 
 
 @pytest.mark.parametrize("answer", [r"\frac{\sqrt{3}}{2}", r"2\pi", "(1, 2)", "x"])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import openai
 import pytest
@@ -20,6 +19,7 @@ from meshrl_torch.model.chat import HuggingFaceChat
 from meshrl_torch.model.loading import read_words
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
+from tests.agents.talks import opened
 from tests.backends.material import SHAPE, by_row, changed, norm_of
 
 NATIVE = 16
@@ -119,22 +119,12 @@ async def test_no_turn_of_a_conversation_crosses_the_native_length(model: Callab
     known = read_words(config, Path(model("phi3")))
     known.tokenizer.chat_template = "{{ messages[0].content }}"
     gateway = Gateway(TorchSampler(config), HuggingFaceChat(known))
-    session = gateway.open(Sampling(max_tokens=90, ignore_eos=True))
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
-        told = (await client.completions.create(model="", prompt="abc", max_tokens=9)).choices[0].text
-        for more, said in (("ab", 2), ("abcdef", 0)):
-            asked = client.completions.create(model="", prompt=f"abc{told}{more}")
-            if said:
-                usage = (await asked).usage
-                assert usage is not None
-                assert usage.completion_tokens == said
-            else:
-                with pytest.raises(openai.BadRequestError, match="the model takes 1 to 15"):
-                    await asked
-        usage = (await client.completions.create(model="", prompt="abcdef" * 3)).usage
-        assert usage is not None
-        assert usage.completion_tokens > NATIVE
+    async with opened(gateway, Sampling(max_tokens=90, ignore_eos=True)) as talk:
+        told = (await talk.complete("abc", max_tokens=9)).choices[0].text
+        assert (await talk.complete(f"abc{told}ab")).usage.completion_tokens == 2
+        with pytest.raises(openai.BadRequestError, match="the model takes 1 to 15"):
+            await talk.complete(f"abc{told}abcdef")
+        assert (await talk.complete("abcdef" * 3)).usage.completion_tokens > NATIVE
     await gateway.aclose()
 
 

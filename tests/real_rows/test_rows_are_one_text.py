@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,23 +22,10 @@ from tests.real_rows.tiny_tokenizers import BOS, CHATML, CLOSE, END, made, save
 
 SCHEMES = ["bytes", "always", "first", "never"]
 PLAIN = (
-    (
-        "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]\n{% endif %}"
-    )
-    .replace("[", "<|")
-    .replace("]", "|>")
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-THINKS = (  # as Qwen3's: the last turn has thoughts, if empty ones, and earlier turns have none
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-DROPS = (  # as DeepSeek-R1's: the prompt opens thoughts, and a turn is rendered without its own
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}"
-    "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
+FORGETFUL = PLAIN.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
 CODE = "def f(x):\n    return x"
 TURNS = [
     {"role": role, "content": text} for role, text in [("user", "hello"), ("assistant", "yes no"), ("user", "1 + 2")]
@@ -64,33 +50,6 @@ def known(tokenizer: Any, chat: bool = True) -> Words:
 
 async def encoded(folder: Path, tokenizer: Any, chat: bool = True, **columns: Any) -> Batch:
     return await TorchPolicy(PolicyConfig(model=save(folder, tokenizer), chat=chat)).encode(Batch.of(**columns))
-
-
-@pytest.mark.parametrize("template", [PLAIN, CHATML, THINKS])
-@pytest.mark.parametrize("scheme", SCHEMES)
-async def test_a_dialogue_has_the_tokens_of_its_whole_text(scheme: str, template: str, tmp_path: Path) -> None:
-    tokenizer = made(scheme, template)
-    batch = await encoded(tmp_path, tokenizer, messages=[TURNS])
-    assert batch.tokens[0].tolist() == ids(tokenizer, tokenizer.apply_chat_template(TURNS, tokenize=False))
-    end = END if template is PLAIN else CLOSE
-    thoughts = "<think>\n\n</think>\n\n" if template is THINKS else ""
-    text = tokenizer.decode(np.asarray(batch.tokens[0])[np.asarray(batch.loss_mask[0], bool)].tolist())
-    assert "".join(text.split()) == "".join(f"yes no{end}{thoughts}{CODE}{end}".split())
-
-
-@pytest.mark.parametrize("template", [PLAIN, CHATML, THINKS, DROPS])
-@pytest.mark.parametrize("scheme", SCHEMES)
-async def test_both_forms_of_a_row_learn_the_same(scheme: str, template: str, tmp_path: Path) -> None:
-    tokenizer = made(scheme, template)
-    for number, text in enumerate((CODE, "<think>\n1 + 2\n</think>3", "1 + 2\n</think>3")):
-        turns = [TURNS[0], {"role": "assistant", "content": text}]
-        one = await encoded(tmp_path / f"m{number}", tokenizer, messages=[turns])
-        other = await encoded(tmp_path / f"p{number}", tokenizer, prompt=["hello"], completion=[text])
-        assert learned(tokenizer, one) == learned(tokenizer, other)
-        assert other.tokens[0].tolist() == one.tokens[0].tolist()[: len(other.tokens[0])]
-        whole = tokenizer.decode(other.tokens[0].tolist())
-        assert whole.count("</think>") == (text.count("</think>") or template is THINKS)
-        assert whole.count("<think>") == whole.count("</think>") or template in (PLAIN, CHATML, THINKS)
 
 
 @pytest.mark.parametrize("puts", ["$A", f"{BOS} $A", f"$A {END}", f"{BOS} $A {END}", f"{END} $A"])
@@ -177,16 +136,40 @@ async def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
     assert "".join(learned(tokenizer, batch)[0]) == f"yes no</s>{CODE}</s>"
 
 
+def test_all_turns_of_the_assistant_are_learned_or_the_last_alone() -> None:
+    tokenizer, whole = made(), f"yes no{CLOSE}{CODE}{CLOSE}"
+    batch = Batch.of(messages=[TURNS, TURNS, [*TURNS, TURNS[0]]], learn=["all", "last", "all"])
+    for given, texts in ((batch, [whole, f"{CODE}{CLOSE}", whole]), (batch.drop("learn"), [whole] * 3)):
+        found = rows.encoded(known(tokenizer), given)
+        learns = [np.asarray(mask, bool) for mask in found.loss_mask]
+        assert [tokenizer.decode(row[own].tolist()) for row, own in zip(found.tokens, learns, strict=True)] == texts
+    assert [each.values.dtype.name for each in (found.tokens, found.loss_mask)] == ["int32", "bool"]
+    tokenizer = made("bytes", FORGETFUL)  # a template that rewrites earlier turns serves where the last one is learned
+    found = rows.encoded(known(tokenizer), Batch.of(messages=[TURNS], learn=["last"]))
+    assert tokenizer.decode(found.tokens[0][np.asarray(found.loss_mask[0], bool)].tolist()) == f"{CODE}{END}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "learn", "said"),
+    [
+        (TURNS[:1], "all", "row 0: its dialogue has no assistant's turn to learn"),
+        (TURNS, "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
+        ("hello", "all", "row 0: `messages` is 'hello': give a list of"),
+        ([{"role": "user"}], "all", r"row 0: `messages`: message 0 is \{'role': 'user'\}: give"),
+        ([{"role": "tool", "content": "a"}, TURNS[1]], "all", "row 0: the chat template refuses it: "),
+    ],
+)
+def test_a_wrong_dialogue_is_refused_in_words(messages: object, learn: str, said: str) -> None:
+    refuses = "{{ raise_exception('no role') if messages[0].role == 'tool' }}" + PLAIN
+    with pytest.raises(DataError, match=said):
+        rows.encoded(known(made("bytes", refuses)), Batch.of(messages=[messages], learn=[learn]))
+
+
 async def test_calls_of_tools_are_learned_as_the_template_writes_them(tmp_path: Path) -> None:
     template = PLAIN.replace("m.content ", "m.tool_calls[0].function.name if m.tool_calls else m.content ")
     tokenizer = made("bytes", template)
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}], "language": "a"}
-    turns: list[dict[str, Any]] = [
-        TURNS[0],
-        call,
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "yes"},
-    ]
+    call: Any = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}], "language": "a"}
+    turns = [TURNS[0], call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "yes"}]
     batch = await encoded(tmp_path, tokenizer, messages=[turns, turns[:2]])
     assert ["".join(each) for each in learned(tokenizer, batch)] == ["f</s>yes</s>", "f</s>"]
     with pytest.raises(DataError, match="leaves out a part of message 1, 'I call'"):
@@ -229,12 +212,3 @@ def test_what_follows_an_end_is_refused(chat: bool) -> None:
     batch = Batch.of(prompt=["hello"] * 2, completion=[f"yes{END}\n", f"yes{END} no"])
     with pytest.raises(DataError, match=rf"row 1: ' no' follows '{END}', which ends a text"):
         rows.encoded(known(made(), chat), batch)
-
-
-def test_a_dialogue_is_rendered_once_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = made()
-    render = Mock(wraps=tokenizer.apply_chat_template)
-    told = known(tokenizer)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
-    rows.encoded(told, Batch.of(messages=[TURNS * 5]))
-    assert render.call_count <= len(TURNS * 5), "one for the whole, and for each turn its prompt, and the text after it"

@@ -102,21 +102,15 @@ async def scored(completions: list[str], **table: object) -> rl.Batch:
 TEXTS = ["aa", "nan", "raises", "bbbb"]
 
 
-def test_a_function_that_fails_says_why_and_how_is_configured() -> None:
-    batch = asyncio.run(scored(TEXTS, function=judge))
-    assert np.isnan(batch.rewards).tolist() == [error is not None for error in batch.objects("reward_error")]
-    assert np.isnan(batch.rewards).tolist() == [False, True, True, False]
+def test_what_a_failure_costs_is_configured() -> None:
     assert asyncio.run(scored(TEXTS, function=judge, errors="zero")).rewards.tolist() == [-2, 0, 0, -4]
+    zero = asyncio.run(scored(TEXTS, functions={"judge": judge, "one": one}, errors="zero"))
+    assert zero.rewards.tolist() == [-1, 1, 1, -3]
     with pytest.raises(DataError, match="row 1, of the prompt 'p', has no reward: ValueError"):
         asyncio.run(scored(TEXTS, function=judge, errors="stop"))
 
 
-def test_a_sum_is_unknown_if_a_part_failed_and_leaves_out_what_does_not_apply() -> None:
-    batch = asyncio.run(scored(TEXTS, functions={"judge": judge, "one": one}))
-    assert batch.rewards == pytest.approx([-1, NAN, NAN, -3], nan_ok=True)
-    assert batch.row("reward_one").tolist() == [1] * 4
-    zero = asyncio.run(scored(TEXTS, functions={"judge": judge, "one": one}, errors="zero"))
-    assert zero.rewards.tolist() == [-1, 1, 1, -3]
+def test_a_sum_leaves_out_what_does_not_apply() -> None:
     trl = rl.from_trl(abstains)
     batch = asyncio.run(scored(["a", "?"], functions={"trl": trl, "one": one}))
     assert (batch.rewards.tolist(), batch.objects("reward_error")) == ([3, 1], (None, None))

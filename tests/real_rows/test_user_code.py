@@ -139,28 +139,29 @@ def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_e
         assert all("cannot be unpickled here" in str(error) for error in errors)
 
 
+LATE = "TimeoutError: the {} took longer than {} = 2"
+
+
 @pytest.mark.parametrize(
-    ("name", "error"),
+    ("name", "seconds", "error"),
     [
-        ("exits", "SystemExit: 3"),
-        ("dies", "ProcessEnded: its process ended with status 3"),
-        ("hangs", "TimeoutError: the reward took longer than reward.row_timeout = 2"),
-        ("waits", "TimeoutError: the reward took longer than reward.row_timeout = 2"),
+        ("exits", 600, "SystemExit: 3"),
+        ("dies", 600, "ProcessEnded: its process ended with status 3"),
+        ("hangs", 2, LATE.format("reward", "reward.row_timeout")),
+        ("waits", 2, LATE.format("reward", "reward.row_timeout")),
     ],
 )
-async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, error: str) -> None:
+async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, seconds: float, error: str) -> None:
+    config = rl.RewardConfig(function=f"{code}:{name}", row_timeout=seconds, errors="zero")
     with capture_logs():
-        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:{name}", row_timeout=2, errors="zero")).score(
-            ROWS
-        )
+        scored = await FunctionReward(config).score(ROWS)
     assert scored.rewards.tolist() == [1, 0, 1]
     assert scored.objects("reward_error") == (None, error, None)
 
 
 async def test_async_code_that_blocks_its_loop_is_ended(code: Path) -> None:
-    config = rl.RewardConfig(function=f"{code}:blocks", row_timeout=2)
     with capture_logs():
-        scored = await FunctionReward(config).score(ROWS)
+        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:blocks", row_timeout=2)).score(ROWS)
     assert "TimeoutError" in str(scored.objects("reward_error")[1])
 
 
@@ -218,10 +219,8 @@ async def played(code: Path, name: str, *turns: str, **table: float) -> tuple[li
         answer = await environment.step(begun.select([0]))
         rest = await environment.step(begun.select(range(1, len(turns)))) if len(turns) > 1 else answer.select([])
         again = await environment.step((await environment.reset(batch_of("right"))).select([0]))
-    return [*answer.rewards, *rest.rewards, *again.rewards], (
-        *answer.objects("reward_error"),
-        *rest.objects("reward_error"),
-    )
+    errors = (*answer.objects("reward_error"), *rest.objects("reward_error"))
+    return [*answer.rewards, *rest.rewards, *again.rewards], errors
 
 
 async def test_what_works_in_a_script_works_in_an_environment(code: Path) -> None:
@@ -231,14 +230,16 @@ async def test_what_works_in_a_script_works_in_an_environment(code: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("turn", "error"),
+    ("turn", "seconds", "error"),
     [
-        ("dies", "ProcessEnded: its process ended with status 3"),
-        ("hangs", "TimeoutError: the environment took longer than environment.turn_timeout = 2"),
+        ("dies", 600, "ProcessEnded: its process ended with status 3"),
+        ("hangs", 2, LATE.format("environment", "environment.turn_timeout")),
     ],
 )
-async def test_an_environment_that_ends_or_hangs_is_ended_and_others_say_so(code: Path, turn: str, error: str) -> None:
-    rewards, errors = await played(code, "{turns}:Game", turn, "right", turn_timeout=2)
+async def test_an_environment_that_ends_or_hangs_is_ended_and_others_say_so(
+    code: Path, turn: str, seconds: float, error: str
+) -> None:
+    rewards, errors = await played(code, "{turns}:Game", turn, "right", turn_timeout=seconds)
     lost = "RuntimeError: the environment is lost, because another episode ended their process"
     assert (rewards, errors) == ([0, 0, 1], (error, lost))
 
@@ -255,9 +256,8 @@ async def test_plain_agents_and_judges_each_have_a_process(code: Path, tmp_path:
             agent = Agent(AgentConfig(source=f"{code}:solve", reward=f"{code}:verdict"))
             both = await asyncio.gather(*(agent.play(gateway, {"prompt": ""}, rl.Sampling()) for _ in range(2)))
             assert [(each.reward, each.error) for each in both] == [(4.0, None)] * 2
-            assert (await agent.play(gateway, {"prompt": "dies"}, rl.Sampling())).error == (
-                "RuntimeError: its process ended with status 3"
-            )
+            died = await agent.play(gateway, {"prompt": "dies"}, rl.Sampling())
+            assert died.error == "RuntimeError: its process ended with status 3"
             judged = await play({"prompt": ""}, "solve_later", reward=f"{code}:verdict")
             assert (judged.reward, judged.error) == (3.0, None)
             os.mkfifo(fifo := tmp_path / "fifo")

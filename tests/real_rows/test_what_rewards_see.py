@@ -5,10 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import msgspec
 import numpy as np
-import openai
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,6 +25,7 @@ from meshrl_inference.engine_side.protocol import Generate, Row
 from meshrl_torch.model.chat import read_chat
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
+from tests.agents.talks import opened
 from tests.real_rows.shapes import SHAPES, Shape, turns
 
 NAMED = {shape.name: shape for shape in SHAPES}
@@ -175,17 +174,12 @@ async def test_an_agent_gets_the_thought_once(name: str, tmp_path: Path) -> None
     table = speaker(tmp_path, shape, "\n", "hm</think>yes")
     chat, sampler = read_chat(SamplerConfig(**table)), TorchSampler(SamplerConfig(**table, seed=1))
     gateway = Gateway(sampler, chat)
-    session, user = gateway.open(GREEDY), {"role": "user", "content": "hello"}
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
-    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
-        asked: list[Any] = [user]
-        told = (await client.chat.completions.create(model="", messages=asked)).choices[0].message
+    hello = Message("user", "hello")
+    async with opened(gateway, GREEDY) as talk:
+        told = (await talk.ask()).choices[0].message
         assert told.content == f"{shape.opened}hm</think>yes"
-        text = chat.render([Message("user", "hello")], ())
-        assert (await client.completions.create(model="", prompt=text)).choices[0].text == "hm</think>yes"
-    put_back = chat.render(
-        [Message("user", "hello"), Message("assistant", told.content or ""), Message("user", "more")], ()
-    )
+        assert (await talk.complete(chat.render([hello], ()))).choices[0].text == "hm</think>yes"
+    put_back = chat.render([hello, Message("assistant", told.content), Message("user", "more")], ())
     assert put_back.count("<think>") == put_back.count("</think>") + 1 <= 2
     await gateway.aclose()
 

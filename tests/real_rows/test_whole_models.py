@@ -47,12 +47,16 @@ def logprobs(network: Any) -> Tensor:
 
 def write(folder: Path, tensors: Tensors, config: dict[str, Any], **keys: Any) -> str:
     folder.mkdir(exist_ok=True)
-    save_file(
-        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    whole = {name: each.contiguous() for name, each in tensors.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, **keys}))
     character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
     return str(folder)
+
+
+def written(network: Any, folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    network.save_pretrained(folder)
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
 @pytest.fixture(params=[LlamaConfig(**SHAPE), Qwen3MoeConfig(**MIXTURE)], ids=["llama", "experts"])
@@ -61,10 +65,7 @@ def original(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tensors, d
     network = AutoModelForCausalLM.from_config(request.param)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    network.save_pretrained(tmp_path / "original")
-    return load_file(tmp_path / "original/model.safetensors"), json.loads(
-        (tmp_path / "original/config.json").read_text()
-    )
+    return written(network, tmp_path / "original")
 
 
 def rounded(tensors: Tensors, block: Callable[[int, int], tuple[int, int]], end: str, scale: torch.dtype) -> Any:
@@ -80,9 +81,8 @@ def rounded(tensors: Tensors, block: Callable[[int, int], tuple[int, int]], end:
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 own = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-                scales[i, j] = 2.0 ** torch.log2(tensor[own].abs().max() / 448).ceil() * (
-                    1 if scale.itemsize == 1 else 0.9
-                )
+                power = 2.0 ** torch.log2(tensor[own].abs().max() / 448).ceil()
+                scales[i, j] = power * (1 if scale.itemsize == 1 else 0.9)
                 stored[name][own] = (tensor[own] / scales[i, j].float()).to(torch.float8_e4m3fn)
                 meant[name][own] = stored[name][own].float() * scales[i, j].float()
         stored[name.removesuffix("weight") + end] = scales if scales.numel() > 1 else scales.reshape(())
@@ -123,15 +123,8 @@ async def test_fp8_reads_as_its_numbers_times_their_scales_and_saves_plain(
     tensors, config = original
     stored, meant = rounded(tensors, block, end, scale)
     right = by_transformers(tmp_path / "plain", meant, config)
-    for name in (
-        "q_proj.input_scale",
-        "k_proj.k_scale",
-        "v_proj.v_scale",
-        "k_scale",
-        "kv_scale",
-        "k_proj.output_scale",
-    ):
-        stored[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    for cache in ("q_proj.input", "k_proj.k", "v_proj.v", "k", "kv", "k_proj.output"):
+        stored[f"model.layers.0.self_attn.{cache}_scale"] = torch.tensor(0.5)
     folder = write(tmp_path / "fp8", stored, config, quantization_config=quantization)
     policy = TorchPolicy(PolicyConfig(model=folder))
     batch = Batch.of(tokens=Ragged.of(IDS.tolist(), np.int32), loss_mask=Ragged.of([[False] + [True] * 6], np.bool_))
@@ -161,8 +154,7 @@ async def test_fp8_reads_as_its_numbers_times_their_scales_and_saves_plain(
 def plain(tmp_path: Path) -> tuple[Tensors, dict[str, Any]]:
     torch.manual_seed(0)
     network = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    network.save_pretrained(tmp_path / "plain")
-    return load_file(tmp_path / "plain/model.safetensors"), json.loads((tmp_path / "plain/config.json").read_text())
+    return written(network, tmp_path / "plain")
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"

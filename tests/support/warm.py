@@ -32,16 +32,13 @@ class _WarmProcess:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._pid = os.getpid()
             with theirs:
-                command = [sys.executable, "-m", "tests.support.warm_process", str(theirs.fileno())]
+                pipe = theirs.fileno()
+                command = [sys.executable, "-m", "tests.support.warm_process", str(pipe)]
                 path = os.pathsep.join(filter(None, sys.path))
                 own = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA, once asked, refuses forks
                 environment = {"GOMP_SPINCOUNT": "5000", **os.environ, **own}
                 self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
+                    command, pass_fds=[pipe], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
                 )
                 atexit.register(self._end, self._pid)
         socket.send_fds(self._control, [json.dumps(order).encode()], files)

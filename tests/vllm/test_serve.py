@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshrl.engines.remote.messages import reserved_port
+from tests.inference.conftest import Backend
 from tests.inference.networks import greedy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -63,7 +64,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture
-def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
+def served(tmp_path: Path) -> Iterator[Served]:
     """A run that was killed after its checkpoint, as it were, and a server that follows it."""
     (tmp_path / "words.jsonl").write_text(
         "".join(f'{{"question": "{word}>", "answer": "{word[::-1]}"}}\n' for word in WORDS)
@@ -75,7 +76,8 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
     shutil.rmtree(run / "checkpoints" / "step-000006")  # that of the end
     with reserved_port() as reserving:
         port = reserving.getsockname()[1]
-        command = [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable]
+        python = Backend("vllm").python or sys.executable
+        command = [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
         yield Served(run, server, port)

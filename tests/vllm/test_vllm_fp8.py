@@ -13,7 +13,8 @@ from meshrl.mesh import Rank, rank_context
 from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_torch.wire import fp8
 from meshrl_vllm.sampler import VllmSampler
-from tests.inference.networks import SHAPE, config_of, distances, drawn, offer, saved, two
+from tests.inference.conftest import Backend
+from tests.inference.networks import SHAPE, distances, drawn, offer, saved, two
 from tests.senders import sending
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -60,8 +61,9 @@ def is_exact(network: PreTrainedModel, batch: Batch) -> bool:
     return bool(np.median(apart) < 1e-3 and apart.max() < 0.3)
 
 
-def made(folder: Path, python: str | None, **keys: Any) -> VllmSampler:
-    return VllmSampler(config_of(folder, python, {"quantization": "fp8"}, **keys))
+def made(folder: Path, quantization: str | None = "fp8", **keys: Any) -> VllmSampler:
+    own: dict[str, object] = {"quantization": quantization}
+    return VllmSampler(Backend("vllm").config(model=str(folder), slots=16, keys=own, **keys))
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +78,11 @@ def same(one: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("config", [pytest.param(TIED, marks=pytest.mark.wide), BIASED], ids=["tied", "biased"])
 async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_broadcast(
-    config: PretrainedConfig, tmp_path: Path, python: str | None
+    config: PretrainedConfig, tmp_path: Path
 ) -> None:
     networks, weights = await two(config, tmp_path)
     names = fp8.matrices(networks[0])
-    sampler = made(tmp_path / "0", python)
+    sampler = made(tmp_path / "0")
     first = await drawn(sampler)
     assert not is_exact(networks[0], first)
     exact = [rounding(network) for network in networks]
@@ -97,11 +99,11 @@ async def test_it_computes_with_rounded_matrices_of_files_of_memory_and_of_a_bro
     sampler.close()
 
 
-async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_path: Path, python: str | None) -> None:
+async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_path: Path) -> None:
     network = saved(BIASED, 0, tmp_path)
     weights = await TorchPolicy(PolicyConfig(model=str(tmp_path))).weights()
     rank_context.set(Rank(0, 2, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 2}, 1))
-    sampler = made(tmp_path, python)
+    sampler = made(tmp_path)
     known = await drawn(sampler)
     assert is_exact(rounding(network, tp=2), known)
     with sending(2, 1 << 14, fp8.matrices(network)) as senders:
@@ -111,9 +113,9 @@ async def test_two_processes_along_tp_round_their_own_part_of_what_comes_in(tmp_
 
 
 @pytest.mark.wide
-async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -> None:
+async def test_a_model_in_bfloat16_is_near(tmp_path: Path) -> None:
     network = saved(TIED, 0, tmp_path)
-    sampler = made(tmp_path, python, dtype="bfloat16")
+    sampler = made(tmp_path, dtype="bfloat16")
     assert np.median(distances(rounding(network), await drawn(sampler))) < 0.1
     weights = await TorchPolicy(PolicyConfig(model=str(tmp_path), dtype="bfloat16")).weights()
     loaded = await sampler.load(weights.with_version(1))
@@ -121,9 +123,9 @@ async def test_a_model_in_bfloat16_is_near(tmp_path: Path, python: str | None) -
     sampler.close()
 
 
-async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path, python: str | None) -> None:
+async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path) -> None:
     network = saved(TIED, 0, tmp_path)
-    sampler = VllmSampler(config_of(tmp_path, python))
+    sampler = made(tmp_path, quantization=None)
     before = await drawn(sampler)
     with sending(2, 1 << 14, fp8.matrices(network)) as senders:
         offer = senders.offer(dict(network.named_parameters()), 1)
@@ -133,7 +135,7 @@ async def test_a_sampler_without_fp8_keeps_its_weights(tmp_path: Path, python: s
     sampler.close()
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path, python: str | None) -> None:
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     saved(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2), 0, tmp_path)
     with pytest.raises((ModelError, EngineDied), match=r"this model cannot be in FP8: 6 of its tensors"):
-        made(tmp_path, python)
+        made(tmp_path)
