@@ -1,3 +1,4 @@
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -31,14 +32,14 @@ VARIANTS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where one stands: each configuration has run there, as one may start from the model that another saved."""
     made = tmp_path_factory.mktemp("runs")
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    save_tokenizer(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         for path in CONFIGS.values():
             run = load_job(path, []).run
-            model = made / run.folder / run.name / "model"
-            model.mkdir(parents=True, exist_ok=True)
-            (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
-            save_tokenizer(model)
+            shutil.copytree(model, made / run.folder / run.name / "model", dirs_exist_ok=True)
         save_models(made)
         yield made
 

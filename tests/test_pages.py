@@ -69,14 +69,13 @@ def write_files(page: Path, folder: Path) -> list[Path]:
     return list(texts)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = ModuleType(f"page_{page.stem}")
-    vars(module).update(__builtins__=builtins, __file__=str(page))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    files = write_files(page, tmp_path)
+def run_code(page: Path, module: ModuleType, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Run the code of a page as a module, in a folder with the page's files."""
+    vars(module)["__builtins__"] = builtins
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.chdir(folder)
+    patch.syspath_prepend(folder)
+    files = write_files(page, folder)
     with asyncio.Runner() as runner:
         for code in blocks(page):
             result = FunctionType(code, vars(module))()
@@ -84,6 +83,13 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tm
                 runner.run(result)
     for file in files:
         sys.modules.pop(file.stem, None)  # another page may have one of this name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType(f"page_{page.stem}")
+    module.__file__ = str(page)
+    run_code(page, module, tmp_path, monkeypatch)
 
 
 async def test_the_algorithm_of_the_readme_trains_on_fakes() -> None:

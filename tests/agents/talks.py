@@ -1,6 +1,7 @@
 """Programs that talk to a scripted model by the real client, in virtual time."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,12 +10,42 @@ import httpx2
 import openai
 
 from meshrl import Batch, Sampling
-from meshrl.agents import Agent, Episode, Gateway, Session
+from meshrl.agents import Agent, Episode, Gateway, Message, Session, Tool
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 USER: Any = {"role": "user", "content": "hello"}
 SAMPLING = Sampling(max_tokens=1000)
+END, ASSISTANT, PAIR = "\0", "<assistant>\n", "\ue000"
+
+
+class ChatML:
+    """Calls as Hermes writes them. `th` is one token of text, which the model draws as two."""
+
+    ends = frozenset({0})
+    max_tokens = native_tokens = 1 << 20
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        shown: list[Any] = [message.shown() for message in messages]
+        return json.dumps(list(tools)) + "".join(line(**each) for each in shown) + ASSISTANT
+
+    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
+        return list(map(ord, merged(text)))
+
+    def begin(self, text: str) -> Sequence[int]:
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
+        return "".join(map(chr, tokens)).replace(PAIR, "th").replace(END, "")
+
+
+def merged(text: str) -> str:
+    return text.replace("th", PAIR)
+
+
+def line(role: str, content: str, tool_calls: Any = (), **_: Any) -> str:
+    calls = [f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in tool_calls]
+    return f"<{role}>\n{content}{''.join(calls)}{END}\n"
 
 
 @dataclass

@@ -58,17 +58,14 @@ def test_the_reward_goes_to_the_episodes_rows(agent: Callable[..., Agent]) -> No
 
 
 def test_a_result_with_rewards_of_turns(agent: Callable[..., Agent]) -> None:
-    results: dict[str, tuple[float, list[float]]] = {
-        '{"reward": 1, "turns": [0.25, -0.5]}': (1.0, [0.25, -0.5]),
-        '{"reward": 0.5, "tries": 2}': (0.5, [0.0, 0.5]),
-        '{"reward": 1, "turns": [1]}': (nan, [nan, nan]),
-    }
-    episodes = {result: played(agent(f"{ASK * 2}return {result}"), "3", "2") for result in results}
-    for result, (reward, turns) in results.items():
-        assert [episodes[result].reward, *episodes[result].turn_rewards] == pytest.approx([reward, *turns], nan_ok=True)
-    errors = [each.error for each in episodes.values()]
-    assert errors[:2] == [None, None]
-    assert "the model answered 2 times" in str(errors[2])
+    for result, rewards, error in (
+        ('{"reward": 1, "turns": [0.25, -0.5]}', [1.0, 0.25, -0.5], "None"),
+        ('{"reward": 0.5, "tries": 2}', [0.5, 0.0, 0.5], "None"),
+        ('{"reward": 1, "turns": [1]}', [nan] * 3, "the model answered 2 times"),
+    ):
+        episode = played(agent(f"{ASK * 2}return {result}"), "3", "2")
+        assert [episode.reward, *episode.turn_rewards] == pytest.approx(rewards, nan_ok=True)
+        assert error in str(episode.error)
 
 
 def test_a_function_judges_what_was_said_by_a_row_of_its_own(agent: Callable[..., Agent], tmp_path: Path) -> None:
@@ -198,15 +195,15 @@ async def test_a_plain_client_asks_no_proxy(agent: Callable[..., Agent], monkeyp
 
 async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
-    last = tmp_path / "last"
+    last, many = tmp_path / "last", min(32, (os.cpu_count() or 1) + 4) + 2  # more than a pool has threads
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
         solve, hasty = agent(body, "def"), agent(body, "def", timeout=0.1)
-        hanging = [asyncio.create_task(solve.play(gateway, {"until": str(last)}, Sampling())) for _ in range(40)]
+        hanging = [asyncio.create_task(solve.play(gateway, {"until": str(last)}, Sampling())) for _ in range(many)]
         left = await hasty.play(gateway, {"until": str(last)}, Sampling())
         assert "no result in 0.1 seconds" in str(left.error)
         quick = await solve.play(gateway, {"until": str(tmp_path)}, Sampling())
         last.touch()
-        assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
+        assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * (many + 1)
 
 
 async def test_what_is_refused_and_what_needs_a_server(agent: Callable[..., Agent], tmp_path: Path) -> None:
@@ -298,46 +295,9 @@ async def test_commands_that_fail() -> None:
         (late, {"timeout": 0.1}, "no result in 0.1 seconds"),
     ]
     episodes = await asyncio.gather(*(served(python(code, **config)) for code, config, _ in cases))
-    told = [
-        (isnan(episode.reward), error in str(episode.error))
-        for episode, (*_, error) in zip(episodes, cases, strict=True)
-    ]
-    assert told == [(True, True)] * len(cases), [episode.error for episode in episodes]
-
-
-CHILD = """
-import time
-held = open({fifo!r}, "w")
-print("x", end="", file=held, flush=True)
-print(flush=True)
-time.sleep(600)
-"""
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
-child.stdout.readline()
-if {hangs}: time.sleep(600)
-print(1)
-"""
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-@pytest.mark.process
-async def test_the_processes_of_a_command_end_with_it(tmp_path: Path, hangs: bool) -> None:
-    fifo = tmp_path / "held"
-    os.mkfifo(fifo)
-    code = PARENT.format(child=CHILD.format(fifo=str(fifo)), hangs=hangs)
-    playing = asyncio.create_task(served(python(code)))
-    held = await asyncio.to_thread(fifo.open, "rb")
-    assert await asyncio.to_thread(held.read, 1) == b"x"
-    if hangs:
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-    else:
-        assert (await playing).reward == 1.0
-    assert await asyncio.to_thread(held.read) == b""  # the child that held it has ended
-    held.close()
+    for episode, (*_, error) in zip(episodes, cases, strict=True):
+        assert isnan(episode.reward), episode
+        assert error in str(episode.error)
 
 
 @pytest.mark.process

@@ -91,20 +91,6 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert asyncio.run(statistics(failed, worked=True))["reward_errors"] == 2.0
 
 
-def test_the_age_of_an_episode_is_that_of_its_tokens(agent: Agent) -> None:
-    async def main() -> rl.Batch:
-        sampler, policy = ScriptedSampler(lambda prompt: "ok"), fake_policy()
-        agents = agents_of(agent, sampler)
-        await rl.publish(policy, agents)
-        await policy.update(
-            conversations(await rl.rollout(agents, rl.Batch.of(prompt=["a"]), rl.Sampling())), rl.CrossEntropy()
-        )
-        await rl.publish(policy, sampler)
-        return await rl.rollout(agents, rl.Batch.of(prompt=["a", ""]), rl.Sampling())
-
-    assert simulate(main).row("oldest_version").tolist() == [1, 0]
-
-
 def test_episodes_are_trained_on_under_the_bound_and_a_sampler_that_fails_costs_retries(agent: Agent) -> None:
     random = Random(0)
 

@@ -48,7 +48,7 @@ async def train(name: str, chosen: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_shipped_script_keeps_the_bound(case: str) -> None:
     name, chosen = SCRIPTS[case]
-    explore(partial(train, name, chosen), seeds=40)
+    explore(partial(train, name, chosen), seeds=30)
 
 
 PAGES = [name for name in NAMES if "minibatches: int" in (ALGORITHMS / f"{name}.py").read_text("utf-8")]

@@ -146,11 +146,6 @@ def test_one_completion_a_prompt_is_no_group() -> None:
             validate(script(name).schema, table, "test")
 
 
-def test_a_teacher_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"mine\.toml: teacher: is missing"):
-        validate(script("distill").schema, {"task": {"source": "x"}, "policy": {"model": "m"}}, "mine.toml")
-
-
 GIVEN = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "prompts": 4}
 SOLVE = """
 async def solve(client, row):

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from meshrl import PolicyConfig, TeacherConfig, check_teacher
-from meshrl.errors import ConfigError
-from meshrl_torch.model.text import character_tokenizer
 from tests.algorithms.pages import Ran, lines, meshrl, run_page, write_task
 
 CHARACTERS = "abcd>"
@@ -200,22 +197,6 @@ async def test_a_page_makes_a_step_of_a_model(name: str, tmp_path: Path) -> None
     _, _, (step,) = await run_page(name, tmp_path, {**table, "steps": 1})
     assert math.isfinite(step["loss"])
     assert step["grad_norm"] >= 0
-
-
-def check(policy: object, teacher: object) -> None:
-    check_teacher(PolicyConfig.model_validate({"model": policy}), TeacherConfig.model_validate({"model": teacher}))
-
-
-def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
-    for name, characters in {"same": "abcd>", "other": "abdc>", "more": "abcd>e"}.items():
-        character_tokenizer(characters, 16).save_pretrained(tmp_path / name)
-    check(MODEL, str(tmp_path / "same"))
-    check(str(tmp_path / "other"), "elsewhere")  # not on this machine
-    with pytest.raises(ConfigError, match="'e' is token none of the policy and 7 of the teacher"):
-        check(str(tmp_path / "same"), str(tmp_path / "more"))
-    (tmp_path / "same" / "tokenizer.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a readable tokenizer: TypeError"):
-        check(MODEL, str(tmp_path / "same"))
 
 
 SHORT = ("task.held_out=32", "task.options.size=2000")

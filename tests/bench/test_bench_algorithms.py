@@ -1,11 +1,6 @@
-from bench.algorithms import Result, budget, completions, config, figures, markdown, pages, ranked, seeds
+from bench.algorithms import budget, completions, config, pages, seeds
 from meshrl.events import Call, Event, Step
 from meshrl.run import find_config, load_job
-from meshrl.run.jobs import shipped_scripts
-
-
-def result(page: str, after: float, *, given: bool = False) -> Result:
-    return Result(page, given, (0.25, after), (0.125, 0.5), drawn=512, trained=128, updates=4, wall=40, cpu=30)
 
 
 def overrides(name: str) -> list[str]:
@@ -31,14 +26,6 @@ def test_a_budget_of_512_completions_fits_each_page() -> None:
     assert {"policy.optimizer.total_steps=80", "critic.optimizer.warmup_steps=8"} <= {*overrides("ppo")}
 
 
-def test_pages_that_train_a_policy_are_measured_and_the_teacher_comes_first() -> None:
-    assert pages(None)[0] == "grpo"
-    assert {"grpo", "sft", "kto", "multiturn", "distill"} <= {*pages(None)} <= {*shipped_scripts()}
-    assert pages(["distill", "sft"]) == ["grpo", "distill", "sft"]
-    assert pages(["sft", "grpo"]) == ["grpo", "sft"]
-    assert pages(["sft"]) == ["sft"]
-
-
 def test_completions_are_counted_within_the_steps() -> None:
     events: list[Event] = [
         Call(1, "TorchSampler", "generate", 0.0, 0.5, rows=512),  # an evaluation
@@ -53,16 +40,3 @@ def test_completions_are_counted_within_the_steps() -> None:
     ]
     assert completions(events, 8) == (1024, 500, 1)
     assert completions([], 8) == (0, 0, 0)
-
-
-def test_the_best_page_is_first_and_each_has_a_line_and_its_figures() -> None:
-    rows = ranked([result("low", 0.25), result("high", 0.5), result("high", 0.75), result("sft", 0.5, given=True)])
-    assert [row.page for row in rows] == ["high", "sft", "low"]
-    assert (rows[0].greedy, rows[0].lowest, rows[0].highest) == ((0.25, 0.625), 0.5, 0.75)
-    lines = markdown(rows).splitlines()
-    assert lines[2] == "| `high` | 0.250 | 0.625 (0.500 to 0.750) | 0.125 | 0.500 | 512 | 128 | 4 | 40 | 30 |"
-    assert lines[4].startswith("| `low` | 0.250 | 0.250 |")
-    assert len({line.count("|") for line in lines}) == 1
-    found = {each.name: each for each in figures(rows)}
-    assert (found["exact match, greedy, high"].value, found["exact match, greedy, high"].peer) == (0.625, 0.25)
-    assert found["CPU, low"].value == 30

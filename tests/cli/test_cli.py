@@ -69,11 +69,6 @@ async def count(run: Run, config: CountConfig) -> None:
             await asyncio.Event().wait()
     run.summary(exact_match_after=0.5)
 '''
-FAKES = """algorithm = "grpo"
-task = { source = "data.jsonl", held_out = 0 }
-policy = { backend = "fake", model = "none" }
-sampler = { backend = "fake", model = "none" }
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +76,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
-    Path("data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
     Path("count.py").write_text(SCRIPT, "utf-8")
     Path("count.toml").write_text('# Counts.\nalgorithm = "count.py"\n', "utf-8")
 
@@ -156,44 +150,6 @@ def test_a_script_that_cannot_be_used_and_one_with_postponed_annotations(tmp_pat
         assert message in str(caught.value)
     path.write_text("from __future__ import annotations\n" + SCRIPT.replace("count", "script"), "utf-8")
     assert load_script(path).schema.__name__ == "CountConfig"
-
-
-def test_check_and_run_tell_all_that_is_wrong_before_a_model_loads(tmp_path: Path) -> None:
-    text = """
-        algorithm = "grpo"
-        task.source = "data.jsonl"
-        policy = { model = "no/such/folder", backend = "fake" }
-        sampler = { model = "no/other/folder", backend = "functoin" }
-        reward.function = "exact_mach"
-        reference = { model = "no/such/model.gguf", backend = "function" }
-    """
-    Path("mine.toml").write_text(text, "utf-8")
-    told = type_in("check", "mine.toml")
-    assert type_in("run", "mine.toml") == told
-    assert (told.status, told.out) == (1, "")
-    assert not Path("runs").exists()
-    first, *mistakes = told.err.splitlines()
-    assert first == "error: 5 mistakes:"
-    expected = (
-        "sampler: no backend 'functoin' is installed: did you mean 'function'?",
-        f"sampler: model '{tmp_path}/no/other/folder': there is no folder {tmp_path}",
-        "reward: reward function 'exact_mach': ",
-        "reference: backend 'function' has no Reference: it has Environment, Reward",
-        f"reference: model '{tmp_path}/no/such/model.gguf': there is no file {tmp_path}",
-    )
-    for line, mistake in zip(mistakes, expected, strict=True):
-        assert line.strip().startswith(f"mine.toml: {mistake}")
-
-
-def test_check_asks_for_the_packages_of_a_reference_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("meshrl_torch.")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "torch", None)  # as if it was not installed
-    model = "prompts = 1\nreward.function = 'exact_match'\nreference.model.characters = 'act>'"
-    Path("mine.toml").write_text(FAKES + model, "utf-8")
-    assert type_in("check", "mine.toml") == (0, "mine.toml: no mistakes found\n", "")
-    told = refused("check", "mine.toml", "loss.kl=0.1")
-    assert "mine.toml: reference: backend 'torch' needs the package 'torch', which is not installed" in told
 
 
 def test_a_closed_pipe_does_not_end_who_logs(monkeypatch: pytest.MonkeyPatch) -> None:

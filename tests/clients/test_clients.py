@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from meshrl import Sampling
-from meshrl.agents import Agent, AgentConfig, Gateway, Message, Tool
+from meshrl.agents import Agent, AgentConfig, Gateway
 from meshrl.testing import ScriptedSampler
+from tests.agents.talks import ASSISTANT, END, ChatML, line, merged
 
 pytest.importorskip("langgraph", reason="the frameworks are in an environment of their own: `make test-clients`")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks leave connections open
@@ -22,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks leave connec
 TURNS = 20
 FIRST, STEP = 1, 7
 ROW = {"prompt": f"Begin at {FIRST}.", "answer": str(FIRST + STEP * (TURNS - 1))}
-END, ASSISTANT = "\0", "<assistant>\n"
 STOP = "</code>"  # what smolagents stops at
-PAIR = "\ue000"
 THOUGHT = f"<think>\n{'That is the number, so there is another. ' * 10}\n</think>\n\n"
 
 
@@ -33,37 +32,6 @@ def _connections() -> Iterator[None]:
     """What they leave goes before the filter of warnings does."""
     yield
     gc.collect()
-
-
-class Chat:
-    """ChatML with calls as Hermes writes them. `th` is one token of text, which the model draws as two."""
-
-    ends = frozenset({0})
-    max_tokens = native_tokens = 1 << 20
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        offered = f"<tools>\n{json.dumps(list(tools))}{END}\n" if tools else ""
-        shown: list[Any] = [message.shown() for message in messages]
-        lines = [line(each["role"], each["content"], each.get("tool_calls", ())) for each in shown]
-        return "".join([offered, *lines, ASSISTANT])
-
-    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
-        return list(map(ord, merged(text)))
-
-    def begin(self, text: str) -> Sequence[int]:
-        return self.encode(text)
-
-    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
-        return "".join(map(chr, tokens)).replace(PAIR, "th").replace(END, "")
-
-
-def merged(text: str) -> str:
-    return text.replace("th", PAIR)
-
-
-def line(role: str, content: str, calls: Any = ()) -> str:
-    called = [f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
-    return f"<{role}>\n{content}{''.join(called)}{END}\n"
 
 
 def call_following(number: int, ends: bool) -> str:
@@ -167,7 +135,7 @@ async def test_an_agents_turns_are_one_row_of_what_the_model_drew(name: str, spe
         return said
 
     sampler = ScriptedSampler(model)
-    gateway = Gateway(sampler, Chat())
+    gateway = Gateway(sampler, ChatML())
     recorder = gateway.app = Recorder(gateway.app)
     agent = Agent(AgentConfig(source=f"{Path(__file__).parent}/programs/{name}", timeout=500))
     async with gateway.serving():

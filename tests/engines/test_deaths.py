@@ -8,12 +8,15 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshrl as rl
 from meshrl.errors import RankDied, RankFailed
-from meshrl.mesh import CollectiveActor, Same
+from meshrl.mesh import CollectiveActor, Same, is_away
+from meshrl.testing import FakePolicy, FakeSampler, Witness
 from tests.engines.conftest import Reserve, on_processes
+from tests.overlap.streams import POLICY, SAMPLER, prompts
 from tests.processes.conftest import Breaks, Numbered, killed, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -72,6 +75,13 @@ class Together(Probe, CollectiveActor):
     @rl.endpoint
     async def touch(self, note: str) -> None:
         Path(note).touch()
+
+
+class SlowSampler(FakeSampler, Numbered):
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
+        async for chunk in super().generate(prompts, sampling):
+            yield chunk.assign(pid=np.full(len(chunk), os.getpid()))
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
@@ -167,3 +177,34 @@ async def test_what_cannot_travel_fails_its_call_alone(mesh: rl.Mesh) -> None:
         async for _ in probe.count_on(rl.Batch.of(row=[1, 2]), Breaks("text")):
             pass
     assert await probe.add() == 1
+
+
+@on_processes
+async def test_a_stream_outlives_a_killed_replica(reserve: Reserve) -> None:
+    mesh = await reserve(2, rl.Resources(cpus=0, min_ranks=1))
+    sampler, witness = await mesh.spawn(SlowSampler, SAMPLER), Witness(FakePolicy(POLICY))
+    pids = (await sampler.pid()).tolist()
+    drawn_by: set[int] = set()
+    steps = 0
+    await rl.publish(witness, sampler)
+    stream = rl.rollouts(sampler, witness.prompts(prompts(200, 4)), rl.Sampling(n=2), ahead=1, retries=0)
+    async with stream:
+        async for drawn in stream:
+            batch = await drawn.load()
+            drawn_by.update(batch.row("pid").tolist())
+            await witness.update(batch, rl.CrossEntropy())
+            await rl.publish(witness, stream)
+            steps += 1
+            if steps == 2:
+                os.kill(pids[1], signal.SIGKILL)
+                beside = await rl.rollout(sampler, next(prompts(1, 3)), rl.Sampling())
+                assert len(beside) == 3, "as an evaluation draws"
+            if len(drawn_by) == 3:
+                break
+    witness.check(ahead=1, n=2, dropped=None)
+    assert pids[0] in drawn_by
+    assert not is_away(sampler)
+    again = (await sampler.pid()).tolist()
+    assert again[0] == pids[0]
+    assert again[1] not in pids
+    assert {*pids, again[1]} == drawn_by

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,9 @@ FAKES = ("policy.backend=fake", "sampler.backend=fake", "steps=1", "prompts=2", 
 
 
 def test_each_page_is_copied_with_what_it_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model := tmp_path / "a model").mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    save_tokenizer(model)
     for algorithm in shipped_scripts():
         (folder := tmp_path / f"of {algorithm}").mkdir()
         monkeypatch.chdir(folder)
@@ -30,9 +34,7 @@ def test_each_page_is_copied_with_what_it_runs_on(tmp_path: Path, monkeypatch: p
         assert all(f"first: {mistake}" in told for mistake in mistakes), told
         assert ("first: " in told) == bool(mistakes)
         for name in ("quickstart-sft", "quickstart-agent-sft", "quickstart"):
-            (model := folder / "runs" / name / "model").mkdir(parents=True)
-            (model / "config.json").write_text('{"model_type": "llama"}', "utf-8")
-            save_tokenizer(model)
+            shutil.copytree(model, folder / "runs" / name / "model")
         assert find_mistakes(job.config) == []
 
 

@@ -132,21 +132,6 @@ def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(co
     assert about == {"meshrl.rows": 8, "meshrl.mesh": "rollout", "meshrl.rank": 3}
 
 
-def test_events_that_are_too_many_for_a_trace_are_told_once(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("meshrl.run.trackers.otlp._MOST", 2)
-    tracker = begun(collector.address)
-    for step in range(2):
-        waits = [events.Wait(f"{each}", "it", "that", float(step), step + 0.5) for each in range(3)]
-        tracker.events(waits, 1000.0)
-        tracker.events([events.Step(step, float(step), step + 1.0)], 1000.0)
-    tracker.end({"status": "finished"}, None)
-    names = [span.name for span in collector.spans if span.parent_span_id]
-    assert names == ["1 waits for it", "2 waits for it"] * 2
-    assert capsys.readouterr().err.count("gets no more than the newest 2 events of a step") == 1
-
-
 def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     gone = Collector()

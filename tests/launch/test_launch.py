@@ -13,7 +13,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.errors import ConfigError
 from meshrl.run.launch import SSH, Need, SshCluster, nodes_for, yaml_text
 from tests.first_hour.terminal import done, refused
 
@@ -151,17 +150,6 @@ def test_so_many_nodes_have_room() -> None:
     ]
     for needs, gpus, cpus, nodes in cases:
         assert (nodes_for(needs, gpus, cpus), needs) == (nodes, needs)
-
-
-def test_a_rank_that_no_node_has_room_for_is_named() -> None:
-    custom = {"highmem": 1.0, "none": 0.0, "accelerator_type:H100": 0.001}
-    for need, told in (
-        (Need("a", 1, 1, 16), "a rank of the mesh 'a' asks for .*, and a node has .*8 GPU"),
-        (Need("a", 1, 64, 0), "a rank of the mesh 'a' asks for .*, and a node has .*16 CPU and 8 GPU"),
-        (Need("a", 1, 1, 0, custom), "for highmem = 1, and nodes"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            nodes_for([need], 8, 16)
 
 
 def batch(config: Path, *arguments: str) -> str:

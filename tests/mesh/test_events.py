@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 import meshrl as rl
 from meshrl.errors import RankFailed
-from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
+from meshrl.events import Call, Event, EventLog, Gauge, Span, Step, gauge, sink
 from meshrl.mesh import free_cores
 from meshrl.run import MeshConfig
 from meshrl.testing import Deadlock, simulate
@@ -142,51 +142,6 @@ def test_what_is_unwritten_keeps_no_simulation_alive(tmp_path: Path) -> None:
     with pytest.raises(Deadlock, match="no timer will change that"):
         simulate(script)
     assert [event.name for event in read(tmp_path / "mine") if isinstance(event, Gauge)] == ["depth"]
-
-
-def test_a_wait_that_goes_on_ends_with_the_log(tmp_path: Path) -> None:
-    async def waits() -> None:
-        with waiting("trainer", "a batch", lambda: "3 of 64 groups are ready"):
-            await asyncio.Event().wait()
-
-    async def script() -> None:
-        logs: list[EventLog] = []
-        tasks: set[asyncio.Task[None]] = set()
-        for name in ("cancelled", "left"):
-            (tmp_path / name).mkdir()
-            logs.append(EventLog(tmp_path / name / "events.jsonl"))
-            sink.set(logs[-1])
-            tasks.add(asyncio.create_task(waits()))
-        await asyncio.sleep(2)
-        logs[1].close()
-        await asyncio.sleep(2)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        logs[0].close()
-
-    simulate(script)
-    wait = Wait("trainer", "a batch", "3 of 64 groups are ready", 0, 4)
-    assert read(tmp_path / "cancelled") == [wait]
-    assert read(tmp_path / "left") == [msgspec.structs.replace(wait, ended=2)]
-
-
-async def test_a_wait_that_cannot_say_why_has_not_begun() -> None:
-    with pytest.raises(ZeroDivisionError), waiting("trainer", "a batch", lambda: str(1 // 0)):
-        pass
-    assert Pending.of(asyncio.get_running_loop()) == []
-
-
-async def test_what_a_kill_would_leave_at_any_moment_are_whole_lines(tmp_path: Path) -> None:
-    left = list[Event]()
-    async with rl.Run(config(tmp_path)) as run:
-        clocked = await (await run.mesh(2)).spawn(Clocked)
-        async for step in run.steps(3):
-            await clocked.now()
-            if step == 2:
-                left = read(run.folder)
-    assert [event.step for event in left if isinstance(event, Step)] == [0, 1]
-    assert len([event for event in left if isinstance(event, Span)]) >= 4
 
 
 def test_the_newest_events_are_kept_and_no_more_also_where_the_folder_was_renamed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ install coverage`). If it survives, and if it was planted by hand, it meets the 
 room. `results.json` keeps what killed it. Mutants in there are not run again without `--again`. One that the shorter
 tests kill is not run against the longer ones, which take hours, and counts as killed by them too. One whose `reason`
 says that it is equivalent is killed by neither. Both run as they were at the revisions in `tree.py`, on a product that
-has been moved since.
+has been moved since. The later revision has `tests/mutants/draw.py`, which drew them by a fixed seed.
 """
 
 import json

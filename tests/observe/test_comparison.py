@@ -95,21 +95,21 @@ def test_a_difference_is_told_where_there_is_one(tmp_path: Path) -> None:
 def test_an_interval_covers_the_true_difference_as_often_as_it_says_and_calls_noise_a_difference_seldom() -> None:
     luck = np.random.default_rng(0)
     held = 0
-    for seed in range(100):
+    for seed in range(50):
         hard = luck.normal(0, 1, 60)
         base, other = (hard + luck.normal(mean, 0.5, (1, 60)) for mean in (0.0, 0.3))
         _, low, high = bootstrap(base, other, seed, paired=True)
         held += low <= 0.3 <= high
         assert high - low < 0.5  # unpaired, what makes a prompt hard would be in it: about 0.8
-    assert 88 <= held <= 99
+    assert 44 <= held <= 49
     for paired in (True, False):
         luck = np.random.default_rng(0)
         wrong = 0
-        for seed in range(200):
+        for seed in range(100):
             base, other = luck.normal(size=(2, 1, 5))  # the fewest
             _, low, high = bootstrap(base, other, seed, paired=paired)
             wrong += low > 0 or high < 0
-        assert 1 <= wrong <= 14  # of percentiles alone about 36
+        assert 1 <= wrong <= 7  # of percentiles alone about 18
 
     luck = np.random.default_rng(0)  # seeds that differ widen the interval
     base = np.array([[0.2] * 50, [0.8] * 50, [0.5] * 50]) + luck.normal(0, 0.01, (3, 50))

@@ -182,11 +182,11 @@ def slid(draw: st.DrawFn) -> tuple[object, object]:
 
 
 beside = st.fixed_dictionaries({"x": columns, "y": columns, "z": columns})
-pairs = st.lists(st.tuples(plain, plain) | slid() | st.tuples(beside, beside), min_size=1, max_size=30)
+pairs = st.lists(st.tuples(plain, plain) | slid() | st.tuples(beside, beside), min_size=1, max_size=60)
 
 
 @pytest.mark.process
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(pairs)
 @example([({"x": [*range(10)], "y": [1, 2]}, {"x": [*range(4, 14)], "y": [5, 6, 7, 8, 9]})])
 def test_a_browser_makes_the_new_of_the_old_and_the_patch(pairs: list[tuple[object, object]]) -> None:

@@ -3,37 +3,17 @@ from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import meshrl as rl
 from meshrl.errors import ContractError, DataError
-from meshrl.mesh import lightest, parts, plan_of, routed
+from meshrl.mesh import parts, routed
 from meshrl.overlap.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 from tests.overlap.streams import POLICY, SAMPLER, prompts, spawned, trained
 
-COUNTS = st.lists(st.integers(0, 50), max_size=30)
-LOADS = st.lists(st.integers(0, 200), min_size=1, max_size=6)
-
 
 def asked(labels: list[int]) -> rl.Batch:
     return rl.Batch.of(prompt=["?"] * len(labels), groups=np.array(labels, np.int64))
-
-
-@given(COUNTS, LOADS, st.integers(0, 100), st.data())
-def test_divisions_are_level_and_whole(costs: list[int], loads: list[int], slack: int, data: st.DataObject) -> None:
-    drawn = data.draw(st.none() | st.lists(st.integers(-1, len(loads) - 1), min_size=len(costs), max_size=len(costs)))
-    homes = None if drawn is None else np.array(drawn, np.int64)
-    owners = lightest(np.array(costs, np.int64), np.array(loads, np.int64), homes, slack)
-    plan, every = plan_of(owners, len(loads)), list(range(len(costs)))
-    assert sorted(np.concatenate(plan).tolist()) == every
-    assert rl.Batch.join([asked(every).part(rows) for rows in plan], plan).groups.tolist() == every
-    after = [load + sum(costs[row] for row in rows) for load, rows in zip(loads, plan, strict=True)]
-    largest = max(costs, default=0)
-    for load, rows in zip(after, plan, strict=True):
-        if len(rows):
-            assert load - min(after) <= largest + (0 if homes is None else slack)
 
 
 def test_a_group_stays_on_its_replica_unless_that_has_too_much_and_what_ends_is_outstanding_no_more() -> None:

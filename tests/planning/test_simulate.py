@@ -161,19 +161,6 @@ def test_an_update_refuses_what_real_ones_refuse(source: Path) -> None:
             forecast(scripted(source, MINE.replace("CrossEntropy()", loss)))
 
 
-def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
-    slow = [
-        msgspec.structs.replace(each, mesh="judge", ended=each.began + 20)
-        if isinstance(each, Span) and each.endpoint == "score"
-        else each
-        for each in synchronous(9)
-    ]
-    run = record(tmp_path / "recorded", slow)
-    found = predict(source, run, "ahead=1", "sampler.mesh=rollout", "reward.mesh=judge")
-    assert "scoring" in found.bound
-    assert "training" not in found.bound
-
-
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
     run = record(tmp_path / "recorded", synchronous(9))
     found = predict(source, run)

@@ -1,5 +1,4 @@
 import os
-import resource
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -37,9 +36,7 @@ async def engine() -> AsyncIterator[ProcessEngine]:
         await made.close()
 
 
-async def test_modules_are_imported_without_cuda_which_refuses_forks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_modules_are_imported_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
     (tmp_path / "asks.py").write_text(f"import os\nos.environ['ASKED'] = os.environ[{check!r}]\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -130,14 +127,3 @@ async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engin
     assert await each(none.cores)() == [CORES], "without cores of its own it runs on all"
     assert await none.variable("OMP_NUM_THREADS") == "1"
     await rest.stop()
-
-
-async def test_the_limit_of_open_files_is_raised_within_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
-    no = resource.RLIM_INFINITY
-    for now, most, then in (1024, 4096, 4096), (1024, no, 65536), (2**20, 2**30, 2**20), (no, no, no):
-        limits[resource.RLIMIT_NOFILE] = now, most
-        await ProcessEngine().close()
-        assert limits[resource.RLIMIT_NOFILE] == (then, most), (now, most)

@@ -200,11 +200,11 @@ async def test_nothing_grows_with_the_steps(engine: ProcessEngine) -> None:
     meshes = [await Mesh.reserve(engine, 2, NO_CORE) for _ in range(2)]
     one, other = [await mesh.spawn(Rows) for mesh in meshes]
     pids = [os.getpid(), *[int(pid) for rows in (one, other) for pid in await rows.pid()]]
-    for number in range(300):
+    for number in range(100):
         await step(number, one, other)
     for attempt in range(ATTEMPTS):
         before = await sizes(pids, [one, other])
-        for number in range(500):
+        for number in range(300):
             await step(number, one, other)
         after = await sizes(pids, [one, other])
         made = sum(each.segments for each in after) - sum(each.segments for each in before)  # mapped anywhere

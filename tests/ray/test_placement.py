@@ -3,19 +3,23 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
+from numpy.typing import NDArray
 
-from meshrl import Actor, Mesh, Resources, Run, RunConfig, current_rank, each, endpoint
+from meshrl import Actor, Gather, Mesh, Resources, Run, RunConfig, current_rank, each, endpoint
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.cluster import host_and_port, room_for
+from meshrl.engines.ray.cluster import host_and_port
 from meshrl.engines.ray.code import installed, table
-from meshrl.engines.remote import Place, environments
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, RankFailed
 from meshrl.mesh import Same
 from meshrl.roles import packages_of
+from tests.mesh.test_events import Clocked, calls, read
+from tests.ray.conftest import NO_CORE
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
 
@@ -71,16 +75,6 @@ async def test_ranks_of_a_cluster_that_runs_get_the_variables_that_the_run_names
     assert "JUDGE_URL" not in (tmp_path / "run" / "config.toml").read_text("utf-8")
 
 
-def test_local_ranks_are_counted_by_node() -> None:
-    places = [Place(1, "one", "10.0.0.1", "a", 5000, "boot"), Place(2, "two", "10.0.0.2", "b", 6000, "boot")]
-    told = environments({0: places[1], 1: places[0], 2: places[1]}, 3, threads=3)
-    master = "10.0.0.2", "6000", "3"
-    assert [
-        [told[rank][name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")]
-        for rank in range(3)
-    ] == [["0", "2", *master], ["0", "1", *master], ["1", "2", *master]]
-
-
 async def test_what_the_cluster_can_never_give_is_an_error_at_once(engine: RayEngine) -> None:
     for asks, message in [
         (Resources(cpus=2), r"2 ranks with 2 CPU each, and the cluster has room for 1:\n  \S+ has 2 CPU, 2 shelf"),
@@ -112,11 +106,6 @@ async def test_what_is_taken_is_waited_for_and_a_process_that_starts_is_told_fro
     assert "free=" not in last
 
 
-def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
-    assert room_for({"GPU": 0.4}, {"GPU": 2}) == 4
-    assert room_for({"GPU": 2, "CPU": 1}, {"GPU": 8, "CPU": 3}) == 3
-
-
 async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(*_: object, **__: object) -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
@@ -134,7 +123,7 @@ async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(m
     engine = RayEngine()
     try:
         with pytest.raises(asyncio.CancelledError):
-            await Mesh.reserve(engine, 1, Resources(cpus=0))
+            await Mesh.reserve(engine, 1, NO_CORE)
         await engine.close()
         assert came == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -147,24 +136,18 @@ def test_a_host_that_is_an_ipv6_address_has_brackets_only_in_the_address_of_the_
     assert host_and_port("10.0.0.2:6379") == ("10.0.0.2", 6379)
 
 
-async def test_a_ray_that_does_not_answer_or_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(*_: object, **__: object) -> None:
-        raise Exception("The current node timed out during startup")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+async def test_a_cluster_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    nowhere = r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
-    late = r"did not start .* within 0 s: .*The current node timed out .*may be overloaded.*`ray start --head`"
-    for engine, told in ((RayEngine("127.0.0.1:9"), nowhere), (RayEngine(), late)):
-        with pytest.raises(ConfigError, match=told):
-            await Mesh.reserve(engine, 1, Resources(cpus=0))
-        await engine.close()
-        monkeypatch.setattr(ray, "init", init)
+    engine = RayEngine("127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127.0.0.1:9: .*one with `ray start --head`"):
+        await Mesh.reserve(engine, 1, NO_CORE)
+    await engine.close()
 
 
 @pytest.mark.parametrize(
     ("raised", "says", "folder"),
     [
+        (Exception("The current node timed out"), "within 0 s: .*timed out.*overloaded.*`ray start --head`", None),
         (OSError("AF_UNIX path length cannot exceed 107 bytes"), "AF_UNIX path .*TMPDIR.*HOME", "/tmp/ray"),  # noqa: S108
         (PermissionError(13, "Permission denied", "/home/x/.ray"), "'/home/x/.ray'.*TMPDIR.*HOME", None),
     ],
@@ -185,7 +168,7 @@ async def test_a_ray_that_cannot_start_names_the_place_and_gets_short_paths_and_
     monkeypatch.setattr(ray, "init", init)
     engine = RayEngine()
     with pytest.raises(ConfigError, match=rf"(?s)did not start .*{says}"):
-        await Mesh.reserve(engine, 1, Resources(cpus=0))
+        await Mesh.reserve(engine, 1, NO_CORE)
     await engine.close()
     assert (given.get("_temp_dir"), len(str(given["token"]))) == (folder, 32)
 
@@ -219,3 +202,27 @@ def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for
     assert {"meshrl", "megatron-core", "torch", "transformers"} <= packages_of("megatron")
     assert packages_of("sim") == {"meshrl"}
     assert packages_of("no-such-backend") == frozenset()
+
+
+class Timed(Clocked):
+    @endpoint
+    async def now(self) -> Gather[NDArray[np.float64]]:
+        return np.array([time.monotonic()])  # the loop of a rank counts milliseconds
+
+
+async def test_ranks_run_within_their_calls(engine: RayEngine, tmp_path: Path) -> None:
+    async with Run(RunConfig(name="mine", folder=str(tmp_path)), engine=engine) as run:
+        clocked = await (await run.mesh(2, NO_CORE)).spawn(Timed)
+        ran = await clocked.now() - run.recorder.began
+        async for _ in clocked.times(10_000, 0):
+            break
+        with pytest.raises(RankFailed):
+            await clocked.fail(0)
+    found = calls(read(run.folder))
+    assert {name: call.error for name, (call, _) in found.items()} == {"now": None, "times": None, "fail": "RankFailed"}
+    for name, (call, spans) in found.items():
+        assert [(span.mesh, span.actor, span.endpoint, span.rank) for span in spans] == [
+            ("1", "Timed", name, rank) for rank in range(2)
+        ]
+        assert all(call.began <= span.began <= span.ended <= call.ended for span in spans)
+    assert all(span.began <= at <= span.ended for span, at in zip(found["now"][1], ran, strict=True))

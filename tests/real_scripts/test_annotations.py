@@ -86,9 +86,7 @@ def script(text: str, folder: Path) -> ModuleType:
 
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.asyncio(loop_scope="session")
-async def test_an_actor_calls_another_whose_contract_came_with_its_handle(
-    text: str, tmp_path: Path, mesh: Mesh
-) -> None:
+async def test_an_actor_calls_another_whose_contract_came_along(text: str, tmp_path: Path, mesh: Mesh) -> None:
     module = script(text, tmp_path)
     asker, counter = await mesh.spawn(module.Asker), await mesh.spawn(module.Counter)
     assert await asker.ask(counter, Batch.of(a=np.arange(3))) == 33

@@ -13,37 +13,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Sampling
-from meshrl.agents import Gateway, Message, Session, Tool
+from meshrl.agents import Gateway, Session
 from meshrl.testing import ScriptedSampler, simulate
+from tests.agents.talks import ASSISTANT, END, ChatML, line, merged
 
-END, ASSISTANT = "\0", "<assistant>\n"
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 FIRST: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Begin."}]
 TURNS = 8
-
-
-class ChatML:
-    """Calls as Hermes writes them. `th` is one token of text, which the model draws as two."""
-
-    ends = frozenset({0})
-    max_tokens = native_tokens = 1 << 20
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return json.dumps(list(tools)) + "".join(line(**message.shown()) for message in messages) + ASSISTANT  # type: ignore[arg-type]
-
-    def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
-        return [ord(each) for each in text.replace("th", "\ue000")]
-
-    def begin(self, text: str) -> Sequence[int]:
-        return self.encode(text)
-
-    def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
-        return "".join(map(chr, tokens)).replace("\ue000", "th").replace(END, "")
-
-
-def line(role: str, content: str, tool_calls: Any = (), **_: Any) -> str:
-    calls = [f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in tool_calls]
-    return f"<{role}>\n{content}{''.join(calls)}{END}\n"
 
 
 def says(prompt: str) -> str:
@@ -91,7 +67,7 @@ async def client_of(model: Callable[[str], str] = says) -> AsyncGenerator[Client
 def expected(turns: int = TURNS) -> str:
     """The row of a history that is sent back as it was received, by hand."""
     text = json.dumps([TOOL]) + "".join(line(**each) for each in FIRST) + ASSISTANT
-    text = text.replace("th", "\ue000")
+    text = merged(text)
     for turn in range(1, turns + 1):
         text += says(ASSISTANT * turn) + END
         between = line("tool", "3") * 2 if turn % 2 else line("user", "Go on.")
@@ -153,20 +129,15 @@ def respelled(messages: list[Any], random: Random, drops: bool = True) -> list[A
 def again(
     message: Any, random: Random, ids: Callable[[str], str | None], answers: Sequence[Callable[[Any], Any]]
 ) -> Any:
+    def respelt(call: Any) -> Any:
+        arguments = random.choice(CALLS)(call["function"]["arguments"])
+        return {**call, "id": ids(call["id"]), "function": {**call["function"], "arguments": arguments}}
+
     if message["role"] == "assistant":
         message = random.choice(answers)(message)
-        calls = [
-            {
-                **call,
-                "id": ids(call["id"]),
-                "function": {**written, "arguments": random.choice(CALLS)(written["arguments"])},
-            }
-            for call in message.pop("tool_calls", [])
-            for written in [call["function"]]
-        ]
-        message |= random.choice([{}, EMPTY]) | (
-            {"tool_calls": calls} if calls else random.choice([{}, {"tool_calls": []}])
-        )
+        calls = list(map(respelt, message.pop("tool_calls", [])))
+        message |= random.choice([{}, EMPTY])
+        message |= {"tool_calls": calls} if calls else random.choice([{}, {"tool_calls": []}])
         return message | random.choice([{}, {"name": "solver"}, {"name": None}])
     if message["role"] == "tool":
         message = {**message, "tool_call_id": ids(message["tool_call_id"])} | random.choice([{}, {"name": "add"}])
@@ -261,9 +232,7 @@ def test_other_tools_begin_a_row_and_the_log_names_them() -> None:
 
     with capture_logs() as logs:
         simulate(main)
-    (said,) = logs
-    assert said["field"] == "tools"
-    assert "sub" in said["after"]
+    assert [(said["field"], "sub" in said["after"]) for said in logs] == [("tools", True)]
 
 
 def test_dropped_thoughts_are_in_the_prompt_of_a_changed_history_too() -> None:
@@ -326,15 +295,8 @@ def as_items(messages: list[Any]) -> list[Any]:
             thought, said = thought_of(message)
             items.append({"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": thought}]})
             items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said}]})
-            items += [
-                {
-                    "type": "function_call",
-                    "call_id": call["id"],
-                    "name": "add",
-                    "arguments": call["function"]["arguments"],
-                }
-                for call in message.get("tool_calls", ())
-            ]
+            calls = [(call["id"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+            items += [{"type": "function_call", "call_id": i, "name": "add", "arguments": a} for i, a in calls]
     return items
 
 
@@ -376,15 +338,3 @@ def test_a_thought_without_an_end_and_one_without_a_beginning() -> None:
                 assert len(client.rows()) == 1
 
         simulate(main)
-
-
-def test_many_changes_do_not_flood_the_log() -> None:
-    async def main() -> None:
-        async with client_of() as client:
-            await client.turn()
-            for number in range(64):
-                await client.ask([{"role": "system", "content": str(number)}, *client.history[1:]])
-
-    with capture_logs() as logs:
-        simulate(main)
-    assert len(logs) == 20 + 2

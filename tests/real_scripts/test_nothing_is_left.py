@@ -71,7 +71,7 @@ async def test_a_reward_functions_tools_end_with_its_call(fifo: Path, tmp_path: 
     body = holding(fifo, "session") + "time.sleep(600)"
     function = "def f(prompt, completion, row):" + body.replace("\n", "\n    ")
     (tmp_path / "mine.py").write_text(function, "utf-8")
-    reward = FunctionReward(RewardConfig(function=f"{tmp_path / 'mine.py'}:f", row_timeout=0.1))
+    reward = FunctionReward(RewardConfig(function=f"{tmp_path / 'mine.py'}:f", row_timeout=1.0))
     scoring = asyncio.create_task(reward.score(Batch.of(prompt=["p"], completion=["c"])))
     with await asyncio.to_thread(fifo.open, "rb") as held:
         assert await asyncio.to_thread(held.read) == b"x"

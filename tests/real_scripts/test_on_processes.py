@@ -1,13 +1,10 @@
 """Each script of the pages and each example, with ranks that are processes."""
 
-import asyncio
-import builtins
-import inspect
 import re
 import sys
 from pathlib import Path
 from runpy import run_path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from meshrl.engines import make_engine
 from meshrl.mesh import Engine
 from tests.first_hour.chat_model import save_model
-from tests.test_pages import PAGES, ROOT, TEXTS, blocks, write_files
+from tests.test_pages import PAGES, ROOT, TEXTS, blocks, run_code
 
 RUNS = re.compile(r"\bRun\(|rl\.train\(")
 SHOWN = [page for page in PAGES if blocks(page) and RUNS.search(TEXTS[page]) and page.name != "testing.md"]
@@ -39,19 +36,8 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Engine]:
 @pytest.mark.process
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
 def test_a_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: list[Engine]) -> None:
-    module = ModuleType("__main__")
-    vars(module)["__builtins__"] = builtins
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.syspath_prepend(tmp_path)
-    files = write_files(page, tmp_path)
-    with asyncio.Runner() as runner:
-        for code in blocks(page):
-            result = FunctionType(code, vars(module))()
-            if inspect.iscoroutine(result):
-                runner.run(result)
+    run_code(page, ModuleType("__main__"), tmp_path, monkeypatch)
     assert made
-    for file in files:
-        sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.process

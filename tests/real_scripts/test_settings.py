@@ -17,29 +17,20 @@ from meshrl.run import load_job
 from meshrl.tasks import user_worker
 from meshrl.tasks.function import boundary, load_function
 
-FAKES = 'backend = "fake"\nmodel = "none"'
+FAKE = '{ backend = "fake", model = "none" }'
 FILE = f"""
 algorithm = "grpo"
-[run]
-name = "mine"
-[evaluation]
-every = 2
-[task]
-source = "meshrl:spell_backward"
-options = {{ min_word_len = 3, max_word_len = 8, size = 60 }}
-prompt = "{{word}}>"
-held_out = 3
-[policy]
-{FAKES}
-[sampler]
-{FAKES}
-[reward]
-{FAKES}
-[sampling]
-top_p = 0.9
-max_tokens = 10
-[loss]
-clip = 0.2
+run.name = "mine"
+evaluation.every = 2
+task.source = "meshrl:spell_backward"
+task.options = {{ min_word_len = 3, max_word_len = 8, size = 60 }}
+task.prompt = "{{word}}>"
+task.held_out = 3
+policy = {FAKE}
+sampler = {FAKE}
+reward = {FAKE}
+sampling = {{ top_p = 0.9, max_tokens = 10 }}
+loss.clip = 0.2
 """
 
 
@@ -78,7 +69,7 @@ def test_a_path_may_start_at_home_or_at_a_variable(start: str, folder: str, file
         ('run.log=["$ABSENT/log.py:Log"]', r"\$ABSENT is not set"),
     ],
 )
-def test_a_path_that_cannot_be_expanded_is_refused(
+def test_a_path_of_an_unknown_home_is_refused(
     written: str, says: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "RUNS" in written:

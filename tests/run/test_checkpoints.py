@@ -1,9 +1,9 @@
-import asyncio
 import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ def counting(steps: int, dies_in: int = -1, seen: list[int] | None = None, model
     return script
 
 
-def lines(file: Path) -> list[dict[str, float]]:
+def lines(file: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
 
 
@@ -129,40 +129,31 @@ async def test_what_is_half_written_or_half_removed_is_cleaned_up_and_never_read
 
 
 class Failing(FakePolicy):
-    """Its second checkpoint fails, at once or when it is waited for, or never ends, after something was written."""
+    """Its second checkpoint fails, at once or when it is waited for, after something was written."""
 
-    how = ""
+    later = False
     made = 0
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         await super().checkpoint(folder, wait)
         Failing.made += 1
-        await self.perhaps("hangs")
-        await self.perhaps("fails")
+        if not self.later:
+            await self.written()
 
     async def written(self) -> None:
-        await self.perhaps("fails later")
-
-    async def perhaps(self, now: str) -> None:
-        if Failing.made == 2 and self.how == now:
-            if now == "hangs":
-                await asyncio.Event().wait()
+        if Failing.made == 2:
             raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    ("how", "meanwhile"), [("fails", True), ("fails", False), ("fails later", True), ("hangs", False)]
-)
+@pytest.mark.parametrize(("later", "meanwhile"), [(False, True), (False, False), (True, True)])
 async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meanwhile: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: bool, meanwhile: bool
 ) -> None:
     monkeypatch.setattr("meshrl.testing.FakePolicy", Failing)
-    monkeypatch.setattr(Failing, "how", how)
+    monkeypatch.setattr(Failing, "later", later)
     monkeypatch.setattr(Failing, "made", 0)
-    hangs = how == "hangs"
-    with pytest.raises(TimeoutError if hangs else Exception, match=None if hangs else "No space left on device"):
-        async with asyncio.timeout(1 if hangs else None):
-            await run(counting(9), tmp_path, checkpoint_async=meanwhile)
+    with pytest.raises(Exception, match="No space left on device"):
+        await run(counting(9), tmp_path, checkpoint_async=meanwhile)
     assert names(tmp_path / "mine") == ["step-000002"]
     seen: list[int] = []
     await run(counting(9, seen=seen), tmp_path)

@@ -92,18 +92,6 @@ def test_an_override_is_toml_or_else_text_and_the_last_one_wins(tmp_path: Path) 
     assert read(tmp_path, "steps = 1\n" + MODEL, "steps=2", "steps=3").steps == 3
 
 
-def test_a_mistake_in_a_file_is_told_with_its_place_and_what_is_expected(tmp_path: Path) -> None:
-    table = {
-        "zzz = 1\n" + MODEL: "zzz: no such key; the file has batch, greedy, meshes, policy, seeds, steps",
-        "policy = 3": "policy = 3: must be a table",
-        "[policy]\nmodel = 3": "policy.model = 3: must be text in quotes, or must be a table",
-        "[policy.model]\nhidden = 1": "policy.model.characters: is missing",
-    }
-    assert {text: mistakes(tmp_path, text) for text in table} == {
-        text: [f"x.toml: {told}"] for text, told in table.items()
-    }
-
-
 def test_a_mistake_in_an_override_is_told_with_its_place_and_what_is_expected(tmp_path: Path) -> None:
     no_override = "is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
     table = {
@@ -175,18 +163,6 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     told = r"^mine.toml: meshes.main.gpu: no such key; did you mean meshes.main.gpus\?$"
     with pytest.raises(ConfigError, match=told):  # a default that follows from a mistake is none itself
         validate(RunConfig, {"meshes": {"main": {"gpu": 1}}}, "mine.toml")
-
-
-class Special(Config):
-    big: float
-    day: str
-
-
-def test_a_folder_is_no_file_and_special_numbers_and_dates_survive(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder, not a TOML file"):
-        load_toml(tmp_path)
-    special = read(tmp_path, "big = inf\nday = 2026-01-02", form=Special)
-    assert special == Special(big=float("inf"), day="2026-01-02")
 
 
 class Trained(AlgorithmConfig):

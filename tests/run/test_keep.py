@@ -1,8 +1,8 @@
 """State of a script's own, which a run keeps in its checkpoints, and the curriculum of docs/extend.md, which is one."""
 
-import json
 import re
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Same
 from meshrl.roles import Stateful
-from meshrl.run import MeshConfig, audit_run
 from tests.algorithms.pages import lines
 from tests.run.test_checkpoints import FAKE, TASK, Killed, Script, run
 
@@ -94,57 +93,23 @@ async def test_what_could_not_be_kept_is_refused_at_once(tmp_path: Path) -> None
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
-ROLE: dict[str, Any] = {"backend": "fake", "model": "none"}
 
 
-def of_page() -> Any:
+async def test_the_curriculum_of_the_page_goes_on_as_it_was(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     exec(next(block for block in blocks if "class Solved" in block), names)  # noqa: S102 -- of this project
-    return names["Solved"]()
-
-
-async def train(name: str, dies: int = -1) -> Path:
-    """Twelve steps, which end early once all ten prompts are solved, or because it is killed after step `dies`."""
-    config = rl.RunConfig(name=name, checkpoint_every=1, resume=True, meshes={"main": MeshConfig(cpus=0)})
-    async with rl.Run(config) as run:
-        task = rl.Task.load(rl.TaskConfig(source="sums.jsonl", held_out=0))
-        policy = await run.spawn(rl.Policy, rl.PolicyConfig(**ROLE))
-        sampler = await run.spawn(rl.Sampler, rl.SamplerConfig(**ROLE))
-        reward = await run.spawn(rl.Reward, rl.RewardConfig())
-        await rl.publish(policy, sampler)
-        solved = await run.keep("solved", of_page())
-        prompts = solved.unsolved(task.batches(1, run.seed), 4, len(task.train))
-        sampling = rl.GroupSampling(n=2)
-        async with rl.rollouts(sampler, prompts, sampling, score=reward.score) as stream:
-            async for step in run.steps(12):
-                batch = await anext(stream, None)
-                if batch is None:
-                    break
-                batch = await batch.load("prompt", "groups", "rewards")
-                solved.note(batch)
-                batch = batch.assign(advantages=rl.leave_one_out(batch.rewards, batch.groups))
-                metrics = await policy.update(batch, rl.ClippedLoss(clip=0.2))
-                await rl.publish(policy, stream)
-                await run.record(metrics, batch, known=len(solved.prompts))
-                if step == dies:
-                    raise Killed
-    return run.folder
-
-
-def told(folder: Path) -> list[tuple[float, float]]:
-    return [(line["reward"], line["known"]) for line in lines(folder / "metrics.jsonl")]
-
-
-async def test_resumed_runs_choose_as_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    sums = (json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(10))
-    Path("sums.jsonl").write_text("\n".join(sums), "utf-8")
-    whole = told(await train("whole"))
-    assert 0 < whole[3][1] < 10  # some are left out by then
-    for dies in (2, 6):
-        with pytest.raises(Killed):
-            await train(f"dies{dies}", dies)
-        folder = await train(f"dies{dies}")
-        assert not audit_run(folder).prompts.all_missing
-        assert told(folder) == whole
+    solved, again = names["Solved"](), names["Solved"]()
+    rows = TASK.train.select([3, 3, 5, 5]).assign(groups=np.array([0, 0, 1, 1]), rewards=np.array([1, 1, 1, 0]))
+    solved.note(rows)
+    before = [batch.objects("prompt") for batch in islice(solved.unsolved(TASK.batches(1, 0), 2, 8), 6)]
+    assert not any("d" in prompts for prompts in before), "it is solved"
+    assert any("f" in prompts for prompts in before)
+    await solved.checkpoint(str(tmp_path / "solved"))
+    await again.restore(str(tmp_path / "solved"))
+    solved.note(rows.assign(rewards=np.ones(4, np.float32)))
+    again.note(rows.assign(rewards=np.ones(4, np.float32)))
+    for now in (solved, again):  # what was chosen stays, and from there on the other one is left out
+        chosen = [batch.objects("prompt") for batch in islice(now.unsolved(TASK.batches(1, 0), 2, 8), 20)]
+        assert chosen[:6] == before
+        assert not any({"d", "f"} & {*prompts} for prompts in chosen[8:])

@@ -15,10 +15,7 @@ import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Run, RunConfig
 from meshrl.errors import DataError, RankFailed
 from meshrl.run import MeshConfig
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [msgspec.json.decode(line, type=dict[str, object]) for line in path.read_bytes().splitlines()]
+from tests.run.test_checkpoints import lines
 
 
 def summary(folder: Path) -> dict[str, object]:
@@ -105,16 +102,6 @@ async def test_a_run_that_ends_early_says_how(tmp_path: Path, error: BaseExcepti
     found = summary(tmp_path / "run")
     assert (found["status"], found["steps"], found["first_reward"]) == (status, 1, None)
     assert found["error"] == f"{type(error).__name__}: {error}"
-
-
-async def test_an_earlier_run_is_renamed_and_never_deleted(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()  # an empty folder is used
-    with capture_logs() as logs:
-        for number in range(3):
-            await recorded(tmp_path, resolved={"number": number})
-    kept = {path.name: (path / "config.toml").read_text("utf-8") for path in tmp_path.iterdir()}
-    assert kept == {"mine": "number = 2\n", "mine-1": "number = 0\n", "mine-2": "number = 1\n"}
-    assert any(f"the earlier run is now in {tmp_path / 'mine-2'}" in line["event"] for line in logs)
 
 
 async def test_a_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

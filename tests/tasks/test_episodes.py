@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.overlap.stream_state import SwapMode
 from meshrl.roles import Completion, completed
-from meshrl.run.evaluation import BesideSampling
 from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.testing import FakeSampler, ScriptedSampler
 
@@ -213,17 +212,6 @@ async def test_on_fakes_with_several_ranks_of_the_environment(games: str, tmp_pa
     assert batch.objects("completion")[0] == "a>bba>bba>"
     assert "".join(map(chr, batch.tokens[0].tolist())) == "a>a>\0bba>\0bba>\0"
     assert batch.rewards.tolist() == [3] * 3 + [6] * 3 + [3] * 3
-
-
-async def test_episodes_beside_training_leave_it_its_numbers(games: str) -> None:
-    config = rl.EnvironmentConfig(source=f"{games}:Count")
-    episodes = rl.Episodes(FakeSampler(rl.SamplerConfig(model="none")), FunctionEnvironment(config), config)
-    numbers: list[list[int]] = []
-    for sampling in (rl.Sampling(), BesideSampling(), rl.Sampling(), BesideSampling()):
-        rows = [batch async for batch in episodes.generate(PROMPTS, sampling)]
-        numbers.append(sorted(int(number) for batch in rows for number in batch.row("episode")))
-    assert numbers == [[0, 1, 2], [-3, -2, -1], [3, 4, 5], [-6, -5, -4]]
-    assert len(await rl.rollout(episodes, PROMPTS.select([]), rl.Sampling(n=3))) == 0
 
 
 async def test_a_reward_function_is_an_environment_of_one_turn() -> None:

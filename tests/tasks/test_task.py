@@ -10,16 +10,12 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyarrow import parquet
 
 from meshrl.errors import DataError
 from meshrl.tasks import Task, TaskConfig, fill, first_row
-from meshrl.tasks.cursor import IntervalSet
 
 Write = Callable[..., str]
-NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
 
 
 @pytest.fixture
@@ -160,16 +156,3 @@ def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "x.parquet").touch()
     with pytest.raises(DataError, match=r"need pyarrow: pip install 'meshrl\[tasks\]'"):
         first_row(TaskConfig(source=str(tmp_path / "x.parquet")))
-
-
-@given(st.lists(NUMBERS, max_size=5), NUMBERS, NUMBERS)
-def test_ranges_are_sets(added: list[list[int]], removed: list[int], asked: list[int]) -> None:
-    ranges, numbers = IntervalSet(), set[int]()
-    for some in added:
-        ranges.add(np.array(some, np.int64))
-        numbers |= set(some)
-    for each, expected in ((ranges, numbers), (ranges.without(removed), numbers - set(removed))):
-        assert each.has(np.array(asked, np.int64)).tolist() == [number in expected for number in asked]
-        assert sum(end - first for first, end in each.pairs) == len(expected)
-        assert all(end < first for (_, end), (first, _) in zip(each.pairs, each.pairs[1:], strict=False))
-        assert IntervalSet(each.pairs).pairs == each.pairs

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import meshrl as rl
-from meshrl.mesh import TP, Rank, Same
+from meshrl.mesh import Rank, Same
 
 Expert = Literal["expert"]
 """An axis of one's own."""
@@ -61,16 +61,8 @@ class Marks(rl.Actor):
         return values
 
     @rl.endpoint
-    async def several(self, values: rl.Shard[list[rl.Batch]]) -> rl.Gather[list[rl.Batch]]:
-        return values
-
-    @rl.endpoint
     async def optional(self, batch: rl.Shard[rl.Batch | None] = None) -> rl.Sum[int]:
         return 0 if batch is None else len(batch)
-
-    @rl.endpoint
-    async def mean(self, value: rl.Replicate[float]) -> rl.Mean[float]:
-        return value
 
     @rl.endpoint
     async def means(self, value: float) -> rl.Mean[Mapping[str, float]]:
@@ -79,10 +71,6 @@ class Marks(rl.Actor):
     @rl.endpoint
     async def same(self, word: str) -> Same[str]:
         return word
-
-    @rl.endpoint
-    async def along(self, batch: rl.Shard[rl.Batch, TP]) -> rl.Sum[int, TP]:
-        return len(batch)
 
     @rl.endpoint
     async def own(self, batch: rl.Shard[rl.Batch, Expert]) -> rl.Sum[int, Expert]:
@@ -134,13 +122,10 @@ async def marks(mesh: rl.Mesh, batch: rl.Batch) -> None:
     assert_type(await actor.gather(batch), rl.Batch)
     assert_type(await actor.array(values), NDArray[np.float32])
     assert_type(await actor.table({"one": batch}), dict[str, rl.Batch])
-    assert_type(await actor.several([batch]), list[rl.Batch])
     assert_type(await actor.optional(), int)
     assert_type(await actor.optional(batch=batch), int)
-    assert_type(await actor.mean(2.0), float)
     assert_type(await actor.means(2.0), Mapping[str, float])
     assert_type(await actor.same("word"), str)
-    assert_type(await actor.along(batch), int)
     assert_type(await actor.own(batch), int)
     await actor.nothing()
 
