@@ -57,11 +57,8 @@ def known_mean(rewards: ArrayLike) -> float:
 
 def why_unknown(batch: Batch) -> str:
     """Say why no row of a step was judged. Empty if one was, or if the columns are remote."""
-    here = {
-        name for name in ("rewards", "reward_error") if name in batch and name not in batch.elsewhere and len(batch)
-    }
-    failed = "reward_error" in here and None not in batch.objects("reward_error")
-    if not failed and not ("rewards" in here and np.isnan(batch.rewards).all()):
+    if not len(batch) or "rewards" not in batch or "rewards" in batch.elsewhere or not np.isnan(batch.rewards).all():
         return ""
-    cause = batch.objects("reward_error")[0] if failed else "their `rewards` are NaN: look at what computes them"
+    told = batch.objects("reward_error") if "reward_error" in batch and "reward_error" not in batch.elsewhere else ()
+    cause = next(filter(None, told), "their `rewards` are NaN: look at what computes them")
     return f"none of the {len(batch)} rows of a step was judged, so nothing can be learned from them: {cause}"

@@ -13,7 +13,6 @@ from meshrl.config import Config, as_list, dotted
 from meshrl.errors import (
     BackendError,
     ConfigError,
-    DataError,
     MeshrlError,
     ModelError,
     did_you_mean,
@@ -38,7 +37,7 @@ from meshrl.roles import (
     function_of,
     import_path,
 )
-from meshrl.run.check_rows import find_pair_doubts, find_row_doubts, find_row_mistakes
+from meshrl.run.check_rows import find_pair_doubts, find_prompt_doubts, find_row_doubts, find_row_mistakes
 from meshrl.run.config import AlgorithmConfig, RunConfig, reads_reference, table_of, tables_of, uses_model
 from meshrl.run.folder import read_json
 from meshrl.run.memory import doubts_of_memory, longest_of
@@ -83,20 +82,21 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     mistakes = [*_mistakes_of_tables(config, run)]
     doubts: list[str] = []
     notes: list[str] = []
-    if not mistakes:  # rows and rewards are only tried with a correct configuration
-        mistakes += _mistakes_of_rows(config)
+    task, prompts = table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
+    if task and not mistakes:  # rows and rewards are only tried with a correct configuration
+        mistakes += [f"task: {mistake}" for mistake in find_row_mistakes(task, config)]
     if not mistakes:
         wrong, doubts = _try_reward(config)
         mistakes += wrong
-        task, prompts = table_of(config, "task", TaskConfig), getattr(config, "prompts", None)
         doubts += find_row_doubts(task, prompts) if task and isinstance(prompts, int) else []
+        doubts += find_prompt_doubts(task) if task else []
         doubts += find_pair_doubts(task, config) if task and isinstance(config, AlgorithmConfig) else []
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, pausing=config.evaluation.pause_training)
     mistakes += _mistakes_of_run(config, run)
     if memory and not mistakes:
         doubts += doubts_of_memory(config, run)
-        wrong, notes = _tryuses_model(config)
+        wrong, notes = _try_models(config)
         mistakes += wrong
     return Findings(mistakes, [*find_doubts(config), *doubts], notes)
 
@@ -233,7 +233,7 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     return mistakes, doubts
 
 
-def _tryuses_model(config: Config) -> tuple[list[str], list[str]]:
+def _try_models(config: Config) -> tuple[list[str], list[str]]:
     """Return models that their backends cannot read, and how each of the others reads rows."""
     mistakes: list[str] = []
     notes: dict[str, str] = {}
@@ -249,17 +249,6 @@ def _tryuses_model(config: Config) -> tuple[list[str], list[str]]:
                 mistakes.append(f"{dotted(path)}: {error}")
     is_plain = all(note == "packed" for note in notes.values())
     return mistakes, [] if is_plain else [f"{key}: rows are {note}" for key, note in notes.items()]
-
-
-def _mistakes_of_rows(config: Config) -> Iterator[str]:
-    task = table_of(config, "task", TaskConfig)
-    if task is None:
-        return
-    try:
-        for mistake in find_row_mistakes(task, config):
-            yield f"task: {mistake}"
-    except DataError as error:
-        yield f"task: {error}"
 
 
 def _mistakes_of_evaluation(config: Config, *, pausing: bool) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Find mistakes in the rows of a task: whether each can be read, fits the model, and makes an example to learn."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, cast
@@ -13,7 +13,7 @@ from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling, count_tokens
 from meshrl.run.config import AlgorithmConfig, table_of, tables_of, uses_model
 from meshrl.run.memory import longest_of
-from meshrl.tasks import TaskConfig, counted, filled_rows, load_quietly, read_rows
+from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, read_rows
 
 _FILE_ROWS: Final = 20_000
 """Rows of a file that are checked at most."""
@@ -30,25 +30,24 @@ def find_row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     be able to make an example of it, which fits its model. If all rows are read, some must be left to train on, and
     some to evaluate with if there is an `evaluation`.
     """
+    try:
+        return _row_mistakes(task, config)
+    except (ConfigError, DataError, ModelError) as error:
+        return [str(error)]
+
+
+def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
     models = (table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and uses_model(model) != "ignored"), None):
         mistakes += _unreadable(task, model, table_of(config, "sampling", Sampling), rows)
-    if not mistakes:
-        try:
-            rows = _short(task, rows)
-        except (ConfigError, ModelError) as error:
-            mistakes.append(str(error))
     if not mistakes and isinstance(config, AlgorithmConfig):
-        mistakes += _mistakes_of_examples(config, rows)
+        mistakes += _mistakes_of_examples(config, _short(task, rows))
     evaluates = getattr(config, "evaluation", None) is not None
     if unchecked_rows(task) is None and not mistakes:
-        try:
-            held_out = load_quietly(task).held_out  # a run reports what it leaves out when it loads the task
-        except DataError as error:
-            return [str(error)]
+        held_out = load_quietly(task).held_out  # a run reports what it leaves out when it loads the task
         if evaluates and not len(held_out):
             mistakes.append(
                 f"{task.source}: [evaluation] needs held-out prompts, and these rows have none: set task.held_out, "
@@ -67,6 +66,19 @@ def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:
         f"as separate groups: give more rows, or set prompts = {count}"
     )
     return [doubt] if count < prompts else []
+
+
+def find_prompt_doubts(task: TaskConfig) -> list[str]:
+    """Doubt a prompt that takes some of a row's messages, and leaves out what its system says. Rows must be valid."""
+    prompt, _, row = first_row(task)
+    return [
+        f"task.prompt: {task.prompt!r} leaves out the system's message, {shortened(each['content'])}, of `{key}` of "
+        f"the first row: write {{{key}}} alone for all messages, with policy.chat = true"
+        for key, value in row.items()
+        if isinstance(prompt, str) and f"{{{key}[" in task.prompt and isinstance(value, list)
+        for each in cast("list[object]", value)
+        if isinstance(each, Mapping) and each.get("role") == "system" and str(each.get("content")) not in prompt
+    ]
 
 
 def find_pair_doubts(task: TaskConfig, config: AlgorithmConfig) -> list[str]:
@@ -129,19 +141,13 @@ def _mistakes_of_examples(config: AlgorithmConfig, rows: Batch) -> list[str]:
     learners = (table for _, table in tables_of(config) if isinstance(table, kinds) and uses_model(table) != "ignored")
     if examples is rows or (learner := next(learners, None)) is None:
         return []
-    try:
-        counts = count_tokens(learner, examples) or ()
-    except ModelError as error:
-        return [str(error)]
+    counts = count_tokens(learner, examples) or ()
     return _first([*dict.fromkeys(count for count in counts if isinstance(count, str))])
 
 
 def _unreadable(task: TaskConfig, model: ModelConfig, sampling: Sampling | None, rows: Batch) -> list[str]:
     """Return prompts with characters that the model lacks, and prompts that leave no room for a completion."""
-    try:
-        counts = count_tokens(model, rows.only("prompt", "place"))
-    except ModelError as error:
-        return [str(error)]
+    counts = count_tokens(model, rows.only("prompt", "place"))
     if counts is None:
         return []
     longest, new = longest_of(model.model), sampling.max_tokens if sampling else 1

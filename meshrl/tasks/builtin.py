@@ -41,8 +41,9 @@ _NUMBER: Final = re.compile(
 _SPELLINGS: Final = (
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\{,\}|,\\!"), ","),
-    (re.compile(r"\\[,!;: ]|\\left|\\right|\*\*|\^ ?\{? ?\\(?:circ|degree) ?\}?|\\degree|°"), ""),
-    (re.compile(r"\\text\{ ?([-\u2212\u2013]) ?\}|[\u2212\u2013]|\bminus\b"), "-"),
+    (re.compile(r"\\[,!;: ()\[\]]|\\left|\\right|\*\*|\^ ?\{? ?\\(?:circ|degree) ?\}?|\\degree|°"), ""),
+    (re.compile(r"\\(?:text|math)(?:rm|bf)?\{([^a-zA-Z{}]*)\}"), r"\1"),
+    (re.compile(r"[\u2212\u2013]|\bminus\b"), "-"),
     (re.compile(r"\\times|\\cdot|\u00d7"), "*"),
     (re.compile(r"\\([%$])"), r"\1"),
 )
@@ -52,7 +53,10 @@ _UNIT: Final = re.compile(
     r"[a-zA-Z]+|(?<=\s)[mgslhLNJWVAKCF](?![a-zA-Z]))(?:\^\{?[23]\}?|[²³])?$"
 )
 _UNIT_WORD: Final = re.compile(r"[a-zA-Z]+(?:\^\{?[23]\}?|[²³])?[.,;!?$)]*")
+_SCALE: Final = re.compile(r"(?:dozen|hundred|thousand|million|billion)\b")
 _STATED: Final = re.compile(r"\banswer(?:\s+is\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
+_GOES_ON: Final = re.compile(r"\.\d+\.\.")
+"""A decimal that is rounded, as in 0.33..."""
 _SENTENCE: Final = re.compile(r"[.!?](?:\s|$)|\n")
 _BINARY: Final = re.compile(r"(?:[+*/^=<>\\-]|\\\w+)$")
 
@@ -219,9 +223,11 @@ def _braced(text: str, start: int) -> str:
 
 def _last(text: str) -> tuple[Fraction, bool] | None:
     """Return the number of the last words that hold a digit, if they are one."""
-    words = _spelled(text).split()
+    words, after = _spelled(text).split(), ""
     while words and (_UNIT_WORD.fullmatch(words[-1]) or not any(map(str.isdigit, words[-1]))):
-        words.pop()
+        after = words.pop()
+    if _SCALE.match(after):
+        return None
     for size in (3, 2, 1):
         before, own = words[:-size], " ".join(words[-size:])
         if len(words) >= size and (found := _number(own)) is not None:
@@ -248,7 +254,7 @@ def _digit(mark: str) -> str:
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
     """Return the number that the whole text is, with what may stand around it. None if it is no number."""
-    if len(text) > 4 * _LONGEST:
+    if len(text) > 4 * _LONGEST or _GOES_ON.search(text):
         return None
     text = _spelled(text).strip().strip("*")
     text = text.removeprefix("$").removesuffix("$") if text.count("$") > 1 else text

@@ -16,6 +16,7 @@ Answer: TypeAlias = str | list[str]
 
 _MISSING: Final = ("NAType", "NaTType")
 """The types of what pandas calls a missing value."""
+_FORMATTER: Final = string.Formatter()
 _EXACT: Final = 1e16
 """From here on, Python writes a number with an exponent."""
 
@@ -56,10 +57,7 @@ def fill(template: str, row: Mapping[str, object], where: str, remedy: str = "")
     table or a list that is not of numbers. `remedy`: what to do about a lacking key.
     """
     with fitting(template, row, where, remedy):
-        if (pieces := _pieces(template)) is None:
-            text = _Template().vformat(template, (), row)
-        else:
-            text = "".join([f"{text}{'' if key is None else _text(row[key], key)}" for text, key in pieces])
+        text = "".join([_filled(row, *piece) for piece in parsed(template)])
         if not text.isascii():
             text.encode()
         return text
@@ -69,7 +67,7 @@ def fill_accepted(template: str, row: Mapping[str, object], where: str, remedy: 
     """Fill a template like `fill`. One that is a single key with a list gives the text of each of its values."""
     with fitting(template, row, where, remedy):
         if key := only_key(template):
-            value, _ = _Template().get_field(key, (), row)
+            value, _ = _FORMATTER.get_field(key, (), row)
             if isinstance(value, list):
                 return [_text(each, f"{key}[{at}]") for at, each in enumerate(cast("list[object]", value))]
     return fill(template, row, where, remedy)
@@ -98,6 +96,17 @@ def fitting(template: str, row: Mapping[str, object], where: str, remedy: str = 
             f"{where}: the template {template!r} does not fit the row: {error}. "
             "Write {key} or {key[inner]}, and {{ and }} for braces"
         ) from error
+
+
+def _filled(row: Mapping[str, object], text: str, key: str | None, form: str | None, conversion: str | None) -> str:
+    """Return a text and the cell after it."""
+    if key is None:
+        return text
+    value = row[key] if key.isidentifier() else _FORMATTER.get_field(key or "0", (), row)[0]
+    if conversion:
+        value = _FORMATTER.convert_field(value, conversion)
+    own = _text(value, key) if value is None or not form else format(value, _FORMATTER.vformat(form, (), row))
+    return text + own
 
 
 def _text(value: object, key: str) -> str:
@@ -131,33 +140,7 @@ def _written(value: object) -> object:
 _Piece = tuple[str, str | None, str | None, str | None]
 
 
-class _Template(string.Formatter):
-    """One filling of a template. It remembers its last key for errors."""
-
-    _key = ""
-
-    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
-        self._key = field_name
-        return cast("tuple[object, str]", super().get_field(field_name, args, kwargs))
-
-    def format_field(self, value: object, format_spec: str) -> str:
-        if format_spec and value is not None:
-            return cast("str", super().format_field(value, format_spec))
-        return _text(value, self._key)
-
-    def parse(self, format_string: str) -> Sequence[_Piece]:
-        return parsed(format_string)
-
-
 @cache
 def parsed(template: str) -> Sequence[_Piece]:
     """Return the texts of a template, each with the key after it, and how that is formatted and converted."""
     return list(string.Formatter().parse(template))
-
-
-@cache
-def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
-    """Split a template with plain keys into texts, each with the key after it. None for others, which fill slowly."""
-    pieces = parsed(template)
-    is_plain = all(key is None or (key.isidentifier() and not form and not convert) for _, key, form, convert in pieces)
-    return [(text, key) for text, key, _, _ in pieces] if is_plain else None

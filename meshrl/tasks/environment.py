@@ -22,7 +22,7 @@ from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
 from meshrl.tasks.function import PURE, RewardFunction, gathered, load_function
 from meshrl.tasks.sources import Row
-from meshrl.tasks.user_process import Code, CodeHere, UserCode, has_processes
+from meshrl.tasks.user_process import CodeHere, UserCode, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, signature_of, tried_again, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
@@ -109,7 +109,7 @@ class FunctionEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig) -> None:
         make = partial(Instances, config)
         runs_here = config.source in _SHIPPED or config.source.removeprefix("reward:") in PURE or not has_processes()
-        self._code: Code = CodeHere(make) if runs_here else UserCode(make, config.turn_timeout, _LIMIT)
+        self._code = CodeHere(make) if runs_here else UserCode(make, config.turn_timeout, _LIMIT)
         self._concurrency = config.concurrency
         self._running: set[int] = set()
         self._errors = FirstErrors(f"an environment raised; its episode gets {OUTCOMES[config.errors]}")

@@ -9,8 +9,6 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -245,72 +243,53 @@ def placed(functions: Sequence[str | Callable[..., object]], seconds: float | No
     Shipped functions that call no other library run here, as do all in virtual time, and a user's that cannot be
     pickled.
     """
-    own = [function for function in functions if has_processes() and _is_sent(function)]
+    own = [function for function in functions if has_processes() and _is_sent(function, seconds)]
     code = UserCode(partial(Loaded, own), seconds, _LIMIT) if own else None
-    turns = asyncio.Lock()
 
     def one(function: str | Callable[..., object]) -> RewardFunction:
         if code is not None and function in own:
             return partial(code.call, "judge", own.index(function), check=finite)
         here = load_function(function)
-        return here if seconds is None else _in_time(here, seconds, turns)
+        return here if seconds is None else _in_time(here, seconds)
 
     return [one(function) for function in functions]
 
 
-def _in_time(function: RewardFunction, seconds: float, turns: asyncio.Lock) -> RewardFunction:
-    """Wrap a function of this process so that its calls end after `seconds`. Plain ones still run one at a time."""
+def _in_time(function: RewardFunction, seconds: float) -> RewardFunction:
+    """Wrap a function of this process so that what it awaits ends after `seconds`."""
 
-    async def limited(prompt: str, completion: str, row: Row) -> float:
-        if inspect.iscoroutinefunction(function):
-            return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
-        async with turns:
-            value = await wait(in_thread(lambda: function(prompt, completion, row), "meshrl-reward"))
-        return await wait(value) if inspect.isawaitable(value) else value
-
-    async def wait(answer: Awaitable[T]) -> T:
+    async def limited(prompt: str, completion: str, row: Row) -> object:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await answer
+                return await awaited(function(prompt, completion, row))
         except TimeoutError as error:
             if limit.expired():
                 raise TimeoutError(f"{_LIMIT} = {seconds:g}") from error
             raise
 
-    return limited
+    return cast("RewardFunction", limited)
 
 
-def _is_sent(function: str | Callable[..., object]) -> bool:
+def _is_sent(function: str | Callable[..., object], seconds: float | None) -> bool:
+    """True if a function runs in another process. ConfigError for a plain one that can be neither sent nor ended."""
     if isinstance(function, str) or named(function) in PURE:
         return named(function) not in PURE
     load_function(function)  # what is wrong with it is told here
     try:
         pickled(function)
-    except Exception as error:  # noqa: BLE001 -- it may hold anything
+    except Exception as error:
+        if seconds is not None and not inspect.iscoroutinefunction(function):
+            raise ConfigError(
+                f"reward.row_timeout cannot end {named(function)}, which cannot be pickled for a process of its own: "
+                f"{described(error)}. Put what it refers to into a file, or leave row_timeout out"
+            ) from error
         log.warning(
             f"reward function {named(function)} runs on a thread of this process, where signals and the time limits of "
             f"libraries do not work, because it cannot be pickled: {described(error)}"
         )
         return False
     return True
-
-
-async def in_thread(call: Callable[[], T], name: str) -> T:
-    """Return the result of a plain function, called in a daemon thread of this name: the process may end before it."""
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except StopIteration as error:  # a future of asyncio cannot hold it
-            result.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:  # noqa: BLE001 -- it is raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 async def awaited(value: object) -> object:

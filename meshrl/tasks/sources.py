@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
@@ -243,13 +243,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         # Otherwise a damaged page with a checksum would be read as other text.
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(path, file.schema_arrow.names, file.schema_arrow.types)
+            names = file.schema_arrow.names
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise DataError(f"{path}: several columns have the name {min(twice)!r}: rename all but one")
             for part in file.iter_batches():
                 wide = {field.name: field.type for field in part.schema if "float" in str(field.type)}
-                for row in part.to_pylist():
+                for row in part.to_pylist(maps_as_pydicts="strict"):
                     yield f"{path}, row {number}", row | {name: _decimals(row[name], wide[name]) for name in wide}
                     number += 1
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError also for text that is not UTF-8
+    # ValueError also for text that is not UTF-8, and KeyError for a map that has a key twice.
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path}: cannot be read as a parquet file from row {number} on: {error}. Make or download it again"
         ) from error
@@ -266,34 +269,6 @@ def _decimals(value: Any, kind: Any) -> Any:
     if types.is_struct(kind):
         return {field.name: _decimals(value[field.name], field.type) for field in kind}
     return [_decimals(each, kind.value_type) for each in value] if isinstance(value, list) else value
-
-
-def _check_columns(path: Path, names: Sequence[str], kinds: Sequence[Any]) -> None:
-    """Raise DataError if a column has a type that rows cannot hold, or if two have the same name."""
-    for name, kind in zip(names, kinds, strict=True):
-        if names.count(name) > 1:
-            raise DataError(f"{path}: {names.count(name)} columns have the name {name!r}: rename all but one")
-        if alien := _alien(kind):
-            raise DataError(
-                f"{path}: column {name!r} is of {kind}, and a row cannot hold {alien}: rows are of texts, "
-                "numbers, true, false, null, lists and tables. Write the column as text, or leave it out"
-            )
-
-
-def _alien(kind: Any) -> str:
-    """Return the part of a column's type that rows cannot hold. Empty if there is none."""
-    from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
-
-    tests = {
-        "a date or time": types.is_temporal, "a decimal": types.is_decimal, "a map": types.is_map,
-        "bytes": lambda kind: types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind),
-    }  # fmt: skip
-    if alien := next((name for name, test in tests.items() if test(kind)), ""):
-        return alien
-    inner = [kind.field(index).type for index in range(kind.num_fields)]
-    if value := getattr(kind, "value_type", None):  # of a dictionary column
-        inner.append(value)
-    return next(filter(None, map(_alien, inner)), "")
 
 
 def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 from weakref import finalize, ref
 
 from meshrl.errors import described
@@ -33,12 +33,16 @@ _GRACE: Final = 0.25
 """Seconds that a process gets to say itself that a call took too long."""
 
 
-class ProcessEnded(Exception):
-    """Raised for a call whose process has ended. `was_innocent`: another call ended it, so this one may be repeated."""
+Guilt: TypeAlias = Literal["none", "possible", "certain"]
+"""Whether a call ended its process."""
 
-    def __init__(self, reason: str, *, was_innocent: bool = False) -> None:
+
+class ProcessEnded(Exception):
+    """Raised for a call whose process has ended, with its part in that. `possible`: it waited, as others may have."""
+
+    def __init__(self, reason: str, guilt: Guilt = "certain") -> None:
         super().__init__(reason)
-        self.was_innocent = was_innocent
+        self.guilt = guilt
 
 
 def has_processes() -> bool:
@@ -96,14 +100,14 @@ class UserProcess:
     async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
         """Call a method of the object, and return what `check`, a function of a module, makes of its result there.
 
-        `alone`: a plain method runs in a copy of the process, so that other calls do not wait, and its end ends it.
+        `alone`: it runs in a copy of the process, so that other calls do not wait, and the copy ends with it.
         Raises what it raises, ProcessEnded, or TookTooLong, for which the process is ended if it does not answer.
         """
         if self.ended is not None:
-            raise ProcessEnded(self.ended, was_innocent=True)
+            raise ProcessEnded(self.ended, "none")
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):  # of an earlier `asyncio.run`
-            raise ProcessEnded(self._stop(), was_innocent=True)
+            raise ProcessEnded(self._stop(), "none")
         if self._loop is None:
             self._loop = loop
             self._loops.append(loop)
@@ -211,16 +215,13 @@ class UserProcess:
         return self.ended
 
     def _fail(self, error: Exception) -> None:
-        """Fail all calls. Those that had not begun, or only waited, are innocent if the one that ran is known.
-
-        All are innocent of what a cancelled one did.
-        """
-        guilty = self._begun & self._calls.keys() if self._running is None else {self._running}
+        """Fail all calls: the one that ran with the error. If none ran, any of those that waited may have ended it."""
         calls, self._calls = self._calls, {}
         for number, future in calls.items():
             if not future.done():
-                guiltless = ProcessEnded(f"its process {self.ended}", was_innocent=True)
-                future.set_exception(error if number in guilty or not guilty else guiltless)
+                waited: Guilt = "possible" if self._running is None and number in self._begun else "none"
+                reason = f"its process {self.ended}"
+                future.set_exception(error if number == self._running else ProcessEnded(reason, waited))
 
 
 def _end(process: "subprocess.Popen[bytes]", ours: socket.socket, loops: list[asyncio.AbstractEventLoop]) -> None:
@@ -260,14 +261,6 @@ def _error_of(raised: Raised) -> BaseException:
     return error
 
 
-class Code(Protocol):
-    """A user's code, wherever it runs."""
-
-    async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
-        """As `UserProcess.call`, with TimeoutError for a call that took too long."""
-        ...
-
-
 class UserCode:
     """A user's code in a process, which is started again after its end."""
 
@@ -282,7 +275,10 @@ class UserCode:
         self._limit = f"{limit} = {seconds or 0:g}"
 
     async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
-        """As `UserProcess.call`. A call is repeated if its process ended on account of another one."""
+        """As `UserProcess.call`, with TimeoutError for a call that took too long.
+
+        It is repeated if another call ended their process: alone if it may have been this one.
+        """
         while True:
             if self._process.ended is not None:
                 await asyncio.to_thread(self._restart)  # loading may take long
@@ -291,8 +287,9 @@ class UserCode:
             except TookTooLong as error:
                 raise TimeoutError(self._limit) from error
             except ProcessEnded as ended:
-                if not ended.was_innocent:
+                if ended.guilt == "certain" or (ended.guilt == "possible" and alone):
                     raise
+                alone = alone or ended.guilt == "possible"
 
     def _restart(self) -> None:
         with self._starting:

@@ -129,7 +129,7 @@ def _end(child: int) -> str:
         return "ended, and the user's code has waited for it"
 
 
-async def _limited(value: Awaitable[object], seconds: float) -> object:
+async def _limited(value: Awaitable[object], seconds: float | None) -> object:
     work = asyncio.ensure_future(value)
     try:
         await asyncio.wait([work], timeout=seconds)
@@ -145,7 +145,7 @@ class Runner:
 
     def __init__(self, connection: socket.socket, made: object, seconds: float | None) -> None:
         self._socket = connection
-        self._received, self._unsent = bytearray(), bytearray()
+        self._received = bytearray()
         self._made = made
         self._seconds = seconds
         self._loop = asyncio.new_event_loop()
@@ -181,7 +181,6 @@ class Runner:
                 task.cancel()
             return
         self._say("runs", number)
-        self._write()
         began = time.monotonic()
         try:
             call = Call(number, *pickle.loads(wanted))  # noqa: S301
@@ -223,7 +222,9 @@ class Runner:
         adopt()
         np.random.seed()  # noqa: NPY002 -- Python's own generator does so by itself
         try:
-            answer = self._message("value", call.number, call.check(getattr(self._made, call.method)(*call.arguments)))
+            value: object = getattr(self._made, call.method)(*call.arguments)
+            value = asyncio.run(_limited(value, self._seconds)) if inspect.isawaitable(value) else value
+            answer = self._message("value", call.number, call.check(value))
         except BaseException as error:  # noqa: BLE001 -- as above
             answer = self._message("error", call.number, raised(error))
         with suppress(Exception):
@@ -240,7 +241,10 @@ class Runner:
                 lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
             )
             with closing(transport), suppress(asyncio.IncompleteReadError):
-                answer = await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size)))
+                async with asyncio.timeout(self._seconds):
+                    answer = await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size)))
+        except TimeoutError:
+            answer = self._message("error", number, raised(TookTooLong()))
         finally:
             ended = _end(child)
             del self._tasks[number]
@@ -260,13 +264,8 @@ class Runner:
         return pickle.dumps((state, number, pickled))
 
     def _send(self, message: bytes) -> None:
-        if not self._unsent:
-            self._loop.call_soon(self._write)
-        self._unsent += LENGTH.pack(len(message)) + message
-
-    def _write(self) -> None:
+        """Send at once: what runs next may end the process."""
         try:
-            self._socket.sendall(self._unsent)
+            self._socket.sendall(LENGTH.pack(len(message)) + message)
         except OSError:
             os._exit(0)
-        self._unsent.clear()

@@ -3,6 +3,13 @@ from functools import cache
 
 import pytest
 
+from meshrl.mesh import Rank, rank_context
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    rank_context.set(Rank(threads=1))
+
 
 @pytest.fixture(scope="module")
 def model(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from meshrl import Batch, PolicyConfig, Ragged
@@ -84,17 +85,22 @@ async def test_new_tokens_come_with_the_adapters_or_are_missed(model: Callable[[
     await loads_as(tmp_path, foreign(model("apart"), tmp_path, 13, target_modules=["q_proj"], modules_to_save=both))
 
 
-async def test_adapters_or_a_base_model_that_were_written_again_are_read_again(
+async def test_a_folder_that_was_written_again_is_read_again(model: Callable[[str], str], tmp_path: Path) -> None:
+    for target in ("q_proj", "lm_head"):
+        await loads_as(tmp_path, foreign(model("apart"), tmp_path, target_modules=[target]))
+
+
+async def test_adapters_are_merged_again_after_any_change_of_a_file(
     random_model: Callable[..., str], tmp_path: Path
 ) -> None:
     base, adapters = random_model(SHAPES["apart"], tmp_path / "base"), tmp_path / "adapters"
-    for target in ("q_proj", "lm_head"):
-        await loads_as(adapters, foreign(base, adapters, target_modules=[target]))
-    network = AutoModelForCausalLM.from_pretrained(base)
-    for each in network.parameters():
-        each.data *= 0.5
-    network.save_pretrained(base)
-    await loads_as(adapters, logprobs_of(PeftModel.from_pretrained(network, str(adapters)).base_model.model))
+    foreign(base, adapters, target_modules=["q_proj"])
+    for file in (Path(base) / "model.safetensors", *[adapters / "adapter_model.safetensors"] * 3):
+        network = AutoModelForCausalLM.from_pretrained(base)
+        await loads_as(adapters, logprobs_of(PeftModel.from_pretrained(network, str(adapters)).base_model.model))
+        content = save({name: each * 0.5 for name, each in load_file(file).items()}, {"format": "pt"})
+        with file.open("r+b") as opened:  # the same file, of the same size
+            opened.write(content)
 
 
 def of_another_base(folder: Path, base: str, instead: str) -> Path:

@@ -90,14 +90,18 @@ def test_what_json_cannot_hold_is_refused(value: object) -> None:
 
 
 UNHELD: list[tuple[object, Any, str]] = [
-    (b"a", pa.binary(), "cannot hold bytes"),
-    (b"a", pa.large_binary(), "cannot hold bytes"),
-    (b"a", pa.binary(1), "cannot hold bytes"),
-    ([b"a"], pa.list_(pa.binary()), "cannot hold bytes"),
-    (dt.datetime(2020, 1, 1, tzinfo=dt.UTC), None, r"of timestamp\[us, tz=UTC\], .* cannot hold a date or time"),
-    (dt.date(2020, 1, 1), pa.date32(), r"of date32\[day\], .* cannot hold a date or time"),
-    (decimal.Decimal("1.5"), pa.decimal128(2, 1), "cannot hold a decimal"),
-    ([{"at": dt.date(2020, 1, 1)}], None, "cannot hold a date or time: .* Write the column as text, or leave it out"),
+    (b"a", pa.binary(), "` is .*, of the type bytes"),
+    (b"a", pa.large_binary(), "` is .*, of the type bytes"),
+    (b"a", pa.binary(1), "` is .*, of the type bytes"),
+    ([b"a"], pa.list_(pa.binary()), "` is .*, of the type bytes"),
+    (dt.datetime(2020, 1, 1, tzinfo=dt.UTC), None, "` is .*, of the type datetime"),
+    (dt.date(2020, 1, 1), pa.date32(), "` is .*, of the type date"),
+    (decimal.Decimal("1.5"), pa.decimal128(2, 1), "` is .*, of the type Decimal"),
+    (
+        [{"at": dt.date(2020, 1, 1)}],
+        None,
+        r"`\[at\] is .*, of the type date: .*Write it as text, or leave the column",
+    ),
 ]
 
 
@@ -107,8 +111,20 @@ def test_a_column_of_what_no_row_holds_is_refused_by_its_name(
 ) -> None:
     columns = {"question": ["a"], "answer": ["1"], "when": pa.array([value], kind)}
     parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=rf"rows\.parquet: column 'when' is .*{said}"):
+    with pytest.raises(DataError, match=rf"rows\.parquet, row 0: `when{said}"):
         Task.load(TaskConfig(source=str(tmp_path / "rows.parquet"), held_out=0))
+
+
+def test_a_map_is_a_table_and_has_a_key_once(tmp_path: Path) -> None:
+    kind, source = pa.map_(pa.string(), pa.string()), str(tmp_path / "rows.parquet")
+    for pairs in ([("a", "b")], [("a", "b"), ("a", "c")]):
+        parquet.write_table(pa.table({"question": ["q"], "answer": pa.array([pairs], kind)}), source)
+        config = TaskConfig(source=source, answer="{answer[a]}", held_out=0)
+        if len(pairs) == 1:
+            assert Task.load(config).train.objects("answer") == ("b",)
+            continue
+        with pytest.raises(DataError, match=r"rows\.parquet: cannot be read .* from row 0 on: .*duplicate"):
+            Task.load(config)
 
 
 def test_an_infinite_number_and_a_nan_are_refused_with_their_line(tmp_path: Path) -> None:

@@ -17,13 +17,16 @@ from meshrl_torch.train.one_rank import TorchPolicy
 from tests.real_rows.tiny_tokenizers import CHATML, CLOSE, END, made, save
 
 GEMMA = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>\n", "<|im_end|> ")
+SAYS_MORE = CHATML.replace("<|im_end|>", " [end].\n<|im_end|>")
 OPENS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-@pytest.mark.parametrize(("template", "end"), [(CHATML, CLOSE), (GEMMA, CLOSE), (OPENS, END)])
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, CLOSE), (GEMMA, CLOSE), (OPENS, END), (SAYS_MORE, f" [end].\n{CLOSE}")]
+)
 async def test_a_model_stops_at_the_end_that_it_learned(template: str, end: str, tmp_path: Path) -> None:
     tokenizer = made(template=template)
     table: dict[str, Any] = {"model": save(tmp_path, tokenizer, tokenizer.eos_token_id), "chat": True}
@@ -37,7 +40,7 @@ async def test_a_model_stops_at_the_end_that_it_learned(template: str, end: str,
         await policy.update(batch, rl.CrossEntropy())
     await sampler.load(await policy.weights())
     (row,) = [
-        each async for each in sampler.generate(Batch.of(prompt=["hello"]), Sampling(temperature=0, max_tokens=9))
+        each async for each in sampler.generate(Batch.of(prompt=["hello"]), Sampling(temperature=0, max_tokens=16))
     ]
     assert np.asarray(row.tokens[0])[np.asarray(row.loss_mask[0], bool)].tolist() == wanted
     assert not row.row("truncated")[0]

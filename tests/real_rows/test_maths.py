@@ -13,12 +13,14 @@ EQUAL = [
     (r"\boxed{-2\frac{1}{4}}", "-2.25"), ("3 3/4", "15/4"), (r"\boxed{6.02 \times 10^{23}}", "6.02e23"),
     (r"\boxed{25\%}", "1/4"), ("#### -7", "-7"), (r"\boxed{1}, no: \boxed{2}", "2"), ("<think>9</think>8", "8"),
     (r"\boxed{\dfrac{-3}{4}}", "-3/4"), ("So the answer is $1,250.", "1250"), (r"\boxed{1.20e-3}", "0.0012"),
+    (r"\boxed{\mathbf{7}}", "7"), (r"thus \(-5\).", "-5"), (r"\boxed{\text{7.5}}", "7.5"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\boxed{\{1, 2\}}", "2"), (r"\boxed{(0, 5]}", "5"), (r"\boxed{5 \text{ million}}", "5"), (r"\boxed{3x}", "3"),
     (r"\boxed{2 \pm 3}", "3"), (r"\boxed{\frac{5}{\sqrt{3}}}", "3"), (r"\boxed{5000\%}", "0.5"), ("7 - 3", "3"),
     (r"\boxed{4:3}", "3"), (r"\boxed{|{-4}|}", "-4"), (r"\boxed{1,23}", "123"), ("<think>so 8", "8"),
     (r"\boxed{2^{x}}", "2"), (r"\boxed{\log_2 8}", "8"), ("between 3 and 4", "3"),
+    ("5 million", "5"), (r"\boxed{0.33...}", "0.33"), ("They are 3 dozen eggs", "3"),
 ]  # fmt: skip
 
 

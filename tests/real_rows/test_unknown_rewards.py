@@ -129,3 +129,6 @@ def test_metrics_count_the_share_and_a_step_of_unknown_rewards_ends_with_the_cau
     for learn in (lambda: asyncio.run(statistics(every)), lambda: list(rl.minibatches(every, 1, 1, 0))):
         with pytest.raises(DataError, match=r"none of the 2 rows .*: down"):
             learn()
+    zeros = rows([0, 0], ["down", "off"], "zero")
+    assert asyncio.run(statistics(zeros))["reward_errors"] == 2
+    assert sum(map(len, rl.minibatches(zeros, 1, 1, 0))) == 2

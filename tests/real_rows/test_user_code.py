@@ -61,7 +61,21 @@ def unknown_class(p, c, row):
 def exits(p, c, row): return sys.exit(3) if c == "bad" else 1.0
 def dies(p, c, row): return os._exit(3) if c == "bad" else 1.0
 def hangs(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
-async def blocks(p, c, row): return time.sleep(1000) if c == "bad" else 1.0
+async def blocks(p, c, row):
+    return time.sleep(1000) if await asyncio.sleep(0) or c == "bad" else await asyncio.sleep(0, 1.0)
+
+async def dies_later(p, c, row):
+    global count
+    count += 1
+    while count < 3 and not os.path.exists(row["flag"]):
+        await asyncio.sleep(0)
+    if c == "bad":
+        open(row["flag"], "w").close()
+        await asyncio.to_thread(os._exit, 3)
+    while not os.path.exists(row["flag"]):
+        await asyncio.sleep(0)
+    return 1.0
+
 async def waits(p, c, row): return await asyncio.Event().wait() if c == "bad" else 1.0
 """
 TURNS = """
@@ -139,30 +153,22 @@ def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_e
         assert all("cannot be unpickled here" in str(error) for error in errors)
 
 
-LATE = "TimeoutError: the {} took longer than {} = 2"
-
-
-@pytest.mark.parametrize(
-    ("name", "seconds", "error"),
-    [
-        ("exits", 600, "SystemExit: 3"),
-        ("dies", 600, "ProcessEnded: its process ended with status 3"),
-        ("hangs", 2, LATE.format("reward", "reward.row_timeout")),
-        ("waits", 2, LATE.format("reward", "reward.row_timeout")),
-    ],
-)
-async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path, name: str, seconds: float, error: str) -> None:
-    config = rl.RewardConfig(function=f"{code}:{name}", row_timeout=seconds, errors="zero")
+async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path) -> None:
+    late = "TimeoutError: the reward took longer than reward.row_timeout = 4"
+    ended = "its process ended with status 3"
+    errors = {
+        "exits": "SystemExit: 3", "dies": f"ProcessEnded: {ended}", "dies_later": f"RuntimeError: {ended}",
+        "hangs": late, "waits": late, "blocks": late,
+    }  # fmt: skip
+    rows = ROWS.assign(row=[{"flag": str(code.with_name("flag"))}] * 3)
+    limits = {name: 4 if error == late else 600 for name, error in errors.items()}
+    configs = [
+        rl.RewardConfig(function=f"{code}:{name}", row_timeout=limit, errors="zero") for name, limit in limits.items()
+    ]
     with capture_logs():
-        scored = await FunctionReward(config).score(ROWS)
-    assert scored.rewards.tolist() == [1, 0, 1]
-    assert scored.objects("reward_error") == (None, error, None)
-
-
-async def test_async_code_that_blocks_its_loop_is_ended(code: Path) -> None:
-    with capture_logs():
-        scored = await FunctionReward(rl.RewardConfig(function=f"{code}:blocks", row_timeout=2)).score(ROWS)
-    assert "TimeoutError" in str(scored.objects("reward_error")[1])
+        found = await asyncio.gather(*[reward.score(rows) for reward in map(FunctionReward, configs)])
+    assert [each.objects("reward_error") for each in found] == [(None, error, None) for error in errors.values()]
+    assert all(each.rewards.tolist() == [1, 0, 1] for each in found)
 
 
 async def test_a_process_ends_with_the_actor_that_needs_it(code: Path) -> None:
@@ -233,7 +239,7 @@ async def test_what_works_in_a_script_works_in_an_environment(code: Path) -> Non
     ("turn", "seconds", "error"),
     [
         ("dies", 600, "ProcessEnded: its process ended with status 3"),
-        ("hangs", 2, LATE.format("environment", "environment.turn_timeout")),
+        ("hangs", 2, "TimeoutError: the environment took longer than environment.turn_timeout = 2"),
     ],
 )
 async def test_an_environment_that_ends_or_hangs_is_ended_and_others_say_so(

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from meshrl import Batch, CrossEntropy, PolicyConfig, Ragged
 from meshrl.errors import ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl.roles import ModelConfig
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.loading import load, outline, plain_folder
@@ -31,11 +30,6 @@ SHAPE: dict[str, Any] = {
 MIXTURE: dict[str, Any] = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 IDS = torch.tensor([[5, 3, 8, 2, 9, 4, 7]])
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def logprobs(network: Any) -> Tensor:
@@ -76,7 +70,8 @@ def rounded(tensors: Tensors, block: Callable[[int, int], tuple[int, int]], end:
             stored[name], meant[name] = tensor.bfloat16(), tensor.bfloat16().float()
             continue
         rows, columns = block(*tensor.shape)
-        scales = torch.zeros(-(-len(tensor) // rows), -(-tensor.shape[1] // columns), dtype=scale)
+        form = torch.float32 if scale == torch.uint8 else scale  # of exponents
+        scales = torch.zeros(-(-len(tensor) // rows), -(-tensor.shape[1] // columns), dtype=form)
         stored[name], meant[name] = torch.zeros(tensor.shape, dtype=torch.float8_e4m3fn), torch.zeros(tensor.shape)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
@@ -85,6 +80,8 @@ def rounded(tensors: Tensors, block: Callable[[int, int], tuple[int, int]], end:
                 scales[i, j] = power * (1 if scale.itemsize == 1 else 0.9)
                 stored[name][own] = (tensor[own] / scales[i, j].float()).to(torch.float8_e4m3fn)
                 meant[name][own] = stored[name][own].float() * scales[i, j].float()
+        if scale == torch.uint8:
+            scales = (torch.log2(scales) + 127).to(torch.uint8)
         stored[name.removesuffix("weight") + end] = scales if scales.numel() > 1 else scales.reshape(())
     return stored, meant
 
@@ -101,6 +98,10 @@ def rows(_: int, columns: int) -> tuple[int, int]:
     return 1, columns
 
 
+def groups(*_: int) -> tuple[int, int]:
+    return 1, 32
+
+
 def matrix(*size: int) -> tuple[int, ...]:
     return size
 
@@ -113,6 +114,8 @@ FORMATS = [
     (rows, "weight_scale", torch.float32, {"quant_method": "fbgemm_fp8"}),
     (rows, "weight_scale", torch.bfloat16, {"quant_method": "compressed-tensors", "config_groups": {}}),
     (matrix, "weight_scale", torch.float32, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    (groups, "weight_scale_inv", torch.uint8, {"quant_method": "mxfp8"}),
+    (groups, "weight_scale", torch.uint8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
 ]
 
 
@@ -176,6 +179,10 @@ def packed(tensors: Tensors) -> Tensors:
     return {**{f"{Q}_{name}": part for name, part in parts.items()}, **{k: v for k, v in tensors.items() if k != Q}}
 
 
+def with_kv_scales(tensors: Tensors) -> Tensors:
+    return {**tensors, **{f"model.layers.0.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}}
+
+
 def headless(tensors: Tensors) -> Tensors:
     return {name: each for name, each in tensors.items() if name != "lm_head.weight"}
 
@@ -188,10 +195,11 @@ BROKEN: list[tuple[Change, dict[str, Any] | None, str]] = [
     (with_q(lambda q: (q * 100).to(torch.uint8)), None, f"{Q}` in the dtype U8"),
     (packed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, f"{Q}_packed` in the dtype I32"),
     (with_q(lambda _: torch.ones(1), Q + "_scale_inv"), None, "1 tensors .* does not take .*q_proj.weight_scale_inv"),
+    (with_kv_scales, None, "2 tensors .*k_scale.* these are scales, of a quantized model"),
     (with_q(lambda q: q.clone(), LATER), None, f"does not take .{LATER}"),
     (headless, None, r"lack 1 tensors \(lm_head.weight"),
     (with_q(lambda q: q[:8].clone()), None, rf"another shape than the model \({Q} \[8, 48\] for \[48, 48\]"),
-    *((dict, {"quant_method": each}, f"the method '{each}'") for each in ("gptq", "awq", "mxfp4", "bitsandbytes")),
+    *((dict, {"quant_method": each}, f"the method '{each}'") for each in ("gptq", "awq", "bitsandbytes")),
 ]
 
 
@@ -249,3 +257,39 @@ def test_files_beside_those_of_the_model_are_not_read(plain: Any, tmp_path: Path
     for read in (load, outline):
         with pytest.raises(ModelError, match=r"has `lm_head.weight`, and another file has it too"):
             read(model)
+
+
+def fours(size: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts in MXFP4 as gpt-oss has them: numbers in pairs, the exponents of their groups, and what they mean."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    experts, columns, rows = size
+    drawn = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (experts, rows, columns // 32, 32), generator=drawn)
+    exponents = torch.randint(118, 124, (experts, rows, columns // 32), generator=drawn)
+    meant = values[codes % 8] * torch.where(codes < 8, 1.0, -1.0) * 2.0 ** (exponents[..., None] - 127)
+    pairs = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return pairs, exponents.to(torch.uint8), meant.reshape(experts, rows, columns).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_mxfp4_reads_as_the_numbers_that_it_means_and_saves_plain(tmp_path: Path, dtype: Any) -> None:
+    shape: dict[str, Any] = {**SHAPE, "hidden_size": 64, "intermediate_size": 32, "layer_types": ["full_attention"]}
+    shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    network = AutoModelForCausalLM.from_config(GptOssConfig(**shape))
+    network.bfloat16().save_pretrained(tmp_path / "plain")
+    meant = load_file(tmp_path / "plain/model.safetensors")
+    stored = dict(meant)
+    for seed, name in enumerate(name for name in meant if name.endswith(("experts.gate_up_proj", "experts.down_proj"))):
+        size = tuple(stored.pop(name).shape)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"], meant[name] = fours(size, seed)  # type: ignore[arg-type]
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    folder = write(tmp_path / "fours", stored, config, quantization_config=method)
+    policy = TorchPolicy(PolicyConfig(model=folder, dtype=dtype))
+    await policy.save(str(tmp_path / "saved"))
+    for each in (tmp_path / "saved", plain_folder(Path(folder))):
+        found = load_file(each / "model.safetensors")
+        assert found.keys() == meant.keys()
+        assert all(torch.equal(found[name].float(), meant[name].float()) for name in meant)
+        assert "quantization_config" not in json.loads((each / "config.json").read_text())
+    assert outline(ModelConfig(model=folder)) is None  # read whole, by the same rule

@@ -148,6 +148,9 @@ def test_messages_are_no_text(tmp_path: Path, model: str) -> None:
     rows = [{**ROW, "q": [SYSTEM, USER]}]
     assert re.search(r"rows\.jsonl, line 1: the prompt is a list", mistakes(tmp_path, model, rows, "sft"))
     assert mistakes(tmp_path, model, rows, "sft", "policy.chat=true") == ""
+    for prompt, leaves_out in (("{q[1][content]}", True), ("{q[0][content]} {q[1][content]}", False), ("{q}", False)):
+        found = examined(tmp_path, model, rows, "sft", "policy.chat=true", f"task.prompt={prompt}").doubts
+        assert any("leaves out the system's message, 'yes', of `q`" in each for each in found) == leaves_out, prompt
 
 
 async def test_a_trl_reward_gets_all_messages() -> None:

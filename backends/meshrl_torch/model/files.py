@@ -1,4 +1,7 @@
-"""The tensors of a Hugging Face folder: their files, and matrices in FP8, which are multiplied with their scales."""
+"""The tensors of a Hugging Face folder: their files, and matrices in FP8, which are multiplied with their scales.
+
+Those in MXFP4, as gpt-oss is published, are read by transformers.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +22,14 @@ _PLAIN: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _FP8: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 _COUNTS: Final = frozenset({"I64", "I32", "I16", "U8", "BOOL"})
 """Dtypes of masks and positions, which no parameter takes."""
-_METHODS: Final = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+_EXPONENTS: Final = frozenset({"F8_E8M0", "U8"})
+"""Dtypes of scales that are powers of two, whose exponents alone are written, as in MXFP8."""
+_GROUP: Final = 32
+"""Numbers of a row that share a scale in MXFP8, whatever the configuration says."""
+_METHODS: Final = ("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 """Values of `quant_method` for which a matrix is its numbers times its scales."""
+_PACKED: Final = "mxfp4"
+"""The `quant_method` whose numbers transformers unpacks."""
 _SCALES: Final = ("_scale_inv", "_scale")
 """What follows a matrix's name in that of its scales."""
 _OF_ACTIVATIONS: Final = re.compile(r"\.(activation|input|output|q|k|v|kv|prob)_scale(_ub)?$")
@@ -36,16 +45,19 @@ class ModelFiles:
     def __init__(self, folder: Path, shape: PretrainedConfig) -> None:
         """Take the quantization out of the configuration `shape`. ModelError for numbers whose meaning is not known.
 
-        Scales are those of a whole matrix, of each row, or of blocks of `weight_block_size`. Raises what `Boxes` does.
+        Scales are those of a whole matrix, of each row, of blocks of `weight_block_size`, or of MXFP8. Raises what
+        `Boxes` does.
         """
         self._folder = folder
         self._method = _taken(shape)
+        self.is_packed: Final = self._method is not None and self._method.get("quant_method") == _PACKED
+        """True if only transformers knows the numbers."""
         self._boxes: Final = Boxes(folder, _files(folder))
         self._scales: Final = {
             name: name + end
             for name, form in self._boxes.forms.items()
             for end in _SCALES
-            if form in _FP8 and self._boxes.forms.get(name + end) in {*_PLAIN, "F8_E8M0"}
+            if form in _FP8 and self._boxes.forms.get(name + end) in {*_PLAIN, *_EXPONENTS}
         }
         used = {*self._scales.values()}
         if self._scales or self._method:
@@ -108,10 +120,10 @@ class ModelFiles:
                     f"{where} in the dtype {form}, and config.json has no `quantization_config` that says what its "
                     f"scales belong to: copy config.json again, from where the weights are from"
                 )
-        if self._method and (method := self._method.get("quant_method")) not in _METHODS:
+        if self._method and (method := self._method.get("quant_method")) not in (*_METHODS, _PACKED):
             raise ModelError(
                 f"{self._folder}/config.json has a `quantization_config` of the method {method!r}: known are "
-                f"{', '.join(_METHODS)}. {_REMEDY}"
+                f"{', '.join((*_METHODS, _PACKED))}. {_REMEDY}"
             )
 
     def _block(self, name: str) -> tuple[int, ...]:
@@ -119,7 +131,8 @@ class ModelFiles:
         size, scales = self.shapes[name], self._boxes.sizes[self._scales[name]]
         outer = (1,) * (len(size) - 2)
         own = cast("Sequence[int] | None", (self._method or {}).get("weight_block_size"))
-        for block in ((*outer, *own) if own else (), size, (*outer, 1, size[-1])):
+        groups = (*outer, 1, _GROUP) if self._boxes.forms[self._scales[name]] in _EXPONENTS else ()
+        for block in ((*outer, *own) if own else (), size, (*outer, 1, size[-1]), groups):
             if block and _without_ones(_grid(size, block)) == _without_ones(scales):
                 return block
         raise ModelError(
@@ -133,10 +146,17 @@ class ModelFiles:
         size = self._boxes.sizes[name]
         scales = torch.empty(size)
         self._boxes.read([Box(name, size, (0,) * len(size), scales)])
+        if self._boxes.forms[name] == "U8":
+            scales = torch.exp2(scales - 127)
         factors = scales.reshape(_grid(box.size, block))
         for dim, ((start, end), length) in enumerate(zip(box.ranges, block, strict=True)):
             factors = factors.index_select(dim, torch.arange(start, end) // length)
         return factors.to(box.tensor.device)
+
+
+def is_scale(name: str) -> bool:
+    """True for the name of scales of any kind."""
+    return name.endswith(_SCALES) or _OF_ACTIVATIONS.search(name) is not None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -28,18 +30,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
+from xxhash import xxh3_128
 
 from meshrl.errors import ModelError
 from meshrl.hub import Repository, download
 from meshrl.roles import ModelConfig, NewModel, Packing, PassConfig
 from meshrl_torch.model.adapters import is_adapter, merged, read_merged
-from meshrl_torch.model.files import ModelFiles
+from meshrl_torch.model.files import ModelFiles, is_scale
 from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
+_SETTLED: Final = 2_000_000_000
+"""Nanoseconds after which a change of a file has surely another time than an earlier one."""
+_digests: dict[tuple[int, ...], bytes] = {}
+"""The digests of files, by what changes with their content."""
 
 
 def folder_of(model: str) -> Path:
@@ -57,7 +65,7 @@ def folder_of(model: str) -> Path:
         path = download(model)
     if path.suffix == ".gguf" and path.is_file():
         try:
-            return _unpacked(path.resolve(), _stamps(path))
+            return _unpacked(path.resolve(), _content(path))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"model {model}: transformers cannot read this GGUF file: {reason}") from error
@@ -67,7 +75,7 @@ def folder_of(model: str) -> Path:
         return merged(
             path,
             lambda base: plain_folder(folder_of(base)),
-            lambda base: _merged(path.resolve(), base.resolve(), _stamps(path) | _stamps(base)),
+            lambda base: _merged(path.resolve(), base.resolve(), _content(path) | _content(base)),
         )
     if not (path / "config.json").exists():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
@@ -110,14 +118,28 @@ def _located(model: str) -> Path:
     return path
 
 
-def _stamps(path: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Return what changes with the content of a file, or of the files of a folder. Links to nothing are none."""
-    files = [(str(each), each.stat()) for each in (path, *path.rglob("*")) if each.exists()]
-    return frozenset((name, own.st_ino, own.st_size, own.st_ctime_ns) for name, own in files)
+def _content(path: Path) -> frozenset[tuple[str, bytes]]:
+    """Return a digest of a file, or of each file of a folder that a model is read from."""
+    files = (each for each in (path, *path.glob("*"), *path.glob("*/*.jinja")) if each.is_file())
+    return frozenset((each.name, _digest(each)) for each in files)
+
+
+def _digest(file: Path) -> bytes:
+    """Return a file's digest. It is computed again if the file has changed, or may have changed since."""
+    own = file.stat()
+    key = (own.st_dev, own.st_ino, own.st_size, own.st_ctime_ns)
+    if key in _digests:
+        return _digests[key]
+    now = time.time_ns()
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, xxh3_128).digest()
+    if abs(now - own.st_ctime_ns) > _SETTLED:
+        _digests[key] = digest
+    return digest
 
 
 @cache
-def _merged(path: Path, base: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
+def _merged(path: Path, base: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
     return _temporary("meshrl-merged-", *read_merged(path, base))
 
 
@@ -131,7 +153,7 @@ def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 @cache
-def _unpacked(path: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
+def _unpacked(path: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
     source = path.parent
     loaded = AutoModelForCausalLM.from_pretrained(
         source,
@@ -157,12 +179,14 @@ def plain_folder(folder: Path) -> Path:
     with quiet():
         shape = _config(str(folder), folder)
         files = _files(str(folder), folder, shape, GENERATOR)
-        is_plain = not files.is_scaled and not (shape.tie_word_embeddings and "lm_head.weight" in files.shapes)
-        return folder if is_plain else _plain(folder.resolve(), _stamps(folder))
+        is_plain = not (files.is_scaled or files.is_packed) and not (
+            shape.tie_word_embeddings and "lm_head.weight" in files.shapes
+        )
+        return folder if is_plain else _plain(folder.resolve(), _content(folder))
 
 
 @cache
-def _plain(path: Path, stamps: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
+def _plain(path: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
     return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR))
 
 
@@ -329,19 +353,20 @@ def _files(name: str, folder: Path, shape: PretrainedConfig, kind: Kind) -> Mode
 def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     shape = _config(name, folder, kind)
     files = _files(name, folder, shape, kind)
-    how: dict[str, Any] = {
-        "config": shape,
-        "dtype": dtype,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-    }
+    how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    of_folder = partial(
+        cast("Callable[..., Loaded]", kind.read), folder, local_files_only=True, use_safetensors=True, **how
+    )
     try:
-        if files.is_scaled:
+        tensors = files.tensors(dtype) if files.is_scaled else None
+        if files.is_packed:  # transformers would save what it has read under the names of packed tensors
+            tensors = _whole(name, of_folder(quantization_config=Mxfp4Config(dequantize=True))).state_dict()
+        if tensors is not None:
             made = type(without_values(shape, kind))
-            loaded = cast("Loaded", made.from_pretrained(None, state_dict=files.tensors(dtype), **how))
+            loaded = cast("Loaded", made.from_pretrained(None, config=shape, state_dict=tensors, **how))
             loaded[0].generation_config = _generation(folder) or loaded[0].generation_config
         else:
-            loaded = cast("Loaded", kind.read(folder, local_files_only=True, use_safetensors=True, **how))
+            loaded = of_folder(config=shape)
     except Exception as error:
         raise unreadable(name, kind, error) from error
     _check_kind(name, kind, loaded[0])
@@ -358,7 +383,11 @@ def _whole(name: str, loaded: Loaded) -> PreTrainedModel:
     ):
         if names := sorted(each if isinstance(each, str) else _sizes(*each) for each in report[key]):
             found = what.format(len(names), ", ".join(names[:3]))
-            raise ModelError(f"model {name!r}: its files {found}: the folder is incomplete or of another architecture")
+            why = "the folder is incomplete or of another architecture"
+            if key == "unexpected_keys" and all(map(is_scale, names)):
+                why = "these are scales, of a quantized model or of cached keys and values, of which config.json says "
+                why += "nothing (`quantization_config`): copy it again, from where the weights are from"
+            raise ModelError(f"model {name!r}: its files {found}: {why}")
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:  # whatever the configuration says
         network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False

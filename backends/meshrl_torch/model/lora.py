@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -84,20 +85,13 @@ def _check_targets(network: nn.Module, config: LoraConfig) -> None:
     for name in layers:
         users.setdefault(id(parameters[f"{name}.weight"]), []).append(name)
     for shared in users.values() if config.sync == "merged" else ():
-        named = [each for each in shared if _is_target(config, each)]
+        named = [each for each in shared if check_target_module_exists(_peft(config), each)]
         if named and len(shared) > 1:
             others = ", ".join(each for each in shared if each != named[0])
             raise ConfigError(
                 f"lora.targets: {named[0]} shares its weight with {others} in this model, and a merged weight could "
                 'not be that of both: set lora.sync = "adapters" for a sampler of the backend "torch", or leave it out'
             )
-
-
-def _is_target(config: LoraConfig, name: str) -> bool:
-    """True if peft adapts a layer of this name, other than a linear one that "all-linear" means."""
-    if isinstance(config.targets, str):
-        return re.fullmatch(config.targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in config.targets)
 
 
 def trained(model: LanguageModel) -> dict[str, nn.Parameter]:

@@ -183,12 +183,14 @@ def unused(*texts: str) -> str:
 def turn_end(tokenizer: PreTrainedTokenizerBase, variables: Template) -> tuple[str, int | None]:
     """Return what the chat template closes an assistant's turn with, and its last token. "" and None if with none.
 
-    If it closes the last turn with more tokens than an earlier one, such as the end of a dialogue, those are left out.
+    A text may precede its tokens. If it closes the last turn with more tokens than an earlier one, such as the end of a
+    dialogue, those are left out.
     """
     tokens, tail = added_tokens(tokenizer), around_message(tokenizer, variables)[1]
     earlier = around_message(tokenizer, variables, {"role": "user", "content": "a"})[1]
     for closing in (tail[: alike(tail, earlier)], tail):
-        rest, end = closing, None
+        places = [place for text in tokens if text and (place := closing.find(text)) >= 0]
+        rest, end = closing[min(places, default=len(closing)) :], None
         while found := [text for text in tokens if text and rest.lstrip().startswith(text)]:
             end = max(found, key=len)
             rest = rest.lstrip().removeprefix(end)
