@@ -103,7 +103,7 @@ def compare(folder: Path, rounds: int, steps: int) -> list[Figure]:
     folder.mkdir(exist_ok=True)
     if not (folder / "warm/model").is_dir():
         warmed_up_model(folder)
-    common = [f"policy.model={folder / 'warm/model'}", "policy.optimizer.schedule=constant", "evaluation=false"]
+    common = [f"policy.model={folder / 'warm/model'}", "policy.optimizer.schedule=constant", "~evaluation"]
     there = len([*folder.glob("*-done")])
     for number in range(there, there + rounds):
         run_round(folder, number, common, steps)

@@ -158,7 +158,7 @@ def is_of_machine(error: BaseException) -> bool:
         or (isinstance(each, OSError) and each.errno in _NO_ROOM)
         or (isinstance(each, BlockingIOError) and _is_of_start(each))
         or (isinstance(each, OSError | RuntimeError) and str(each).startswith(_PYTHONS))
-        for each in _causes(error)
+        for each in causes_of(error)
     )
 
 
@@ -173,7 +173,7 @@ def is_unknown(error: BaseException) -> bool:
 
     It is discarded, a fault of the machine, or its text says so. The text may also be what a model wrote.
     """
-    told = (each for each in _causes(error) if isinstance(each, OSError | RuntimeError))
+    told = (each for each in causes_of(error) if isinstance(each, OSError | RuntimeError))
     return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in told)
 
 
@@ -181,11 +181,11 @@ def is_discarded(error: BaseException) -> bool:
     """True for an exception after which a reward is unknown, whatever `errors` says: `Discard`, or `sys.exit(75)`."""
     return any(
         isinstance(each, Discard) or (isinstance(each, SystemExit) and each.code == os.EX_TEMPFAIL)
-        for each in _causes(error)
+        for each in causes_of(error)
     )
 
 
-def _causes(error: BaseException) -> Iterable[BaseException]:
+def causes_of(error: BaseException) -> Iterable[BaseException]:
     """Return an exception, those in its group, and those that they came of on this rank."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]

@@ -151,14 +151,18 @@ def _reap(first: int) -> "int | None":
 
 
 def _end_children() -> None:
-    """End every descendant: the children of each that ends become children of this process."""
+    """End every descendant: the children of each that ends become children of this process.
+
+    What belongs to another user is left, and what the kernel holds for longer than `LONGEST`.
+    """
+    until = time.monotonic() + LONGEST
     with suppress(ChildProcessError):
-        while True:
+        while time.monotonic() < until:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             if not sum(map(_kill, _children(os.getpid()))):
-                return  # what is left belongs to another user
-            os.waitpid(-1, 0)
+                return
+            time.sleep(0.001)
 
 
 def _kill(pid: int) -> bool:

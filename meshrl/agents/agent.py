@@ -28,7 +28,7 @@ from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
 from meshrl.data import OUTCOMES, Batch, with_rewards
-from meshrl.errors import ConfigError, DataError, is_of_machine, is_unknown, shortened
+from meshrl.errors import ConfigError, DataError, causes_of, described, is_of_machine, is_unknown, shortened
 from meshrl.roles import Sampling
 from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, tried_again, unless_cancelled
@@ -89,7 +89,7 @@ class Agent:
 
         A plain function that exceeds the time limit is ended with its process. An async function is cancelled, and
         abandoned if it has not ended 5 seconds later. If both the sampler and the episode failed, the sampler's
-        exception is raised. Raises ConfigError without a server, DataError for an episode that failed with
+        exception is raised. Raises ConfigError if a server is needed, DataError for an episode that failed with
         `errors = "stop"`, and MachineFault if the machine had no room for it, however often it was played.
         """
         if not gateway.is_serving and (self._function is None or not is_async(self._function)):
@@ -131,6 +131,12 @@ class Agent:
                 raise session.failure from raised
             if is_of_machine(raised):
                 raise
+            unserved = not gateway.is_serving and not len(session.conversation)
+            if unserved and any("Connect" in type(each).__name__ for each in causes_of(raised)):
+                raise ConfigError(
+                    f"an async function could not connect: {described(raised)}. Its client needs no server, but what "
+                    "takes the client's URL does: play inside `async with gateway.serving()`"
+                ) from raised
             error, failed = self._errors.told(raised), not is_unknown(raised)
             reward = 0.0 if failed and self._config.errors == "zero" else math.nan
         finally:

@@ -139,11 +139,12 @@ async def _run(
 ) -> int:
     """Run a command to its end, and return its status."""
     whole = supervised(container.running(command, environment), container.ending) if container else supervised(command)
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}  # opens the cluster
     with _file() as stdin, _file() as stdout, _file() as stderr:
         stdin.write(standard_input)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *whole, stdin=stdin, stdout=stdout, stderr=stderr, env={**os.environ, **environment}, start_new_session=True
+            *whole, stdin=stdin, stdout=stdout, stderr=stderr, env=inherited | dict(environment), start_new_session=True
         )
         try:
             await _ended(process, (stdout, stderr), output.most_bytes)

@@ -17,9 +17,10 @@ import itertools
 import json
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from operator import ne
+from typing import Final, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -34,6 +35,7 @@ from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
 
+T = TypeVar("T")
 Ints = NDArray[np.int32]
 
 PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
@@ -44,6 +46,8 @@ PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
 }
 """The standard token columns of a row."""
 _MARK: Final = "what the assistant wrote stands here"
+_COMPARED: Final = 32
+"""Number of a session's newest rows that a changed history is compared with."""
 _LOGGED: Final = 20
 """Number of changed histories that are logged. After these, only each one whose number is a power of two is."""
 
@@ -336,18 +340,23 @@ class Conversation:
             answer = said[heard[at].gist].pop() if said[heard[at].gist] else heard[at]
             if at + 1 not in turns and difference(answer, heard[at]) is None:
                 heard[at] = heard[at].as_said(answer)
-        gists = {heard[at].gist for at in known}
-        leaves = [(leaf, leaf.history()) for leaf in self._transcripts if leaf.heard]
-        shared = [(_shared(old, heard), len(gists & {each.gist for each in old})) for _, old in leaves]
-        if not shared:
+        gists, answers = [each.gist for each in heard], {heard[at].gist for at in known}
+        found: tuple[tuple[int, int], Turn, Sequence[Meaning]] | None = None
+        for leaf in itertools.islice(filter(lambda leaf: leaf.heard, reversed(self._transcripts)), _COMPARED):
+            recorded = leaf.history()
+            old = [each.gist for each in recorded]
+            likeness = _shared(old, gists), len(answers.intersection(old))
+            if found is None or likeness > found[0]:
+                found = likeness, leaf, recorded
+        if found is None:
             return
-        same, _ = closest = max(shared)
-        leaf, recorded = leaves[-1 - shared[::-1].index(closest)]
+        (_, is_known), leaf, recorded = found
+        same = _shared(recorded, heard, difference)
         ends = list(itertools.accumulate(len(turn.heard) for turn in leaf.path()))
         offered = [json.dumps(list(each), sort_keys=True) for each in (self._transcripts[leaf].tools, tools)]
         differing = zip(recorded[same:], heard[same:], strict=False)
         name, before, after = next((difference(*pair) for pair in differing), None) or ("tools", *offered)
-        if before == after or not (known or same + 1 in ends):
+        if before == after or not (is_known or same + 1 in ends):
             return  # a sub-agent, or another try
         number = next(self._changes)
         if number <= _LOGGED or number & (number - 1) == 0:
@@ -400,18 +409,18 @@ def _follows(turn: Turn, heard: Sequence[Meaning], turns: Mapping[int, Turn]) ->
     """True if the messages before the turn's answer, whose gists are the same, mean the same."""
     known = turn.before is None or turn.before in turns.values()
     before = (turn.heard if known else turn.history())[:-1]
-    return _shared(before, heard[len(heard) - len(before) :]) == len(before)
+    return _shared(before, heard[len(heard) - len(before) :], difference) == len(before)
 
 
-def _shared(recorded: Sequence[Meaning], sent: Sequence[Meaning]) -> int:
-    """Number of messages with which both begin."""
+def _shared(recorded: Sequence[T], sent: Sequence[T], differ: Callable[[T, T], object] = ne) -> int:
+    """Number of items, such as messages, with which both begin."""
     pairs = enumerate(zip(recorded, sent, strict=False))
-    return next((at for at, pair in pairs if difference(*pair) is not None), min(len(recorded), len(sent)))
+    return next((at for at, pair in pairs if differ(*pair)), min(len(recorded), len(sent)))
 
 
 def _around(text: str, other: str) -> str:
     """The part of a text where it begins to differ from the other."""
-    at = next((at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(other))
+    at = _shared(text, other)
     begin = max(0, at - 20)
     return f"{'...' if begin else ''}{text[begin : at + 40]}{'...' if len(text) > at + 40 else ''}"
 

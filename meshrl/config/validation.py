@@ -101,6 +101,8 @@ class _Place(NamedTuple):
 
 _OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
 """Arguments of `rl.rollouts`, which users look for in the configuration."""
+_UNSET: Final = {"false", "''", "'none'", "'None'", "'null'"}
+"""What users write to unset a key, as it is shown."""
 _NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
 """Errors that no file can cause, and errors of defaults derived from an invalid value."""
 
@@ -120,7 +122,9 @@ def mistakes_of(
         unknown = any(text.startswith("no such key") for text in texts)
         hidden = unknown or value is ABSENT or isinstance(value, Mapping)
         begin = f"{key}: " if hidden else f"{key} = {shown(value)}: "
-        mistakes.append((path, (begin if key else "") + ", or ".join(dict.fromkeys(texts))))
+        unset = not hidden and shown(value) in _UNSET and all(isinstance(part, str) for part in path)
+        remedy = f"; to unset it, write '~{key}' on the command line, or leave it out" if unset else ""
+        mistakes.append((path, (begin if key else "") + ", or ".join(dict.fromkeys(texts)) + remedy))
     return mistakes
 
 

@@ -117,7 +117,8 @@ class RunConfig(Config):
     files in the temporary folder. Default: all that is free."""
     environment: list[Annotated[str, Field(pattern=r"^\w[\w*?]*$")]] = Field(default=[])
     """Names of environment variables that ranks get from the process that starts the run, such as `["JUDGE_KEY",
-    "HF_*"]`. Ranks on a Ray cluster that runs already need this. Values are not recorded."""
+    "HF_*"]`. Ranks on a Ray cluster that runs already need this. Values are not recorded. A pattern leaves out what
+    the engine sets for each rank, such as CUDA_VISIBLE_DEVICES."""
     patience: float = Field(default=PATIENCE, gt=0)
     """Seconds to wait for an unreachable host before its ranks count as lost (engine Ray)."""
     deterministic: bool = False
@@ -227,7 +228,7 @@ class AlgorithmConfig(Config):
     """
 
     evaluation: EvaluationConfig | None = None
-    """Evaluate held-out prompts during the run. False, or no table: no evaluation."""
+    """Evaluate held-out prompts during the run. By default, and with `~evaluation` on the command line, not at all."""
 
     @field_validator("*")
     @classmethod
@@ -278,8 +279,6 @@ class AlgorithmConfig(Config):
         A sampler also gets the policy's adapters if `lora.sync` is "adapters".
         """
         filled = dict(table)
-        if filled.get("evaluation") is False:
-            del filled["evaluation"]
         run, policy, task = table.get("run"), table.get("policy"), table.get("task")
         if isinstance(task, Mapping) and "max_prompt_tokens" in task and (counts := cls._first_model(table)):
             reader = {key: counts[key] for key in _OF_A_READER if key in counts}

@@ -1,5 +1,6 @@
 """The ids that are trained on are the ids that were sampled, after the ids that they were sampled after."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -310,3 +311,24 @@ def test_what_is_trained_on_is_what_was_sampled(each_chat: ShownChat, count: int
         assert learnt(rows) == client.sampled
         oldest = [min(version for version in versions.tolist() if version >= 0) for versions in rows.versions]
         assert rows.row("oldest_version").tolist() == oldest
+
+
+@pytest.mark.parametrize("edit", [0, -2])
+def test_a_history_that_always_branches_costs_no_more_after_many_rows(edit: int, chat: ShownChat) -> None:
+    conversation, calls = Conversation(chat), list[int]()
+    messages = [USER] * 6
+    for number in range(100):
+        messages[edit] = Message("user", f"the cat {number}?")
+        calls.append(0)
+
+        def count(_: object, event: str, __: object) -> None:
+            calls[-1] += event == "call"
+
+        sys.setprofile(count)
+        prompt = conversation.ask(messages)
+        sys.setprofile(None)
+        said = Message("assistant", f"on mat {number}")
+        conversation.answer(prompt, wrote(chat, said.content), said)
+        messages = [USER, *messages[-3:], said, Message("user", "why?")]
+    assert len(conversation.rows()) == 100
+    assert max(calls[80:]) < 1.5 * max(calls[40:50])

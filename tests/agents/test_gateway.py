@@ -3,8 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 
 from meshrl import Batch, Run, RunConfig, Sampling
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, GatewayConfig, Session
+from meshrl.errors import ConfigError
 from meshrl.mesh import current_rank
-from meshrl.testing import ScriptedChat, ScriptedSampler
+from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 from tests.agents.talks import SAMPLING, USER, Talk, opened, talking
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -504,3 +505,27 @@ async def test_the_url_of_an_async_functions_client_is_served(tmp_path: Path) ->
     async with Agents(sampler, agent, gateway).serving():
         episode = await agent.play(gateway, {"answer": ["a", "b"]}, Sampling(max_tokens=10))
     assert (episode.error, episode.reward, len(episode.rows)) == (None, 1.0, 2)
+
+
+OWN = """
+async def solve(client, row):
+    return (await type(client)(base_url=str(client.base_url), api_key="x", max_retries=0).models.list()).data
+
+async def fails(client, row):
+    raise LookupError("no words")
+"""
+
+
+@pytest.mark.parametrize("play", [lambda main: asyncio.run(main()), simulate], ids=["clock", "virtual"])
+def test_a_url_that_nobody_serves_is_told_with_what_to_do(play: Callable[[Any], object], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
+
+    async def main() -> None:
+        async with aclosing(Gateway(ScriptedSampler([]), ScriptedChat())) as gateway:
+            agents = [Agent(AgentConfig(source=f"{tmp_path}/own.py:{name}")) for name in ("fails", "solve")]
+            episode = await agents[0].play(gateway, {}, Sampling(max_tokens=10))
+            assert episode.error == "LookupError: no words"
+            with pytest.raises(ConfigError, match=r"APIConnectionError: .*play inside `async with gateway\.serving"):
+                await agents[1].play(gateway, {}, Sampling(max_tokens=10))
+
+    play(main)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.run.recorder import Recorder
-from meshrl.run.trackers import Trackers
+from meshrl.run.trackers import TrackedRun, Trackers, make_tracker
 from tests.first_hour.terminal import FAKES, SMALL, done, refused
 
 QUICK = (*FAKES, *SMALL, "prompts=4")
@@ -190,6 +190,34 @@ def test_those_that_hang_are_left_behind_and_others_hear_the_end(
     out, err = capsys.readouterr()
     assert "heard the end" in out
     assert (out + err).count("it has not taken everything within 3 s") == 3
+
+
+def test_wandb_online_has_each_number_once_after_an_interruption_whatever_came_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: list[dict[str, object]] = []
+    run = SimpleNamespace(path="me/meshrl/1", define_metric=lambda *_, **__: None, log=server.append)
+    stored = SimpleNamespace(scan_history=lambda **_: iter(list(server)))
+    wandb = SimpleNamespace(
+        setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")),
+        login=lambda **_: True,
+        init=lambda **_: run,
+        Api=lambda: SimpleNamespace(run={run.path: stored}.__getitem__),
+        Table=lambda **given: given["data"],
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    lines = {step: {"reward": step / 10} for step in range(6)}
+    for goes_on, begin, end in ((False, 0, 4), (True, 0, 6)):  # all of it is told again
+        tracker = make_tracker("wandb")
+        tracker.begin(TrackedRun("1", "run", None, tmp_path, {}, begin, goes_on))
+        for step in range(begin, end):
+            tracker.metrics(step, lines[step])
+        tracker.metrics(1, {"eval/reward": 0.5})  # it has ended late, so the newest line is of an early step
+        tracker.samples(0, [{"prompt": "a"}])
+    tracker.metrics(3, {"eval/reward": 0.7})  # of an early step too, and new
+    numbers = [(line["step"], name) for line in server for name in line if name != "step"]
+    wanted = [*((step, "reward") for step in range(6)), (1, "eval/reward"), (3, "eval/reward"), (0, "samples")]
+    assert sorted(numbers) == sorted(wanted)
 
 
 @pytest.mark.filterwarnings("default")

@@ -138,10 +138,11 @@ def test_what_is_typed_nearly_right() -> None:
 
 
 def test_evaluation_is_left_out_by_the_command_line_and_an_earlier_one_is_kept() -> None:
-    done(*SHORT, "evaluation=false")
+    done(*SHORT, "~evaluation")
     assert not Path("runs/quickstart/evaluations.jsonl").exists()
     assert "[evaluation]" not in Path("runs/quickstart/config.toml").read_text("utf-8")
     assert "command line: evaluation = true: must be a table" in refused(*SHORT, "evaluation=true")
+    assert "to unset it, write '~evaluation' on the command line" in refused(*SHORT, "evaluation=false")
 
     done(*SHORT, "run.checkpoint_every=1")
     run, before = Path("runs/quickstart"), b""

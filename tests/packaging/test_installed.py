@@ -94,7 +94,7 @@ def test_each_module_is_there_without_an_extra_and_what_needs_one_says_what_to_t
         assert f"pip install 'meshrl[{extra}]'" in err, err
 
 
-RUN = ("run", "grpo/quickstart", *SMALL, "steps=1", "prompts=2", "evaluation=false", "policy.optimizer.total_steps=1")
+RUN = ("run", "grpo/quickstart", *SMALL, "steps=1", "prompts=2", "~evaluation", "policy.optimizer.total_steps=1")
 MODEL = (
     "policy.model={characters='abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>', hidden_size=8, ffn_size=8, "
     "layers=1, heads=1, max_tokens=32}"

@@ -1,6 +1,7 @@
 """Settings as people write them: homes and variables in paths, keys to remove, variables that ranks need."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import meshrl as rl
+from meshrl.agents import Agent, AgentConfig
 from meshrl.cli import app
 from meshrl.config import load_toml
 from meshrl.engines import ranks
@@ -16,6 +18,7 @@ from meshrl.errors import ConfigError, described
 from meshrl.run import load_job
 from meshrl.tasks import user_worker
 from meshrl.tasks.function import boundary, load_function
+from tests.agents.talks import served
 
 FAKE = '{ backend = "fake", model = "none" }'
 FILE = f"""
@@ -114,6 +117,26 @@ def test_what_cannot_be_removed_is_named(override: str, says: str, file: Path) -
         load_toml(file, [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("evaluation=false", "a table"),
+        ("evaluation=none", "a table"),
+        ("task=false", "a table"),
+        ("sampling.top_p=null", "a number"),
+        ("policy.model=false", "text in quotes, or must be a table"),
+        ("run.meshes=None", "a table"),
+        ("sampling.max_tokens=''", "a whole number"),
+    ],
+)
+def test_what_is_written_to_unset_a_key_is_answered_with_the_spelling_that_does(
+    override: str, wanted: str, file: Path
+) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"command line: {key} = .*: must be {wanted}; to unset it, write '~{key}'"):
+        load_job(file, [override])
+
+
 def test_the_command_line_takes_several_removals(file: Path) -> None:
     shown = CliRunner().invoke(app, ["check", str(file), "~evaluation", "~run.name", "steps=2"])
     assert "no mistakes found" in shown.output, shown.output
@@ -146,12 +169,19 @@ async def test_a_variable_that_a_rank_lacks_is_told_with_what_to_do(name: str, t
         assert ("run.environment" in text) == (name != "misses"), text
 
 
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES", "RAY_AUTH_TOKEN", "RAY_ADDRESS")
+
+
 class Started(Exception):
     """With what an engine would be made."""
 
 
 def test_names_of_variables_are_checked_where_the_run_starts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
+    for name in DEVICES:
+        monkeypatch.setenv(name, "0,1")
+    for name in "CUDA_HOME", "HIP_PLATFORM":
+        monkeypatch.setenv(name, "x")
 
     def start(*given: object) -> None:
         raise Started(given[-1])
@@ -161,11 +191,23 @@ def test_names_of_variables_are_checked_where_the_run_starts(file: Path, monkeyp
         ("JUDGE_KEY",): {"JUDGE_KEY": "secret"},
         ("JUDGE_*", "SCRATCH"): {"JUDGE_KEY": "secret", "SCRATCH": f"{file.parent}/scratch"},
         ("HARBOR_NONE_*",): {},
+        ("CUDA_*", "HIP_*", "RAY_*", "NEURON_*"): {"CUDA_HOME": "x", "HIP_PLATFORM": "x"},
     }.items():
         with pytest.raises(Started) as started:
             rl.Run(rl.RunConfig(environment=[*names]))
         assert started.value.args == (wanted,)
     with pytest.raises(ConfigError, match=r"run\.environment names ABSENT_KEY, which .* lacks"):
         rl.Run(rl.RunConfig(environment=["JUDGE_KEY", "ABSENT_KEY"]))
+    for name in DEVICES:
+        with pytest.raises(ConfigError, match=rf"run\.environment names {name}, which the engine sets for each rank"):
+            rl.Run(rl.RunConfig(environment=["JUDGE_KEY", name]))
     with pytest.raises(ConfigError, match=r"run.environment\[0\] = 'JUDGE_KEY=secret'"):
         load_job(file, ['run.environment=["JUDGE_KEY=secret"]'])
+
+
+@pytest.mark.process
+async def test_a_program_of_an_agent_does_not_get_the_token_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "own")
+    program = "import os; print(float((os.environ['JUDGE_KEY'], os.environ.get('RAY_AUTH_TOKEN')) == ('own', None)))"
+    assert (await served(Agent(AgentConfig(command=(sys.executable, "-c", program))))).reward == 1.0

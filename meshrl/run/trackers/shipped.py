@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
@@ -74,19 +74,19 @@ class Wandb(Tracker):
     """Writes the configuration, numbers by `step`, a table `samples`, and the report as an artifact."""
 
     wants_report = True
+    wants_history: bool = True
 
     def __init__(self) -> None:
         self._wandb = import_module("wandb")
         # Nobody would answer a question on the terminal in the middle of a run.
-        mode = self._wandb.setup().settings.mode
-        # Offline, a killed run loses what wandb has not flushed, and a resumed one counts its lines from 0.
-        self.wants_history: bool = mode == "offline"
-        if mode == "online" and not self._wandb.login(prompt=False):
+        self._has_server = self._wandb.setup().settings.mode in ("online", "shared")
+        if self._has_server and not self._wandb.login(prompt=False):
             raise ConfigError("'wandb' has no API key: run `wandb login`, or set WANDB_MODE=offline")
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run, or continue it."""
         self._name = run.name
+        # Offline, a killed run loses what wandb has not flushed, and a resumed one counts its lines from 0.
         for earlier in (run.folder / "wandb").glob(f"offline-run-*-{run.id}"):  # all of it is written again
             earlier.rename(earlier.with_name(f"earlier-{earlier.name}"))
         self._run = self._wandb.init(
@@ -100,16 +100,19 @@ class Wandb(Tracker):
         # A separate step axis, because an evaluation's numbers arrive after those of later steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._known = -1 if self.wants_history or not run.goes_on else int(self._run.summary.get("step", -1))
+        lines: Iterable[Mapping[str, object]] = ()
+        if self._has_server and run.goes_on:
+            lines = self._wandb.Api().run(self._run.path).scan_history(use_cache=False)
+        self._known = {(line.get("step"), name) for line in lines for name, value in line.items() if value is not None}
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers, unless the server has this step of an earlier attempt."""
-        if step > self._known:
-            self._run.log({"step": step, **values})
+        """Send numbers, unless the server has them from an earlier attempt."""
+        if new := {name: value for name, value in values.items() if (step, name) not in self._known}:
+            self._run.log({"step": step, **new})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send a table."""
-        if step <= self._known:
+        if (step, "samples") in self._known:
             return
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[list(row.values()) for row in rows], allow_mixed_types=True)
