@@ -18,7 +18,11 @@ times its time. Then come the memory of log-probs (bench/logprobs.py) and, with 
 With `--backend megatron`, Megatron-Core does the same. Then come two ranks of one thread each: FSDP2 and the layouts of
 Megatron-Core, all in the same two processes of Ray, and torch in a separate process with two threads.
 
-About 4 minutes, 10 with fsdp and 14 with megatron.
+With `--parts hybrid`, models with recurrent layers (bench/hybrid.py) take turns: packed, padded by meshrl with all rows
+in one batch, and the padded contestant. Packed must be 2 times as fast as that, and padded rows may take 1.1 times its
+time.
+
+About 4 minutes, 10 with fsdp and 14 with megatron. The part `hybrid` takes 3.
 """
 
 import asyncio
@@ -28,20 +32,20 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import logprobs, utilisation
+from bench import hybrid, logprobs, utilisation
 from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.local import RankLoop
-from meshrl.roles import OptimizerConfig, Policy
+from meshrl.roles import OptimizerConfig, Packing, Policy
 from meshrl.run import MeshConfig
 
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>"
@@ -54,6 +58,7 @@ MODELS: Final = {
 OPTIMIZER: Final = OptimizerConfig(lr=1e-4)
 LOSS: Final = ClippedLoss()
 SPREAD: Final = "spread"
+APART: Final = "apart"
 FSDP: Final = "fsdp, dp=2"
 LAYOUTS: Final = {
     FSDP: PolicyConfig(backend="fsdp", model="", optimizer=OPTIMIZER),
@@ -74,12 +79,25 @@ def main() -> None:
         "--backend", choices=("torch", "fsdp", "megatron"), default="torch", help="what trains (default: torch)"
     )
     parser.add_argument("--models", default="tiny,larger", help="which models (default: both)")
+    parser.add_argument(
+        "--parts", choices=("small", "hybrid"), default="small", help="kinds of models (default: small)"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("CONTESTANT", "MODEL"), help="be this contestant")
     options = parser.parse_args()
     if options.worker:
         contestant, model = options.worker
         with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run({"padded": padded, SPREAD: spread}.get(contestant, partial(packed, backend=contestant))(model))
+            apart = partial(packed, backend="torch", packing="padded", budget=64 * LONGEST)
+            contestants: dict[str, Callable[[str], Coroutine[Any, Any, None]]] = {
+                contestant: partial(packed, backend=contestant),
+                "padded": padded,
+                APART: apart,
+                SPREAD: spread,
+            }
+            runner.run(contestants[contestant](model))
+        return
+    if options.parts == "hybrid":
+        report("train, hybrid", compare_hybrid(options.rounds), options.json)
         return
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -125,6 +143,28 @@ def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> l
         figures += [
             within(f"update, against the backend torch, {label}", wall[backend], "s/step", wall["torch"], 1.15),
             figure(f"CPU, against the backend torch, {label}", cpu[backend], "s/step", cpu["torch"]),
+        ]
+    return figures
+
+
+def compare_hybrid(rounds: int) -> list[Figure]:
+    """Models with recurrent layers, packed and padded, on one thread."""
+    figures: list[Figure] = []
+    for name in hybrid.MODELS:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            model = str(Path(folder) / "model")
+            hybrid.write_model(name, CHARACTERS, LONGEST, model)
+            command = [sys.executable, __file__, "--worker"]
+            workers = {
+                each: stack.enter_context(Worker([*command, each, model], 1)) for each in ("torch", APART, "padded")
+            }
+            check_losses([worker.ask(steps=1)["loss"] for worker in workers.values()])
+            turns = take_turns({each: partial(worker.ask, steps=1) for each, worker in workers.items()}, rounds)
+        wall = {each: median([answer["wall"] for answer in turns[each]]) for each in workers}
+        real = int(make_rows().lengths.sum())
+        figures += [
+            at_least(f"update, {name}", real / wall["torch"], "tokens/s", real / wall["padded"], 2),
+            within(f"update, padded rows, {name}", wall[APART], "s/step", wall["padded"], 1.1),
         ]
     return figures
 
@@ -178,11 +218,14 @@ def make_rows() -> Batch:
     )
 
 
-async def packed(model: str, backend: str) -> None:
+async def packed(model: str, backend: str, packing: Packing = "auto", budget: int = 1 << 14) -> None:
     """Run meshrl's policy on a mesh of one rank."""
     batch = make_rows()
-    async with Run(RunConfig(folder=str(Path(model).parent), name=backend)) as run:
-        policy = await run.spawn(Policy, PolicyConfig(backend=backend, model=model, optimizer=OPTIMIZER))
+    async with Run(RunConfig(folder=str(Path(model).parent), name=f"{backend}-{packing}")) as run:
+        table = PolicyConfig(
+            backend=backend, model=model, optimizer=OPTIMIZER, packing=packing, micro_batch_tokens=budget
+        )
+        policy = await run.spawn(Policy, table)
 
         async def step() -> float:
             return (await policy.update(batch, LOSS))["loss"]

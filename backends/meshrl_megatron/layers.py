@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshrl.errors import ConfigError
 from meshrl_megatron import core
 from meshrl_megatron.options import TransformerImpl
-from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.attention import Packed, Scores
 
 
 @dataclass
@@ -58,7 +58,7 @@ class VarlenAttention(nn.Module):
             key, value = (self._gathered(states) for states in (key, value))
         # [tokens, 1, heads, dims] to [1, heads, tokens, dims]
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        output = cast("Packed", packing.attend)(self._layer, q, k, v, q.shape[-1] ** -0.5, None)
+        output = cast("Packed", packing.attend)(self._layer, q, k, v, Scores(q.shape[-1] ** -0.5))
         return output[0].flatten(1)[:, None]
 
     def _gathered(self, states: Tensor) -> Tensor:

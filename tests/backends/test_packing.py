@@ -1,11 +1,13 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, CrossEntropy, PolicyConfig, Ragged
@@ -13,7 +15,9 @@ from meshrl.roles import OptimizerConfig
 from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.passes import Balance
 from meshrl_torch.model import packing
-from meshrl_torch.model.packing import MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.mixers import Batches
+from meshrl_torch.model.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import SHAPE, ModelOf, by_row, changed, floats, norm_of
 
@@ -154,6 +158,82 @@ def test_a_pipeline_has_several_micro_batches_of_about_the_same_work_that_read_a
     assert max(map(work, micros)) < 1.05 * np.mean(list(map(work, micros)))
     for budget, sizes in ((4, [8, 8, 8, 8]), (64, [6 + 4 * 2])):  # a prompt of 6, of each row 2 more are read
         assert [micro.ids.shape[1] for micro in balanced([(5, 3)] * 4, budget)] == sizes
+
+
+HEADS, GROUPS, DIMS = 4, 2, 8
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> list[MicroBatch]:
+    prompts = draw(st.lists(st.integers(1, 12), min_size=4, max_size=4))
+    rows = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=8))
+    system = draw(st.sampled_from([0, 40]))
+    prompts = [system + length for length in prompts]
+    return packed(prompts, rows, draw(st.booleans()), system + draw(st.integers(20, 100)), system)
+
+
+def packed(
+    prompts: list[int], rows: list[tuple[int, int]], training: bool, budget: int, system: int = 0
+) -> list[MicroBatch]:
+    rng = np.random.default_rng(0)
+    heads = [np.append(np.ones(system), rng.integers(2, 99, length - system)) for length in prompts]
+    tokens = Ragged.of([np.append(heads[head], rng.integers(2, 99, tail)) for head, tail in rows], np.int32)
+    mask = Ragged.of([np.arange(prompts[head] + tail) >= prompts[head] for head, tail in rows], np.bool_)
+    asked = learned(tokens, mask) if training else whole(tokens, mask)
+    return list(micro_batches(tokens, asked, mask if training else None, budget))
+
+
+def attended(attend: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return attend(0, q, k, v, Scores(DIMS**-0.5))[0]
+
+
+@settings(max_examples=40)
+@given(packings(), st.integers(1, 4), st.integers(1, 4))
+@example([IDLE], 2, 1)
+@example([IDLE], 4, 3)
+def test_ranks_along_cp_together_compute_what_one_computes(micros: list[MicroBatch], ranks: int, multiple: int) -> None:
+    for each in micros:
+        micro = replace(each, ids=torch.arange(1, each.ids.shape[1] + 1)[None])  # a spare token has the id 0
+        parts = [part_of(micro, rank, ranks, multiple) for rank in range(ranks)]
+        total = micro.ids.shape[1]
+        (size,) = {part.ids.shape[1] for part in parts}
+        assert size % multiple == 0
+        for part in parts:
+            assert part.ids.shape == part.positions.shape
+            assert sum(group.count * group.queries for group in part.attend.groups) == size
+            assert part.targets == len(micro.target)
+
+        # Each token once, at its position, and each target once, by the token that predicts it.
+        own = [part.ids[0] - 1 for part in parts]
+        real = torch.cat(own)
+        assert sorted(real[real >= 0].tolist()) == list(range(total))
+        targets = torch.cat([part.target for part in parts])
+        assert sorted(targets.tolist()) == list(range(len(micro.target)))
+        for part, ids in zip(parts, own, strict=True):
+            assert torch.equal(part.positions[0], torch.where(ids >= 0, micro.positions[0][ids], 0))
+            assert torch.equal(ids[part.source], micro.source[part.target])
+
+        # The attention of all, as each rank has it from the states of all.
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(total, heads, DIMS, generator=generator) for heads in (HEADS, GROUPS, GROUPS))
+        # A spare token's key and value are none of the others' business.
+        keys, values = (torch.where(real[:, None, None] >= 0, each[real], torch.nan) for each in (key, value))
+        expected = attended(micro.attend, query, key, value)
+        for part, ids in zip(parts, own, strict=True):
+            found = attended(part.attend, query[ids], keys, values)
+            torch.testing.assert_close(found[ids >= 0], expected[ids[ids >= 0]], rtol=0, atol=1e-6)
+
+
+@given(packings())
+@example([IDLE])
+def test_a_module_that_reads_segments_as_rows_sees_all_that_they_share(micros: list[MicroBatch]) -> None:
+    for micro in micros:
+        value = torch.randn(micro.ids.shape[1], 1, DIMS)
+        nothing = torch.zeros_like(value)
+        sums = attended(micro.attend, nothing, nothing, value) * (micro.positions[0, :, None, None] + 1)
+        found = Batches.of(micro.attend, value.device).call(lambda rows: rows.cumsum(1), (value[None],), {})
+        torch.testing.assert_close(found, sums[None], rtol=0, atol=1e-4)
 
 
 @given(st.lists(st.integers(200, 1000), min_size=1, max_size=6), st.integers(2, 4))

@@ -12,7 +12,7 @@ from meshrl import ClippedLoss, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.roles import ModelConfig, Policy
 from meshrl.run import MeshConfig
 from meshrl_torch.model import attention as kernels
-from meshrl_torch.model.attention import Bounds, Group, Kernel, Packed
+from meshrl_torch.model.attention import Bounds, Group, Kernel, Packed, Scores
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import LanguageModel, ready
 from tests.backends.material import rollouts
@@ -70,7 +70,7 @@ def assert_equals_sdpa(kernel: Kernel, window: int | None) -> None:
     torch.manual_seed(0)
     states = [torch.randn(count, heads, 64, device=GPU) for count, heads in ((queries, 4), (keys, 2), (keys, 2))]
     packed, bounds, scale = Packed(groups), Bounds.of(groups, GPU), 0.1
-    exact = attended(lambda q, k, v: packed._by_shape(q, k, v, scale, window)[0], states, torch.float32)
+    exact = attended(lambda q, k, v: packed._by_shape(q, k, v, Scores(scale, window))[0], states, torch.float32)
     fused = attended(lambda q, k, v: kernel.call(q, k, v, bounds, scale, window), states, torch.bfloat16)
     for found, expected in zip(fused, exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)

@@ -22,8 +22,6 @@ _WHY: Final[Mapping[str, str]] = {
     "longer one": "not causal",
     "cannot be read": "its own kind of call",
     "see each other": "a state, a convolution or positions reach into the next row",
-    "sinks": "sinks",
-    "capped": "soft caps",
     "not what transformers": "its own mask or bias",
 }
 """The reasons of errors by their words."""
@@ -40,7 +38,9 @@ def line(model_type: str) -> str:
         return f"| `{model_type}` | refused |  |  |  | {_short(str(error))} |"
     layout = model.layout
     cells = [f"`{model_type}`", layout.name, _splits(model), _megatron(model), _replay(model)]
-    return f"| {' | '.join([*cells, _short(layout.why) if layout.why else ''])} |"
+    by_rows = sorted(each.__name__ for each in model.mixers.kinds) if model.mixers and not layout.why else []
+    note = _short(layout.why) if layout.why else " ".join(f"`{each}`" for each in by_rows)
+    return f"| {' | '.join([*cells, note])} |"
 
 
 def _short(why: str) -> str:
@@ -90,7 +90,11 @@ def main() -> None:
             else:
                 sys.stderr.write(f"{found[-1]}\n")
     head = PAGE.read_text("utf-8").partition(MARK)[0]
-    table = ["| Type | Rows | `tp` | Megatron | Replay | Why padded or refused |", "|---|---|---|---|---|---|", *found]
+    table = [
+        "| Type | Rows | `tp` | Megatron | Replay | Why padded or refused, or what reads rows |",
+        "|---|---|---|---|---|---|",
+        *found,
+    ]
     names = "\n".join(textwrap.wrap(" ".join(untried), 120, break_on_hyphens=False))
     what = f"Types of transformers {__version__} without a tiny model here, which the same proof decides"
     rest = f"{what}:\n\n```text\n{names}\n```"

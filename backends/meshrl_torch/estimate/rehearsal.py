@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.errors import ConfigError
 from meshrl.roles import MemoryTerm
-from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.attention import Packed, Scores
 
 fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it, nor for the next
 _Mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -210,10 +210,10 @@ def rehearse(
 class GpuAttention(Packed):
     """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head."""
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return tensors of attention's shapes, and keep what its backward pass needs."""
+        if not scores.plain:
+            return super().__call__(layer, query, key, value, scores)
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)

@@ -7,7 +7,7 @@ With a kernel for packed sequences, all segments are one call. Without a kernel,
 support, each shape of segments is one call of SDPA.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -37,11 +37,62 @@ _HOPPER: Final = (9, 0)
 _BLACKWELL: Final = (10, 11)
 """The first numbers of Blackwell's capabilities, except those of consumer cards."""
 
-Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
-"""The attention of one forward pass, called once for each layer: `(layer, query, key, value, scale, window)`.
 
-Returns [batch, tokens, heads, dims] from [batch, heads, tokens, dims]. Key heads divide query heads. A query sees the
-`window` positions up to its own, or all of them.
+@dataclass(frozen=True)
+class Scores:
+    """How a layer scores the keys that a query sees, which are up to its own position."""
+
+    scale: float
+    window: int | None = None
+    """Positions up to its own that a query sees. None: all."""
+    chunk: int | None = None
+    """A query sees only its own chunk of this many positions. None: no chunks."""
+    cap: float | None = None
+    """The limit of scores, which tanh approaches. None: no limit."""
+    sinks: Tensor | None = None
+    """[heads]: the score of one more key, whose value is 0. None: no such key."""
+
+    @property
+    def plain(self) -> bool:
+        """True if kernels for packed sequences compute it."""
+        return self.chunk is None and self.cap is None and self.sinks is None
+
+    def hide(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores of queries and keys at these positions: 0, or -inf if hidden."""
+        hidden = key > query
+        if self.window is not None:
+            hidden |= key <= query - self.window
+        if self.chunk is not None:
+            hidden |= key // self.chunk != query // self.chunk
+        return torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, -torch.inf)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return [rows, heads, queries, dims]. Without a mask, queries see keys up to their own, or one sees all."""
+        causal = mask is None and query.shape[2] > 1
+        if self.cap is None and self.sinks is None:
+            shared = query.shape[1] != key.shape[1]
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=shared
+            )
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        scores = query @ key.mT * self.scale
+        if self.cap is not None:
+            scores = (scores / self.cap).tanh() * self.cap
+        if causal:
+            place = torch.arange(key.shape[2], device=key.device)
+            mask = self.hide(place[:, None], place, query.dtype)
+        if mask is not None:
+            scores = scores + mask
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+        return weights.to(value.dtype) @ value
+
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Scores], Tensor]
+"""The attention of one forward pass, called once for each layer: `(layer, query, key, value, scores)`.
+
+Returns [batch, tokens, heads, dims] from [batch, heads, tokens, dims]. Key heads divide query heads.
 """
 
 
@@ -53,21 +104,13 @@ class Group:
     queries: int
     keys: int
 
-    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
+    def mask(self, scores: Scores, like: Tensor) -> Tensor | None:
         """Return what is added to the scores, [queries, keys]: 0 or -inf. None if plain causal masking suffices."""
-        clipped = window is not None and window < self.keys
+        clipped = min(scores.window or self.keys, scores.chunk or self.keys) < self.keys
         if not clipped and (self.queries in (1, self.keys)):
             return None
         key = torch.arange(self.keys, device=like.device)
-        return mask_of(key[-self.queries :, None], key, window, like.dtype)
-
-
-def mask_of(query: Tensor, key: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores of queries and keys at these positions: 0, or -inf if the key is not seen."""
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, -torch.inf)
+        return scores.hide(key[-self.queries :, None], key, like.dtype)
 
 
 @dataclass(frozen=True)
@@ -240,7 +283,7 @@ class Packed:
     """The kernel for all segments at once."""
     bounds: dict[torch.device, Bounds] = field(default_factory=dict)
     """Computed in the first layer, and used in all."""
-    masks: dict[tuple[Group, int | None], Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[Group, int | None, int | None], Tensor | None] = field(default_factory=dict)
     """As `bounds`."""
 
     def to(self, device: torch.device) -> "Packed":
@@ -251,38 +294,28 @@ class Packed:
         """Return the same with a kernel. It shares what other layers have computed."""
         return self if kernel is self.kernel else replace(self, kernel=kernel)
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Call the kernel once for all segments, or SDPA once for each group."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-        if self.kernel is None or not self.kernel.takes(q):
-            return self._by_shape(q, k, v, scale, window)
+        if self.kernel is None or not self.kernel.takes(q) or not scores.plain:
+            return self._by_shape(q, k, v, scores)
         if q.device not in self.bounds:
             self.bounds[q.device] = Bounds.of(self.groups, q.device)
-        return self.kernel.call(q, k, v, self.bounds[q.device], scale, window)[None]
+        return self.kernel.call(q, k, v, self.bounds[q.device], scores.scale, scores.window)[None]
 
-    def _by_shape(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def _by_shape(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         queries = q.split([group.count * group.queries for group in self.groups])
         seen = [group.count * group.keys for group in self.groups]
         outputs: list[Tensor] = []
         for group, *parts in zip(self.groups, queries, k.split(seen), v.split(seen), strict=True):
             gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
-            if (group, window) not in self.masks:
-                self.masks[group, window] = group.mask(window, q)
-            mask = self.masks[group, window]
-            causal = mask is None and group.queries > 1
-            output = scaled_dot_product_attention(
-                gq, gk, gv, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outputs.append(output.transpose(1, 2).flatten(0, 1)[None])
+            name = group, scores.window, scores.chunk
+            if name not in self.masks:
+                self.masks[name] = group.mask(scores, q)
+            outputs.append(scores.attend(gq, gk, gv, self.masks[name]).transpose(1, 2).flatten(0, 1)[None])
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-
-
-class UnlikeSoftmax(ModelError):
-    """An attention whose scores are more than products: neither packed attention nor SDPA computes it."""
 
 
 def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
@@ -299,15 +332,23 @@ def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     **_: object,
 ) -> tuple[Tensor, None]:
     """Called by transformers in each layer."""
-    if softcap is not None or s_aux is not None:
-        used = "capped attention scores" if softcap is not None else "attention sinks"
-        raise UnlikeSoftmax(f"{type(module).__name__} uses {used}, which packed attention does not have")
     if attend is None:
         raise ModelError(f"{type(module).__name__} does not hand keywords of its forward on to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
-    assert isinstance(layer, int)  # noqa: S101 - narrows an attribute that transformers does not type
-    return attend(layer, query, key, value, scale, sliding_window), None
+    number = getattr(module, "layer_idx", None)
+    layer = number if isinstance(number, int) else -1  # layers share it
+    window, chunk = _reach(module, layer)
+    scores = Scores(scale, window if sliding_window is None else sliding_window, chunk, softcap, s_aux)
+    return attend(layer, query, key, value, scores), None
+
+
+def _reach(module: torch.nn.Module, layer: int) -> tuple[int | None, int | None]:
+    """Return the window and the chunks that a layer's kind says, because some models tell them only to their masks."""
+    config = getattr(module, "config", None)
+    kinds = cast("Sequence[str]", getattr(config, "layer_types", None) or ())
+    kind = kinds[layer] if 0 <= layer < len(kinds) else ""
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
 
 
 # Compiled blocks skip it: torch would recompile them for the shapes of each micro-batch, and then give up.

@@ -202,7 +202,9 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
         nn.init.zeros_(network.score.weight)
     scorer = ready(network, model.tokenizer, model.chat, model.layout.name)
     network.set_attn_implementation(model.layout.attention)
-    return ScoreModel(replace(scorer, kernel=model.kernel, layout=model.layout), config)
+    return ScoreModel(
+        replace(scorer, kernel=model.kernel, mixers=scorer.mixers or model.mixers, layout=model.layout), config
+    )
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
+from meshrl_torch.model.mixers import Batches, Mixers
 from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, stand_in, why_not_packed
 from meshrl_torch.model.routing import Routers, Routes
@@ -45,6 +46,8 @@ class LanguageModel(Words):
     """The routers of a mixture of experts."""
     rotaries: Rotaries | None = None
     """The rotary embeddings, if they depend on a row's length."""
+    mixers: Mixers | None = None
+    """What reads the segments of a packed pass as rows."""
     layout: Layout = PACKED
     """How it reads the rows of a pass."""
 
@@ -71,6 +74,8 @@ class LanguageModel(Words):
         `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is.
         """
         self.begin(routes, beyond)
+        if self.mixers is not None and self.layout is PACKED:
+            self.mixers.batches = Batches.of(attend, ids.device)
         attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
         return self.layout.read(self.body, ids, positions, attend)
 
@@ -80,6 +85,8 @@ class LanguageModel(Words):
             self.routers.routes = routes
         if self.rotaries is not None:
             self.rotaries.beyond = beyond
+        if self.mixers is not None:
+            self.mixers.batches = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
@@ -220,9 +227,9 @@ def ready(
 
 def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
     """Choose how a model reads rows, by what it computes. See `proved`."""
-    layout = proved(model, packing, partial(_with_network, model))
-    model.network.set_attn_implementation(layout.attention)
-    return replace(model, layout=layout)
+    model = proved(model, packing, partial(_with_network, model))
+    model.network.set_attn_implementation(model.layout.attention)
+    return model
 
 
 def stand_in_of(model: LanguageModel) -> LanguageModel:
@@ -232,7 +239,10 @@ def stand_in_of(model: LanguageModel) -> LanguageModel:
 
 def _with_network(model: LanguageModel, network: PreTrainedModel) -> LanguageModel:
     rotaries = Rotaries(network, model.native_tokens) if model.native_tokens < ANY else None
-    return replace(model, network=network, head=headless(network), routers=None, rotaries=rotaries, kernel=None)
+    mixers = Mixers(network, model.mixers.kinds) if model.mixers else None
+    return replace(
+        model, network=network, head=headless(network), routers=None, rotaries=rotaries, mixers=mixers, kernel=None
+    )
 
 
 class _States:

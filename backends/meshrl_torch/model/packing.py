@@ -265,7 +265,7 @@ def padded_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int
     """Fill micro-batches of at most `budget` tokens with padding, of rows of about one length. Nothing is shared."""
     order = np.argsort(rows.inputs, kind="stable")
     start = 0
-    for index, width in enumerate(rows.inputs[order].tolist()):
+    for index, width in enumerate(np.maximum(2, rows.inputs[order]).tolist()):  # as `padded`
         if index > start and (index + 1 - start) * width > budget:
             yield padded(tokens, rows, order[start:index], learn)
             start = index

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -15,9 +16,10 @@ from meshrl import log
 from meshrl.data import Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
-from meshrl_torch.model.attention import Group, Packed, UnlikeSoftmax
-from meshrl_torch.model.layout import PACKED, Layout, PaddedRows
+from meshrl_torch.model.attention import Group, Packed
+from meshrl_torch.model.layout import PACKED, PaddedRows
 from meshrl_torch.model.making import MAKING, WithoutValues
+from meshrl_torch.model.mixers import Kinds, Mixers, kinds_in
 from meshrl_torch.model.packing import micro_batches, whole
 
 if TYPE_CHECKING:
@@ -31,19 +33,21 @@ _PLAIN: Final[Mapping[str, object]] = {"dtype": torch.float32, "experts_implemen
 """How a stand-in computes: no kernel needs matrices as they are in memory."""
 _KNOWN: Final = 64
 """Tokens in the head of a stand-in."""
-_WINDOWS, _WIDTH = ("sliding_window", "attention_chunk_size"), 3
+_WINDOWS: Final = {"sliding_window": 3, "attention_chunk_size": 3}
 """Keys of a configuration that bound what a token sees, and their value in a stand-in."""
+_LIMITS: Final = {"attn_logit_softcapping": 0.5, "floor_scale": 3}
+"""Keys of a configuration whose effect only large scores or positions show, and their value in a stand-in."""
 _FIRST, _OTHER, _OWN, _LAST = (2, 3, 4), (6, 5, 7), (5, 6, 2, 3), (4, 5)
 """Three segments, and another one in place of the first."""
 
-_faults: Final[dict[tuple[str, str, int], ModelError | None]] = {}
-"""Why an architecture is not packed, by its configuration and longest row."""
+_found: Final[dict[tuple[str, str, int], tuple[ModelError | None, Kinds]]] = {}
+"""What `_packs` says of an architecture, by its configuration and longest row."""
 
 
 def proved(
     model: "LanguageModel", packing: Packing, with_network: Callable[[PreTrainedModel], "LanguageModel"]
-) -> Layout:
-    """Return how a model reads rows: packed if that is proved and asked for, or else padded. The log says which.
+) -> "LanguageModel":
+    """Return a model that reads rows as is proved: packed if that is asked for, or else padded. The log says which.
 
     Proved is a stand-in of its architecture, in float32 and with short windows, and then the model itself if it has
     values.
@@ -51,23 +55,40 @@ def proved(
     """
     name = type(model.network).__name__
     key = name, model.network.config.to_json_string(), model.max_tokens
-    if key not in _faults:
+    if key not in _found:
         probe = with_network(stand_in(model.network, model.max_tokens))
         _check_head(probe)
-        _faults[key] = why_not_packed(probe)
-    fault = _faults[key]
+        _found[key] = _packs(probe)
+    fault, kinds = _found[key]
+    if kinds and model.mixers is None:
+        model = replace(model, mixers=Mixers(model.network, kinds))
     if fault is None and model.device.type != "meta":
         fault = why_not_packed(model)
     if fault is not None and packing == "packed":
         raise ModelError(f'{fault}, so its rows cannot be packed: set packing = "auto" to train it with padded rows')
     if fault is None and packing != "padded":
-        log.info("rows of a pass", model=name, layout="packed")
-        return PACKED
-    probe = with_network(stand_in(model.network, model.max_tokens))
-    padded = _padded(probe, ("eager",) if isinstance(fault, UnlikeSoftmax) else ("sdpa", "eager"))
-    layout = replace(padded, why=str(fault or 'packing = "padded"'))
+        by_rows = {"by_rows": sorted(each.__name__ for each in kinds)} if kinds else {}
+        log.info("rows of a pass", model=name, layout="packed", **by_rows)
+        return replace(model, layout=PACKED)
+    layout = _padded(with_network(stand_in(model.network, model.max_tokens)))
+    layout = replace(layout, why=str(fault or 'packing = "padded"'))
     log.info("rows of a pass", model=name, layout="padded", why=layout.why)
-    return layout
+    return replace(model, layout=layout)
+
+
+def _packs(probe: "LanguageModel") -> tuple[ModelError | None, Kinds]:
+    """Say why a stand-in does not pack rows, if it does not, and what has to read segments as rows if it does."""
+    fault = why_not_packed(probe)
+    if fault is None:
+        return None, Kinds()
+    probe.network.set_attn_implementation(PACKED.attention)
+    try:
+        with torch.no_grad():
+            kinds = kinds_in(probe.network, Packed(_groups(_FIRST)), partial(_packed_states, probe, _FIRST))
+    except Exception:  # noqa: BLE001 - as `why_not_packed`
+        return fault, Kinds()
+    fault = why_not_packed(replace(probe, mixers=Mixers(probe.network, kinds))) if kinds else fault
+    return fault, kinds if fault is None else Kinds()
 
 
 @torch.no_grad()
@@ -126,8 +147,11 @@ def _packed_states(model: "LanguageModel", first: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*first, *_OWN, *_LAST]], device=model.device) % model.known
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, last - 1, last]], device=model.device)
     beyond = positions >= model.native_tokens if last >= model.native_tokens else None
-    groups = tuple(Group(1, len(each), len(each)) for each in (first, _OWN, _LAST))
-    return model.hidden(ids, positions, Packed(groups), None, beyond)[0, len(first) :][: len(_OWN)]
+    return model.hidden(ids, positions, Packed(_groups(first)), None, beyond)[0, len(first) :][: len(_OWN)]
+
+
+def _groups(first: Sequence[int]) -> tuple[Group, ...]:
+    return tuple(Group(1, len(each), len(each)) for each in (first, _OWN, _LAST))
 
 
 def _sharing_states(model: "LanguageModel") -> Tensor:
@@ -141,7 +165,7 @@ def _sharing_states(model: "LanguageModel") -> Tensor:
     return states[micro.source[torch.from_numpy(first[np.argsort(micro.target[first])]).to(model.device)]]
 
 
-def _padded(model: "LanguageModel", attentions: Sequence[str]) -> PaddedRows:
+def _padded(model: "LanguageModel") -> PaddedRows:
     """Prove that the rows of a padded pass are those of the model alone, with the first attention that does it."""
     rows, network, name = [(*_FIRST, *_OWN), _OWN], model.network, type(model.network).__name__
     with torch.no_grad():
@@ -149,7 +173,7 @@ def _padded(model: "LanguageModel", attentions: Sequence[str]) -> PaddedRows:
             network.set_attn_implementation("eager")
             eager = replace(model, layout=PaddedRows("eager"))
             wanted = [_states(eager, [row])[0] for row in rows]
-            for kind in attentions:
+            for kind in ("sdpa", "eager"):
                 try:
                     network.set_attn_implementation(kind)
                 except (ValueError, ImportError):  # a model without it
@@ -214,10 +238,11 @@ def stand_in(network: PreTrainedModel, longest: int) -> PreTrainedModel:
     before it are left out. Windows that are shorter than the `longest` row are shorter than the rows of a proof.
     """
     config = copy.deepcopy(network.config)
-    for key in _WINDOWS:
-        for part in (config, config.get_text_config()):
-            if isinstance(width := getattr(part, key, None), int) and width < longest:
-                setattr(part, key, _WIDTH)
+    for part in (config, config.get_text_config()):
+        for key, value in (_WINDOWS | _LIMITS).items():
+            had = getattr(part, key, None)
+            if isinstance(had, int | float) and (key in _LIMITS or had < longest):
+                setattr(part, key, value)
     with MAKING, WithoutValues():
         made: PreTrainedModel = type(network)._from_config(config, **_PLAIN)  # noqa: SLF001
     made.train(False)

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl_torch.model.attention import Attend, Packed, mask_of
+from meshrl_torch.model.attention import Attend, Packed, Scores
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs
 from meshrl_torch.model.routing import Routes
@@ -152,13 +151,11 @@ class Prefill:
     slots: Tensor
     positions: Tensor
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Compute packed attention."""
         for states, cached in zip((key, value), self.cache.layer(layer, key, value), strict=True):
             cached[self.slots, :, self.positions] = states[0].transpose(0, 1)[self.tokens]
-        return self.packed(layer, query, key, value, scale, window)
+        return self.packed(layer, query, key, value, scores)
 
 
 @dataclass(frozen=True)
@@ -171,12 +168,10 @@ class Decode:
     """The highest position plus one."""
     even: bool
     """True if all positions are equal."""
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """By window. Computed in the first layer, and used in all."""
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+    """By window and chunk. Computed in the first layer, and used in all."""
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Write the token's key and value to its slot, and attend to everything there."""
         keys, values = self.cache.layer(layer, key, value)
         count = len(self.positions)
@@ -184,22 +179,15 @@ class Decode:
         if not self.even:
             where = (torch.arange(count), slice(None), self.positions)
         keys[where], values[where] = key[:, :, 0], value[:, :, 0]
-        output = scaled_dot_product_attention(
-            query,
-            keys[:count, :, : self.longest],
-            values[:count, :, : self.longest],
-            self._mask(window, query.dtype),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.transpose(1, 2)
+        seen = keys[:count, :, : self.longest], values[:count, :, : self.longest]
+        return scores.attend(query, *seen, self._mask(scores, query.dtype)).transpose(1, 2)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, scores: Scores, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to the scores, [B, 1, 1, longest]: 0 at visible positions, -inf elsewhere."""
-        clipped = window is not None and window < self.longest
-        if self.even and not clipped:
+        name = scores.window, scores.chunk
+        if self.even and min(scores.window or self.longest, scores.chunk or self.longest) >= self.longest:
             return None
-        if window not in self.masks:
+        if name not in self.masks:
             query = self.positions[:, None, None, None]
-            self.masks[window] = mask_of(query, torch.arange(self.longest), window, dtype)
-        return self.masks[window]
+            self.masks[name] = scores.hide(query, torch.arange(self.longest), dtype)
+        return self.masks[name]
