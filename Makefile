@@ -30,7 +30,7 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 # WIDE=yes runs tests that are marked wide too.
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
-SEPARATE := test-attack test-bits test-lowest test-newest test-pythons test-vllm test-sglang test-clients test-fake-gpu test-cluster
+SEPARATE := test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-vllm test-sglang test-clients test-fake-gpu test-cluster
 FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
 # The sizes of a real model: of memory alone.
 LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
@@ -39,7 +39,7 @@ HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu1
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-pythons test-cluster fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -77,6 +77,10 @@ test-bits: setup  ## the tests of equal bits, for each set of this processor's i
 
 test-lowest test-newest: test-%: .venv-%/.done  ## the tests of the core, with the lowest (newest) versions of the packages that it needs
 	.venv-$*/bin/pytest -n 2 --dist loadfile -m "$(NARROW)not process and not slow" $(CORE)
+
+test-megatron-newest: .venv-megatron-newest/.done  ## the megatron backend on the newest Megatron-Core, which needs Python 3.12
+	OMP_WAIT_POLICY=PASSIVE .venv-megatron-newest/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "$(NARROW)megatron" \
+		tests/conformance/test_megatron.py $(wildcard tests/backends/test_megatron_*.py)
 
 test-pythons:  ## on each Python that is here, in an environment of its newest packages: test-fast, the engine of processes, a run
 	for version in $(PYTHONS); do $(MAKE) test-python$$version || exit 1; done
@@ -159,6 +163,11 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 .venv-newest/.done: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
+.venv-megatron-newest/.done: pyproject.toml
+	test -x $(@D)/bin/python || $(call PYTHON_AT,3.12) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --upgrade --editable '.[megatron]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 # Without Megatron-Core, which has no package of the pinned version for each.

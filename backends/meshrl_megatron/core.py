@@ -1,29 +1,37 @@
 """Megatron-Core for this backend: all of its modules import it from here, in a form that runs on this machine.
 
 Importing this module imports `megatron.core`, on a machine without a GPU in its CPU form. It silences warnings about
-unused libraries, and sets the two globals that Megatron-Core reads.
+unused libraries, and sets the two globals that Megatron-Core reads. What differs between its versions is here too.
 
-Raises BackendError for a version that this backend was not tested with.
+Raises BackendError for a version that this backend was not tested with, or without triton if the version needs it.
 """
 
+import logging
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Final
 
 import torch
+from packaging.version import Version
 
 from meshrl.errors import BackendError
 from meshrl_megatron import cpu
 
-PROVED: Final = "0.16.1"
-"""The release of megatron-core that this backend is tested with. It uses more than its public names."""
+PROVED: Final = Version("0.16.1"), Version("0.20")
+"""The first release of megatron-core that this backend takes, and the first that it does not. The backend uses more
+than its public names."""
 
-if (installed := version("megatron-core")) != PROVED:
+if not PROVED[0] <= (installed := Version(version("megatron-core"))) < PROVED[1]:
     raise BackendError(
-        f"megatron-core {installed} is installed, but meshrl_megatron is tested with {PROVED}: pip install "
-        f"megatron-core=={PROVED}"
+        f"megatron-core {installed} is installed, but meshrl_megatron takes {PROVED[0]} to before {PROVED[1]}: "
+        f"pip install 'megatron-core>={PROVED[0]},<{PROVED[1]}'"
+    )
+if installed >= Version("0.18") and find_spec("triton") is None:
+    raise BackendError(
+        f"megatron-core {installed} imports triton, on CPUs too, and it is not installed: pip install triton"
     )
 cpu.install()
 
@@ -35,6 +43,7 @@ _KNOWN: Final = (
     ("full scope is deprecated", UserWarning),
     ("MLP requires ffn_hidden_size", DeprecationWarning),
     ("Using a large number of experts", UserWarning),
+    ("MimoModelConfig is experimental", UserWarning),
     ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
     ("`hidden_size` arg has been renamed to `normalized_shape`", DeprecationWarning),
     ("The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
@@ -90,7 +99,7 @@ with quiet():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -114,10 +123,10 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionSubmodules",
     "SequentialMLP",
+    "SharedExpertMLP",
     "TEColumnParallelLinear",
     "TENorm",
     "TERowParallelLinear",
-    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
@@ -136,6 +145,7 @@ __all__ = [
     "set_tensor_model_parallel_attributes",
 ]
 
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns of what its trainer would do in another way
 # Use torch's AdamW even with Transformer Engine or Apex: checkpoints know where it counts its steps.
 _optimizers.USING_PYTORCH_OPTIMIZER = True
 # Dropout is 0 here, so random numbers need no state for each part of the model.

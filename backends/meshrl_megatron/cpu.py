@@ -35,6 +35,7 @@ _FORMS: Final = {
     "set_rng_state": "(lambda state, *_: torch.set_rng_state(state))",
     "manual_seed": "torch.manual_seed",
     "Stream": "torch.cpu.Stream",
+    "current_stream": "torch.cpu.current_stream",
     "FloatTensor": "torch.FloatTensor",
     "HalfTensor": "torch.HalfTensor",
     "BFloat16Tensor": "torch.BFloat16Tensor",
@@ -57,9 +58,10 @@ of tokens to experts need not be copied to the host."""
 
 _LEFT: Final = {
     *("CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"),
-    *("Event", "current_stream", "default_stream", "set_stream", "stream"),
+    *("Event", "default_stream", "set_stream", "stream"),
     *("clock_rate", "get_device_capability", "get_device_properties", "memory_allocated", "memory_reserved"),
-    *("memory_stats", "nvtx", "power_draw", "temperature", "utilization"),
+    *("device_memory_used", "memory_snapshot", "memory_stats", "nvtx", "power_draw", "temperature", "utilization"),
+    *("_sleep", "cudart", "is_current_stream_capturing", "is_initialized", "profiler"),
     *("amp", "device", "device_count", "is_available", "set_device", "OutOfMemoryError"),
     *("_lazy_call", "_lazy_init", "default_generators", "random"),
 }
@@ -177,12 +179,13 @@ class _Rewriter(ast.NodeTransformer):
             if node.attr not in _LEFT:
                 raise self._unknown(node)
             return node
-        if node.attr == "cuda" and not _is(node, "torch", "backends", "cuda"):
+        if node.attr == "cuda" and not any(_is(node, "torch", owner, "cuda") for owner in ("backends", "version")):
             raise self._unknown(node)
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        if (node.module or "").startswith("torch.cuda") and not {alias.name for alias in node.names} <= _LEFT:
+        parts, names = (node.module or "").split("."), {alias.name for alias in node.names}
+        if parts[:2] == ["torch", "cuda"] and not (names <= _LEFT or _LEFT.intersection(parts[2:])):
             raise self._unknown(node)
         return node
 

@@ -1,7 +1,8 @@
 """Layers for Megatron's blocks: attention over packed sequences, and a norm for split sequences."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from meshrl.errors import ConfigError
 from meshrl_megatron import core
 from meshrl_megatron.options import TransformerImpl
+from meshrl_megatron.shape import Decoder, Latent, Routing
 from meshrl_torch.model.attention import Packed, Scores
 
 
@@ -26,15 +28,20 @@ class Packing(core.PackedSeqParams):
     sin: Tensor | None = None
 
 
+def _whole(config: core.TransformerConfig, *size: int) -> nn.Parameter:
+    """A parameter that is whole on each rank along tp. These see different tokens, so Megatron sums its gradient."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parameter = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
 class RmsNorm(nn.Module):
     """x / rms(x) * weight, as in transformers: computed in float32, scaled in the dtype of the states."""
 
     def __init__(self, config: core.TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Ranks along tp see different tokens, so Megatron sums the gradient.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _whole(config, hidden_size)
         self._eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
@@ -47,9 +54,11 @@ class RmsNorm(nn.Module):
 class VarlenAttention(nn.Module):
     """Causal attention inside each segment, to keys and values of all ranks along `cp`."""
 
-    def __init__(self, layer_number: int, pg_collection: core.ProcessGroupCollection, **_: object) -> None:
+    def __init__(
+        self, shape: Decoder, layer_number: int, pg_collection: core.ProcessGroupCollection, **_: object
+    ) -> None:
         super().__init__()
-        self._layer = layer_number
+        self._layer, self._scores = layer_number, Scores(shape.scale, shape.windows[layer_number - 1])
         self._ranks = pg_collection.cp
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
@@ -58,13 +67,18 @@ class VarlenAttention(nn.Module):
             key, value = (self._gathered(states) for states in (key, value))
         # [tokens, 1, heads, dims] to [1, heads, tokens, dims]
         q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
-        output = cast("Packed", packing.attend)(self._layer, q, k, v, Scores(q.shape[-1] ** -0.5))
+        output = cast("Packed", packing.attend)(self._layer, q, k, v, self._scores)
         return output[0].flatten(1)[:, None]
 
     def _gathered(self, states: Tensor) -> Tensor:
         return core.gather_from_sequence_parallel_region(
             states.contiguous(), tensor_parallel_output_grad=True, group=self._ranks
         )
+
+
+_NARROW_EPS: Final = 1e-6
+"""Of the norms in latent attention, in DeepSeek's models whatever their configuration says."""
+_TINY: Final = 1e-20
 
 
 class FusedLinear(core.ColumnParallelLinear):
@@ -118,6 +132,12 @@ class GatedMlp(core.MLP):
 
     linear_fc1: core.ColumnParallelLinear
 
+    def __init__(
+        self, config: core.TransformerConfig, submodules: core.MLPSubmodules, tp_group: dist.ProcessGroup, **_: object
+    ) -> None:
+        """`_`: what Megatron tells its own MLP, which differs between its releases."""
+        super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
+
     def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         """Return the output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
         rows = len(self.linear_fc1.weight) // 2
@@ -125,35 +145,126 @@ class GatedMlp(core.MLP):
         return self.linear_fc2(functional.silu(gate) * up)
 
 
-def _rotated(states: Tensor, packing: Packing) -> Tensor:
-    """Apply RoPE (arXiv:2104.09864) to [tokens, 1, heads, dims], with halves paired as in Llama's weights."""
+def _rotated(states: Tensor, packing: Packing, *, interleaved: bool = False) -> Tensor:
+    """Apply RoPE (arXiv:2104.09864) to the first dims of [tokens, 1, heads, dims], as many as there are cosines.
+
+    Halves are paired, as in Llama's weights. `interleaved`: neighbours are, and the result has halves.
+    """
     cos, sin = (cast("Tensor", each)[0][:, None, None] for each in (packing.cos, packing.sin))
-    first, second = states.chunk(2, -1)
-    return states * cos + torch.cat([-second, first], -1) * sin
+    turned, still = states.split((cos.shape[-1], states.shape[-1] - cos.shape[-1]), -1)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    halves = torch.cat([first, second], -1) if interleaved else turned
+    turned = halves * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, still], -1) if still.shape[-1] else turned
 
 
-class Router(core.TopKRouter):
-    """Megatron's choice of each token's experts, with weights on the device that uses them."""
+class LatentAttention(nn.Module):
+    """Attention with keys and values from a narrow vector of each token (MLA, arXiv:2405.04434).
 
-    def __init__(self, config: core.TransformerConfig, pg_collection: core.ProcessGroupCollection) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
-        self.weight.data = self.weight.data.to("cuda" if torch.cuda.is_available() else "cpu")
+    The narrow vectors are computed whole on each rank along tp, of its own tokens.
+    """
 
-    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 -- Megatron's name
-        """Return each expert's logit [tokens, 1, experts]. Megatron's version fails without Transformer Engine."""
-        return functional.linear(input, self.weight)
+    def __init__(
+        self,
+        shape: Decoder,
+        modules: "Modules",
+        config: core.TransformerConfig,
+        layer_number: int,
+        pg_collection: core.ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        sizes = cast("Latent", shape.latent)
+        self._sizes, self._head, self._value, self._tp = sizes, shape.head_dim, shape.value_dim, pg_collection.tp
+        self._sequence_parallel = config.sequence_parallel
 
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Do nothing: there is no bias, and Megatron's version would be compiled to find that out."""
+        def make(module: type[nn.Module], inputs: int, outputs: int, **how: bool) -> nn.Module:
+            return module(
+                inputs, outputs, config=config, init_method=None, bias=False, is_expert=False, tp_group=self._tp, **how
+            )
+
+        column = {"gather_output": False, "skip_bias_add": False}
+        if sizes.query_rank is None:
+            self.linear_q_proj = make(modules.column, shape.hidden, shape.heads * shape.head_dim, **column)
+        else:
+            self.q_down = _whole(config, sizes.query_rank, shape.hidden)
+            self.q_down_norm = modules.norm(config=config, hidden_size=sizes.query_rank, eps=_NARROW_EPS)
+            self.linear_q_up_proj = make(modules.column, sizes.query_rank, shape.heads * shape.head_dim, **column)
+        self.kv_down = _whole(config, sizes.rank + sizes.turned, shape.hidden)
+        self.kv_down_norm = modules.norm(config=config, hidden_size=sizes.rank, eps=_NARROW_EPS)
+        width = shape.heads * (sizes.still + shape.value_dim)
+        self.linear_kv_up_proj = make(modules.column, sizes.rank, width, **column)
+        self.core_attention = VarlenAttention(shape, layer_number, pg_collection)
+        inputs = shape.heads * shape.value_dim
+        self.linear_proj = make(modules.row, inputs, shape.hidden, input_is_parallel=True, skip_bias_add=True)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [tokens, 1, hidden] and no bias, from states [tokens, 1, hidden]."""
+        sizes = self._sizes
+        narrow, turned = functional.linear(hidden_states, self.kv_down).split((sizes.rank, sizes.turned), -1)
+        wide, _ = self.linear_kv_up_proj(self.kv_down_norm(narrow))
+        still, value = wide.unflatten(-1, (-1, sizes.still + self._value)).split((sizes.still, self._value), -1)
+        if self._sequence_parallel:
+            turned = core.gather_from_sequence_parallel_region(turned, tensor_parallel_output_grad=True, group=self._tp)
+        else:
+            turned = core.copy_to_tensor_model_parallel_region(turned, group=self._tp)
+        turned = _rotated(turned[:, :, None], packed_seq_params, interleaved=sizes.interleaved)
+        key = torch.cat([still, turned.expand(-1, -1, still.shape[2], -1)], -1)
+        mixed = self.core_attention(self._query(hidden_states, packed_seq_params), key, value, packed_seq_params)
+        return cast("tuple[Tensor, Tensor | None]", self.linear_proj(mixed))
+
+    def _query(self, states: Tensor, packing: Packing) -> Tensor:
+        sizes = self._sizes
+        if sizes.query_rank is None:
+            wide, _ = self.linear_q_proj(states)
+        else:
+            wide, _ = self.linear_q_up_proj(self.q_down_norm(functional.linear(states, self.q_down)))
+        still, turned = wide.unflatten(-1, (-1, self._head)).split((sizes.still, sizes.turned), -1)
+        return torch.cat([still, _rotated(turned, packing, interleaved=sizes.interleaved)], -1)
 
 
-@dataclass(frozen=True)
-class _Gated:
-    """Builds a GatedMlp. It is not a ModuleSpec, to which Megatron would add arguments of its MLP."""
+class Router(nn.Module):
+    """Chooses each token's experts. It computes like transformers; Megatron's needs Transformer Engine or CUDA."""
 
-    params: Mapping[str, object]
-    submodules: core.MLPSubmodules
-    module: type[GatedMlp] = GatedMlp
+    def __init__(self, routing: Routing, config: core.TransformerConfig, **_: object) -> None:
+        super().__init__()
+        self._routing = routing
+        self.weight = _whole(config, routing.experts, config.hidden_size)
+        if routing.scores == "sigmoid":
+            bias = torch.zeros(routing.experts, device=self.weight.device)
+            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+    def set_layer_number(self, number: int) -> None:
+        """Megatron tells it, and it does not matter."""
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return each expert's weight for each token, and True where it is chosen, [tokens, experts]."""
+        routing, states = self._routing, hidden_states.flatten(0, -2)
+        dtype = torch.float32 if routing.wide else states.dtype
+        logits = functional.linear(states.to(dtype), self.weight.to(dtype)).float()
+        scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+        with torch.no_grad():
+            places = self._open(scores).topk(routing.chosen, -1).indices
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, places, True)
+        weights = scores.gather(1, places)
+        if routing.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        weights = (weights * routing.factor).to(dtype)
+        return torch.zeros_like(scores, dtype=dtype).scatter(1, places, weights), chosen
+
+    def _open(self, scores: Tensor) -> Tensor:
+        """Return what experts are chosen by: -inf in groups that are not open to a token."""
+        routing = self._routing
+        if routing.scores == "sigmoid":
+            scores = scores + self.expert_bias
+        if routing.groups == 1:
+            return scores
+        groups: Tensor = scores.unflatten(1, (routing.groups, -1))
+        best = groups.topk(routing.best, -1).values.sum(-1)
+        closed = torch.ones_like(best, dtype=torch.bool).scatter(1, best.topk(routing.open, -1).indices, False)
+        return groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -194,34 +305,49 @@ def modules_of(impl: TransformerImpl) -> Modules:
     return _ENGINE
 
 
-def _mlp(config: core.TransformerConfig, tp: dist.ProcessGroup, modules: Modules) -> core.ModuleSpec | _Gated:
-    if not config.num_moe_experts:
-        linears = core.MLPSubmodules(linear_fc1=modules.fused, linear_fc2=modules.row)
-        return _Gated({"ffn_hidden_size": config.ffn_hidden_size, "tp_group": tp}, linears)
+def _mlp(tp: dist.ProcessGroup, modules: Modules) -> core.ModuleSpec:
+    linears = core.MLPSubmodules(linear_fc1=modules.fused, linear_fc2=modules.row)
+    return core.ModuleSpec(module=GatedMlp, params={"tp_group": tp}, submodules=linears)
+
+
+def _mixture(shape: Decoder, modules: Modules) -> core.ModuleSpec:
     linears = core.MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
-    experts = core.ModuleSpec(module=core.SequentialMLP, submodules=linears)
-    return core.ModuleSpec(module=core.MoELayer, submodules=core.MoESubmodules(experts=experts, router=Router))
+    made = core.MoESubmodules(
+        experts=core.ModuleSpec(module=core.SequentialMLP, submodules=linears),
+        router=partial(Router, shape.routing),
+        shared_experts=core.ModuleSpec(module=core.SharedExpertMLP, submodules=linears),
+    )
+    return core.ModuleSpec(module=core.MoELayer, submodules=made)
 
 
-def layer_spec(config: core.TransformerConfig, tp: dist.ProcessGroup) -> core.ModuleSpec:
-    """Return the specification of a decoder layer, whose matrices are divided over the ranks of `tp`."""
-    modules = modules_of(config.transformer_impl)
-    norm = modules.norm if config.qk_layernorm else None
-    attention = core.SelfAttentionSubmodules(
+def _attention(shape: Decoder, modules: Modules) -> core.ModuleSpec:
+    if shape.latent:
+        return core.ModuleSpec(module=LatentAttention, params={"shape": shape, "modules": modules})
+    norm = modules.norm if shape.qk_norm else None
+    made = core.SelfAttentionSubmodules(
         linear_qkv=modules.fused,
-        core_attention=VarlenAttention,
+        core_attention=partial(VarlenAttention, shape),
         linear_proj=modules.row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
+    return core.ModuleSpec(module=PackedAttention, submodules=made)
+
+
+def layer_spec(config: core.TransformerConfig, shape: Decoder, layer: int, tp: dist.ProcessGroup) -> core.ModuleSpec:
+    """Return the specification of a decoder layer, whose matrices are divided over the ranks of `tp`.
+
+    `layer`: its number in the whole model, from 0.
+    """
+    modules = modules_of(config.transformer_impl)
     return core.ModuleSpec(
         module=core.TransformerLayer,
         submodules=core.TransformerLayerSubmodules(
             input_layernorm=modules.norm,
-            self_attention=core.ModuleSpec(module=PackedAttention, submodules=attention),
+            self_attention=_attention(shape, modules),
             self_attn_bda=core.get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm,
-            mlp=_mlp(config, tp, modules),
+            mlp=_mixture(shape, modules) if shape.is_routed(layer) else _mlp(tp, modules),
             mlp_bda=core.get_bias_dropout_add,
         ),
     )

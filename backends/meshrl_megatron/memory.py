@@ -139,7 +139,7 @@ class _Rank:
         own = part.ids.numel() // split
         modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True)
         skeleton = skeleton_of(plan.config, GENERATOR, 1).network
-        balanced = _balanced(own * max(1, plan.shape.chosen))
+        balanced = _balanced(own * max(1, plan.shape.routing.chosen))
         with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, balanced:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             rotary = cast("nn.Module", skeleton.base_model.rotary_emb).to_empty(device=device)
@@ -174,7 +174,7 @@ class _Rank:
         plan, place = self.plan, self.grid.place["pp"]
         virtual = plan.layout.virtual_stages
         dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
-        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual)
+        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual, first_routed=0)
         recompute = isinstance(plan.config, PolicyConfig) and plan.config.activation_checkpointing
         config = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
         groups = self.groups

@@ -86,6 +86,11 @@ class Model:
             for name, parameter in stage.named_parameters()
         ]
 
+    @property
+    def trained(self) -> Iterator[Held]:
+        """Those that an optimizer steps over: all but the biases of a router's choice."""
+        return (held for held in self.held if held.parameter.requires_grad)
+
     def dividing(self, held: Held) -> dist.ProcessGroup:
         """The ranks that divide a parameter's tensor among them: those along tp, or along ep for experts."""
         return self.world.groups.ep if held.is_expert else self.world.groups.tp

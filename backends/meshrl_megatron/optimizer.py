@@ -50,9 +50,10 @@ class MegatronOptimizer(Stepper):
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
         )
-        self._optimizer = core.get_megatron_optimizer(
-            settings, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
-        )
+        with core.quiet():
+            self._optimizer = core.get_megatron_optimizer(
+                settings, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
+            )
         for group in self._optimizer.param_groups:  # Megatron leaves it to its scheduler
             group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
 
@@ -168,11 +169,11 @@ class MegatronState(State):
         self._optimizer, self._model, self._body = optimizer, model, body
 
     def _sizes(self) -> Mapping[str, tuple[int, ...]]:
-        boxes = (box for held in self._model.held for box in self._model.boxes(held, held.parameter))
+        boxes = (box for held in self._model.trained for box in self._model.boxes(held, held.parameter))
         return {self._filed(box.name): box.size for box in boxes}
 
     def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterator[Box]:
-        for held in self._model.held:
+        for held in self._model.trained:
             tensors = {kind: self._optimizer.whole(held, kind) for kind in kinds}
             if self._model.publishes(held):
                 for kind, tensor in tensors.items():
@@ -189,7 +190,7 @@ class MegatronState(State):
 
     def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
         """Load parameter by parameter, so that only one is held in addition to the model. Padding becomes 0."""
-        for held in self._model.held:
+        for held in self._model.trained:
             read = {kind: torch.zeros(tuple(held.parameter.shape)) for kind in kinds}
             boxes.read(box for kind, tensor in read.items() for box in self._boxes(kind, held, tensor))
             for kind, tensor in read.items():

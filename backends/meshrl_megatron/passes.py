@@ -49,8 +49,7 @@ class Balance:
     @classmethod
     def of(cls, shape: Decoder, stages: int) -> "Balance":
         """Make it for a decoder in this many stages."""
-        ffn = shape.ffn * max(shape.chosen, 1)  # of all experts that a token is routed to
-        token, pair = layer_flops(shape.hidden, shape.heads, shape.groups, shape.head_dim, ffn)
+        token, pair = layer_flops(shape.hidden, shape.heads, shape.groups, shape.head_dim, shape.ffn_of_a_token)
         return cls(token, pair, _FILLED * stages if stages > 1 else 1)
 
     def __call__(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:

@@ -75,12 +75,12 @@ class PipelinedTrainable(roles.Trainable):
             return tempfile.mkdtemp(prefix=f".{target.name}-parts-", dir=target.parent)
 
         def write() -> None:
-            tensors = dict(model.unused())
+            dtype = model.config.params_dtype
+            tensors = {name: each.to(dtype) for name, each in model.unused().items()}
             for file in sorted(parts.glob("*.safetensors")):
                 tensors |= load_file(file)  # mapped
             head = {name.removeprefix(_HEAD): tensors.pop(name) for name in list(tensors) if name.startswith(_HEAD)}
-            dtype = model.config.params_dtype
-            tensors = {name: each.to(dtype) for name, each in tensors.items()}  # drops what is float32
+            tensors = dict(sorted(tensors.items()))  # the first one says the folder's dtype, and is no router's bias
             saving.write(model.words, folder, head or None, tensors)
 
         parts = Path(world.agree(make)[0])
@@ -105,15 +105,15 @@ class SplitOverRanks(roles.PlacedTogether):
     def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> roles.Frozen:
         model = build(config, own_rank())
         passes = Pipeline(model.stages, model).passes(config.micro_batch_tokens)
-        return roles.Frozen(passes, partial(_load, model, config.dtype))
+        return roles.Frozen(passes, partial(_load, model))
 
 
-def _load(model: Model, dtype: str, weights: Weights) -> None:
+def _load(model: Model, weights: Weights) -> None:
     """Copy this rank's parts of the weights in place."""
     agree = model.world.agree
     boxes = [box for held in model.held for box in model.boxes(held, held.parameter.detach())]
-    sizes = agree(lambda: {box.name: box.size for box in boxes})
-    forms = {name: TensorSpec(dtype, size) for each in sizes for name, size in each.items()}
+    own = {box.name: TensorSpec(str(box.tensor.dtype).removeprefix("torch."), box.size) for box in boxes}
+    forms = {name: form for each in agree(lambda: own) for name, form in each.items()}
     agree(lambda: check_weights(forms, weights))
     for box in boxes:
         copy_into(box.tensor, weights.tensors[box.name][slices_of(box)])

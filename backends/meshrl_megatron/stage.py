@@ -132,12 +132,12 @@ class Stage(core.GPTModel):
         groups: core.ProcessGroupCollection,
         rotary: nn.Module,
         number: int | None,
-        layers: int,
+        layers: range,
         first: bool,
         last: bool,
         predicts: Predicts,
     ) -> None:
-        """`number`: among this rank's stages, if it has several. `layers`: in this one.
+        """`number`: among this rank's stages, if it has several. `layers`: the numbers of its own.
 
         `rotary`: transformers' module of the model, which computes cosines and sines of positions. `predicts`: if not
         "logprobs", the last stage ends in a linear head of one number instead of the model's own. A critic's is
@@ -146,7 +146,8 @@ class Stage(core.GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=core.TransformerBlockSubmodules(
-                [layer_spec(config, groups.tp)] * layers, modules_of(config.transformer_impl).norm
+                [layer_spec(config, shape, layer, groups.tp) for layer in layers],
+                modules_of(config.transformer_impl).norm,
             ),
             vocab_size=shape.padded(groups.tp.size()),
             max_sequence_length=0,
@@ -158,14 +159,15 @@ class Stage(core.GPTModel):
             vp_stage=number,
         )
         self.rotary = rotary
-        self.first_layer = self.decoder.layers[0].layer_number - 1
+        self.first_layer = layers.start
         self._shape, self._tp, self._cp = shape, groups.tp, groups.cp
         self._sequence_parallel = config.sequence_parallel
         self._predicts: Predicts = predicts
         for module in self.modules():
-            if type(module) in _SPLIT and isinstance(module.weight, Tensor):
-                # Megatron marks only weights that it has initialised.
-                core.set_tensor_model_parallel_attributes(module.weight, True, _SPLIT[type(module)], 1)
+            weight = module.weight if type(module) in _SPLIT else None
+            if isinstance(weight, Tensor) and not hasattr(weight, "tensor_model_parallel"):
+                # Before 0.18 Megatron marks only weights that it has initialised.
+                core.set_tensor_model_parallel_attributes(weight, True, _SPLIT[type(module)], 1)
         if last and predicts != "logprobs":
             del self.output_layer
             is_score = predicts == "scores"
@@ -177,7 +179,10 @@ class Stage(core.GPTModel):
         """Return hidden states [tokens, 1, hidden], or at last the predictions for all targets, float32[targets]."""
         states = self.embedding(input_ids=part.ids, position_ids=part.positions) if self.pre_process else None
         like = torch.empty(0, dtype=self.config.params_dtype, device=part.ids.device)
-        cos, sin = self.rotary(like, part.positions)
+        turns = self.rotary(like, part.positions)
+        if isinstance(turns, Tensor):  # complex numbers, of half of the dims
+            turns = [torch.cat([each, each], -1).to(like.dtype) for each in (turns.real, turns.imag)]
+        cos, sin = turns
         packing = Packing(attend=part.attend, cos=cos, sin=sin)
         states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packing)
         if not self.post_process:
@@ -222,7 +227,18 @@ def stages_of(
     """
     pp, here, layers = grid.sizes["pp"], grid.place["pp"], shape.layers // (grid.sizes["pp"] * each)
     ends = [(here == 0 and number == 0, here == pp - 1 and number == each - 1) for number in range(each)]
+    starts = [(number * pp + here) * layers for number in range(each)]
     return [
-        Stage(config, shape, groups, rotary, number if each > 1 else None, layers, first, last, predicts)
-        for number, (first, last) in enumerate(ends)
+        Stage(
+            config,
+            shape,
+            groups,
+            rotary,
+            number if each > 1 else None,
+            range(start, start + layers),
+            first,
+            last,
+            predicts,
+        )
+        for number, (start, (first, last)) in enumerate(zip(starts, ends, strict=True))
     ]

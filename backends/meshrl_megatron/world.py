@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_megatron import cpu
+from meshrl_megatron import AXES, cpu
 from meshrl_megatron.core import ProcessGroupCollection
 from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join, own_device
 
-AXES: Final = ("dp", "pp", "cp", "tp")
-"""The axes of a mesh, from the outermost on."""
-
-_PLACES: Final = ("apart", "ep", *AXES[1:])
+_AXES: Final = AXES["Policy"]
+_PLACES: Final = ("apart", "ep", *_AXES[1:])
 """The same with dp in two parts: ranks along `ep` divide experts among them, those along `apart` hold the same ones."""
 
 _groups: Final[SharedGroups[object]] = SharedGroups()
@@ -30,24 +28,24 @@ class Grid:
     """The ranks of a mesh by their places along the axes, and this rank's place."""
 
     def __init__(self, shape: Mapping[str, int], rank: int, experts: int = 1) -> None:
-        """`shape`: the mesh's axes, all in `AXES`, the last one fastest. `rank`: this one's number.
+        """`shape`: the mesh's axes, all of the backend's, the last one fastest. `rank`: this one's number.
 
         `experts`: number of neighbours along dp that divide the experts among them. It divides dp.
         """
         numbers = torch.arange(prod(shape.values())).reshape(tuple(shape.values()))
-        order = [list(shape).index(axis) for axis in AXES if axis in shape]
-        sizes = [shape.get(axis, 1) for axis in AXES]
+        order = [list(shape).index(axis) for axis in _AXES if axis in shape]
+        sizes = [shape.get(axis, 1) for axis in _AXES]
         self._ranks: Final = numbers.permute(*order).reshape(sizes)
         self._places: Final = self._ranks.reshape(sizes[0] // experts, experts, *sizes[1:])
-        self.sizes: Final[Mapping[str, int]] = dict(zip(AXES, sizes, strict=True))
+        self.sizes: Final[Mapping[str, int]] = dict(zip(_AXES, sizes, strict=True))
         self.experts: Final = experts
         here = (self._ranks == rank).nonzero()[0].tolist()
-        self.place: Final[Mapping[str, int]] = dict(zip(AXES, map(int, here), strict=True))
+        self.place: Final[Mapping[str, int]] = dict(zip(_AXES, map(int, here), strict=True))
 
     def along(self, *axes: str) -> list[list[int]]:
         """Return the ranks that differ only in these axes, one list for each place on the others.
 
-        In addition to `AXES` there are `ep` and `apart`, which make up dp.
+        In addition to the mesh's there are `ep` and `apart`, which make up dp.
         """
         wanted = {*axes, *(_PLACES[:2] if "dp" in axes else ())}
         inner = [index for index, axis in enumerate(_PLACES) if axis in wanted]
@@ -58,7 +56,7 @@ class Grid:
 
     def rank(self, **place: int) -> int:
         """Return the rank with this one's place, except along the given axes."""
-        return int(self._ranks[tuple({**self.place, **place}[axis] for axis in AXES)])
+        return int(self._ranks[tuple({**self.place, **place}[axis] for axis in _AXES)])
 
     def collection(self, rank: int) -> ProcessGroupCollection:
         """Return all groups that Megatron asks for. All ranks make them together."""
@@ -72,7 +70,7 @@ class Grid:
         ends = [[each[0], each[-1]] if len(each) > 1 else each for each in pipelines]
         inside = [[each] for pipeline in pipelines for each in pipeline[1:-1]]
         data, model = own(self.along("dp", "cp")), own(self.along("pp", "tp"))
-        tensors, experts, everyone = own(self.along("tp")), own(self.along("ep", "tp")), own(self.along(*AXES))
+        tensors, experts, everyone = own(self.along("tp")), own(self.along("ep", "tp")), own(self.along(*_AXES))
         copies = own(self.along("apart", "cp"))  # of experts
         return ProcessGroupCollection(
             tp=tensors,
@@ -110,10 +108,12 @@ class World(RankGroup):
     @classmethod
     def of(cls, rank: Rank, virtual_stages: int, experts: int) -> "World":
         """Meet the other ranks. ConfigError if the mesh's axes are unknown, or `experts` does not divide dp."""
-        unknown = {axis: size for axis, size in rank.shape.items() if axis not in AXES and size > 1}
+        unknown = {axis: size for axis, size in rank.shape.items() if axis not in _AXES and size > 1}
         if unknown:
-            raise ConfigError(f"the backend 'megatron' supports the axes {', '.join(AXES)}, but its mesh has {unknown}")
-        shape = {axis: size for axis, size in rank.shape.items() if axis in AXES} or {"dp": 1}
+            raise ConfigError(
+                f"the backend 'megatron' supports the axes {', '.join(_AXES)}, but its mesh has {unknown}"
+            )
+        shape = {axis: size for axis, size in rank.shape.items() if axis in _AXES} or {"dp": 1}
         if shape.get("dp", 1) % experts:
             raise ConfigError(
                 f"megatron.experts = {experts} does not divide the mesh's dp = {shape.get('dp', 1)}: experts are "

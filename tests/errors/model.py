@@ -180,11 +180,14 @@ def virtual_stages_without_a_pipeline() -> object:
     return _role(rl.Policy, with_options(config, MegatronConfig(virtual_stages=2)))
 
 
-def another_megatron_core() -> None:
+def _another_megatron_core(version: str) -> None:
     spec = importlib.util.find_spec("meshrl_megatron.core")
     assert spec
     assert spec.loader
-    with patch.object(metadata, "version", lambda _: "0.17.0"):
+    with (
+        patch.object(metadata, "version", lambda _: version),
+        patch.object(importlib.util, "find_spec", lambda _: None),
+    ):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -220,11 +223,13 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "policy-on-two-ranks": lambda: _on_two_ranks(rl.PolicyConfig(model=TINY)),
     "axis-that-megatron-does-not-know": lambda: _on_two_ranks(MEGATRON.model_copy(update={"axes": {"dp": 1, "ep": 2}})),
     "architecture-that-megatron-does-not-know": lambda: _megatron(
-        model_type="mistral", architectures=["MistralForCausalLM"]
+        model_type="granite", architectures=["GraniteForCausalLM"]
     ),
     "model-that-megatron-cannot-compute": lambda: _megatron(hidden_act="gelu"),
     "heads-over-tp": lambda: _divide(TINY, tp=4),
     "experts-of-a-model-without": lambda: _divide(TINY, experts=2, dp=2),
     "layers-over-pp": lambda: _divide(_tiny(layers=3), pp=2),
+    "another-megatron-core": lambda: _another_megatron_core("0.20.0"),
+    "megatron-core-without-triton": lambda: _another_megatron_core("0.19.2"),
     "adapters-on-megatron": lambda: _role(rl.Policy, MEGATRON.model_copy(update={"lora": LoraConfig()})),
 }
