@@ -36,7 +36,7 @@ FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
 LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
 # Their libraries would be found before the stand-ins, so only their headers are kept.
 HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu13==2.29.7
-BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py), $(wildcard bench/*.py))
+BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers

@@ -1,6 +1,6 @@
 """Samples per second of rollouts: the samplers torch, vllm and sglang, against the engines alone and transformers.
 
-    python bench/rollout.py --json F [--completions 1,8] [--rounds N] [--engines vllm,sglang]
+    python bench/rollout.py --json F [--completions 1,8] [--rounds N] [--engines vllm,sglang] [--parts real]
 
 A model of the quickstart's size with heads of 32 dims, which vLLM's CPU kernels need. 64 prompts x 1 or 8 completions,
 whose lengths are forced to be log-uniform from 8 to 256. Each contestant is a separate process with one thread on the
@@ -15,6 +15,10 @@ transformers   `generate` on one padded batch, and its continuous batching (benc
 
 Ours return log-probs, versions and texts. The engines alone return tokens and log-probs, transformers only tokens. CPU
 time is that of all processes of a contestant. The engines need `make test-vllm` and `make test-sglang`. A few minutes.
+
+With `--parts real`, the sampler torch, `generate` and the matrix products alone (bench/real.py) on two threads, with a
+model of SmolLM2-135M's shape: 64 rows with 16 tokens of prompt and 64 new ones, or log-uniform from 8 to 128. About 4
+minutes a round.
 """
 
 import asyncio
@@ -31,7 +35,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bench import real
 from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
 from meshrl import Batch, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, rollout
 from meshrl.config import Config
@@ -106,12 +112,16 @@ def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--completions", default="1,8", help="completions a prompt (default: 1,8)")
     parser.add_argument("--engines", default=",".join(ENGINES), help="of these (default: vllm,sglang)")
+    parser.add_argument("--parts", choices=("small", "real"), default="small", help="sizes of models (default: small)")
     parser.add_argument("--worker", nargs=3, metavar=("BACKEND", "MODEL", "JOB"), help="be one of our contestants")
     options = parser.parse_args()
     if options.worker:
         backend, model, job = options.worker
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(contest(backend, model, Job.model_validate_json(Path(job).read_bytes())))
+        return
+    if options.parts == "real":
+        report("rollout, real", compare_real(options.rounds), options.json)
         return
     engines = [ENGINES[name] for name in options.engines.split(",")]
     for engine in engines:
@@ -135,7 +145,7 @@ def make_job(encode: Callable[[Sequence[str]], list[list[int]]], completions: in
     rng = np.random.default_rng(0)
     prompts = ["".join(rng.choice(list(CHARACTERS), rng.integers(3, 9))) for _ in range(PROMPTS)]
     rows = np.repeat(np.arange(PROMPTS), completions)
-    limits = np.exp(rng.uniform(np.log(8), np.log(257), len(rows))).astype(int)
+    limits = log_uniform(rng, 256, len(rows))
     return Job(
         prompts=tuple(prompts),
         ids=tuple(map(tuple, encode(prompts))),
@@ -144,6 +154,58 @@ def make_job(encode: Callable[[Sequence[str]], list[list[int]]], completions: in
         max_tokens=MODEL.max_tokens,
         slots=len(rows),
     )
+
+
+def log_uniform(rng: np.random.Generator, most: int, rows: int) -> NDArray[np.int64]:
+    """Lengths from 8 to `most`."""
+    return np.exp(rng.uniform(np.log(8), np.log(most + 1), rows)).astype(np.int64)
+
+
+def compare_real(rounds: int) -> list[Figure]:
+    """Let a model of real size, `generate` and the matrix products of a decode step take turns."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(2, real.SHAPE.vocab_size, (PROMPTS, 16))
+    figures: list[Figure] = []
+    cases = {"equal lengths": (np.full(PROMPTS, 64), 1.4), "8 to 128 tokens": (log_uniform(rng, 128, PROMPTS), 2.5)}
+    with tempfile.TemporaryDirectory() as folder:
+        model, path = Path(folder, "model"), Path(folder, "job.json")
+        real.write_model(str(model))
+        for label, (limits, target) in cases.items():
+            job = Job(
+                prompts=tuple("".join(real.CHARACTERS[each - 2] for each in row) for row in ids.tolist()),
+                ids=tuple(map(tuple, ids.tolist())),
+                rows=tuple(range(PROMPTS)),
+                limits=tuple(limits.tolist()),
+                max_tokens=real.SHAPE.max_position_embeddings,
+                slots=PROMPTS,
+            )
+            path.write_text(job.model_dump_json())
+            figures += real_figures(label, target, (model, path), rounds)
+    return figures
+
+
+def real_figures(label: str, target: float, files: tuple[Path, Path], rounds: int) -> list[Figure]:
+    """The figures of one case of the part `real`."""
+    commands: dict[str, Sequence[str | Path]] = {
+        "torch": [sys.executable, __file__, "--worker", "torch", *files],
+        "generate": [sys.executable, ROOT / "bench/peers/hf_rollout.py", "generate", *files],
+        "products": real.command(PROMPTS, backward=False),
+    }
+    questions = {name: partial(real.turn, commands[name], rows=True) for name in ("torch", "generate")}
+    questions |= {each: partial(real.turn, commands["products"], library=each) for each in real.LIBRARIES}
+    turns = take_turns(questions, rounds)
+    speed = {
+        name: median([answer.get("tokens", PROMPTS) / answer["wall"] for answer in answers])
+        for name, answers in turns.items()
+    }
+    return [
+        at_least(f"sampling, real, {label}", speed["torch"], "tokens/s", speed["generate"], target),
+        *(
+            figure(f"sampling, real, {label}, against products by {each}", speed["torch"], "tokens/s", speed[each])
+            for each in real.LIBRARIES
+        ),
+        real.bandwidth([answer for each in real.LIBRARIES for answer in turns[each]]),
+    ]
 
 
 def compare(engines: Sequence[Engine], job: Job, label: str, files: tuple[Path, Path], rounds: int) -> list[Figure]:

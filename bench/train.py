@@ -1,6 +1,6 @@
 """Tokens per second of `update`, packed, against one padded batch of the same rows.
 
-    python bench/train.py --json F [--backend fsdp|megatron] [--threads 1,2] [--rounds N]
+    python bench/train.py --json F [--backend fsdp|megatron] [--threads 1,2] [--rounds N] [--parts real]
 
 A step has 64 rows with lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt, and the GRPO
 loss. The padded contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa,
@@ -22,7 +22,10 @@ With `--parts hybrid`, models with recurrent layers (bench/hybrid.py) take turns
 in one batch, and the padded contestant. Packed must be 2 times as fast as that, and padded rows may take 1.1 times its
 time.
 
-About 4 minutes, 10 with fsdp and 14 with megatron. The part `hybrid` takes 3.
+With `--parts real`, an update of 16 rows of 128 to 512 tokens by a model of SmolLM2-135M's shape (bench/real.py), on
+two threads. The peers are plain transformers, one row after another, and the matrix products alone.
+
+About 4 minutes, 10 with fsdp and 14 with megatron. The part `hybrid` takes 3, and `real` 2 a round.
 """
 
 import asyncio
@@ -39,9 +42,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from bench import hybrid, logprobs, utilisation
+from bench import hybrid, logprobs, real, utilisation
 from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.local import RankLoop
@@ -59,6 +64,9 @@ OPTIMIZER: Final = OptimizerConfig(lr=1e-4)
 LOSS: Final = ClippedLoss()
 SPREAD: Final = "spread"
 APART: Final = "apart"
+ROWS: Final = "rows apart"
+REAL: Final = "135M"
+"""The name of the model of the part `real`."""
 FSDP: Final = "fsdp, dp=2"
 LAYOUTS: Final = {
     FSDP: PolicyConfig(backend="fsdp", model="", optimizer=OPTIMIZER),
@@ -80,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--models", default="tiny,larger", help="which models (default: both)")
     parser.add_argument(
-        "--parts", choices=("small", "hybrid"), default="small", help="kinds of models (default: small)"
+        "--parts", choices=("small", "hybrid", "real"), default="small", help="kinds of models (default: small)"
     )
     parser.add_argument("--worker", nargs=2, metavar=("CONTESTANT", "MODEL"), help="be this contestant")
     options = parser.parse_args()
@@ -92,12 +100,16 @@ def main() -> None:
                 contestant: partial(packed, backend=contestant),
                 "padded": padded,
                 APART: apart,
+                ROWS: rows_apart,
                 SPREAD: spread,
             }
             runner.run(contestants[contestant](model))
         return
     if options.parts == "hybrid":
         report("train, hybrid", compare_hybrid(options.rounds), options.json)
+        return
+    if options.parts == "real":
+        report("train, real", compare_real(options.rounds, options.backend), options.json)
         return
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -169,6 +181,35 @@ def compare_hybrid(rounds: int) -> list[Figure]:
     return figures
 
 
+def compare_real(rounds: int, backend: str) -> list[Figure]:
+    """Let a model of real size, a plain loop over its rows and its matrix products alone take turns."""
+    tokens = int(make_real_rows().lengths.sum())
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(Path(folder, REAL))
+        real.write_model(model)
+        command, products = [sys.executable, __file__, "--worker"], real.command(tokens, backward=True)
+        turns = take_turns(
+            {each: partial(real.turn, [*command, each, model], steps=1) for each in (backend, ROWS)}
+            | {each: partial(real.turn, products, library=each) for each in real.LIBRARIES},
+            rounds,
+        )
+    check_losses([answer["first"] for each in (backend, ROWS) for answer in turns[each]])
+    wall = {each: median([answer["wall"] for answer in answers]) for each, answers in turns.items()}
+    cpu = {each: median([answer["cpu"] for answer in turns[each]]) for each in (backend, ROWS)}
+    work = real.operations(tokens, backward=True) / 1e9
+    speed = {each: work / seconds for each, seconds in wall.items()}
+    return [
+        at_least("update, real, against rows apart", tokens / wall[backend], "tokens/s", tokens / wall[ROWS], 1.3),
+        *(
+            at_least(f"update, real, against products by {each}", speed[backend], "GFLOP/s", speed[each], 0.75)
+            for each in real.LIBRARIES
+        ),
+        figure("rows apart, real, against products by mkl", speed[ROWS], "GFLOP/s", speed["mkl"]),
+        figure("CPU, real, against rows apart", cpu[backend], "s/step", cpu[ROWS]),
+        real.bandwidth([answer for each in real.LIBRARIES for answer in turns[each]]),
+    ]
+
+
 def compare_layouts(name: str, model: str, rounds: int) -> list[Figure]:
     """Two ranks in each layout that divides the model, in turns with one rank of torch."""
     command = [sys.executable, __file__, "--worker"]
@@ -207,8 +248,13 @@ def make_rows() -> Batch:
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(32), np.log(LONGEST), 64)).round().astype(int)
     lengths[0] = LONGEST
+    return as_batch(rng, lengths, len(CHARACTERS) + 2)
+
+
+def as_batch(rng: np.random.Generator, lengths: NDArray[np.int64], vocabulary: int) -> Batch:
+    """Rows of these lengths."""
     offsets = np.append(0, np.cumsum(lengths))
-    count, vocabulary = int(offsets[-1]), len(CHARACTERS) + 2
+    count = int(offsets[-1])
     place = np.arange(count) - np.repeat(offsets[:-1], lengths)
     return Batch.of(
         tokens=Ragged(rng.integers(2, vocabulary, count, dtype=np.int32), offsets),
@@ -218,9 +264,15 @@ def make_rows() -> Batch:
     )
 
 
+def make_real_rows() -> Batch:
+    """The rows of the part `real`."""
+    rng = np.random.default_rng(0)
+    return as_batch(rng, rng.integers(128, LONGEST + 1, 16), real.SHAPE.vocab_size)
+
+
 async def packed(model: str, backend: str, packing: Packing = "auto", budget: int = 1 << 14) -> None:
     """Run meshrl's policy on a mesh of one rank."""
-    batch = make_rows()
+    batch = make_real_rows() if Path(model).name == REAL else make_rows()
     async with Run(RunConfig(folder=str(Path(model).parent), name=f"{backend}-{packing}")) as run:
         table = PolicyConfig(
             backend=backend, model=model, optimizer=OPTIMIZER, packing=packing, micro_batch_tokens=budget
@@ -248,15 +300,7 @@ async def spread(model: str) -> None:
 
 async def padded(model: str) -> None:
     """Run plain transformers and torch, with all rows in one rectangle."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(
-        network.parameters(),
-        lr=OPTIMIZER.lr,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-        fused=True,
-    )
+    network, optimizer = plain(model)
     batch = make_rows()
     attention = torch.arange(LONGEST) < torch.from_numpy(batch.lengths)[:, None]
     tokens = torch.zeros(attention.shape, dtype=torch.long)
@@ -275,12 +319,54 @@ async def padded(model: str) -> None:
         judged = LOSS(logprobs[learned], columns)
         value = judged.values.mean()
         value.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), OPTIMIZER.max_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimize(network, optimizer)
         return value.item()
 
     await answer_questions({"": step})
+
+
+async def rows_apart(model: str) -> None:
+    """Run plain transformers and torch, with a pass for each row, as many people do."""
+    network, optimizer = plain(model)
+    batch = make_real_rows()
+    total = int(batch.loss_mask.values.sum())
+    sampled, advantages = float(batch.sampler_logprobs.values[0]), batch.row("advantages").tolist()
+
+    async def step() -> float:
+        value = 0.0
+        for row, advantage in zip(batch.tokens, advantages, strict=True):
+            tokens = torch.from_numpy(row.astype(np.int64))[None]
+            logits = network(tokens, use_cache=False).logits[0, PROMPT - 1 : -1]
+            logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[0, PROMPT:, None])[:, 0]
+            given = {"sampler_logprobs": sampled, "advantages": advantage}
+            columns = {name: torch.full_like(logprobs, each) for name, each in given.items()}
+            part = LOSS(logprobs, columns).values.sum() / total
+            part.backward()
+            value += part.item()
+        optimize(network, optimizer)
+        return value
+
+    await answer_questions({"": step})
+
+
+def plain(model: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Plain transformers, and torch's optimizer."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    return network, torch.optim.AdamW(
+        network.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+
+
+def optimize(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip, step and drop the gradients."""
+    torch.nn.utils.clip_grad_norm_(network.parameters(), OPTIMIZER.max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 async def answer_questions(steps: Mapping[str, Step]) -> None:

@@ -101,7 +101,6 @@ class Batching:
 @torch.no_grad()
 def main(kind: str, folder: str, job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     with closing({"generate": Generate, "batching": Batching}[kind](model, tokenizer, job)) as rollouts:

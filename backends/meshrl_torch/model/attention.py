@@ -296,7 +296,7 @@ class Packed:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Call the kernel once for all segments, or SDPA once for each group."""
-        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         if self.kernel is None or not self.kernel.takes(q) or not scores.plain:

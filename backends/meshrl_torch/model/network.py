@@ -17,6 +17,7 @@ from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
+from meshrl_torch.model.linear import use_onednn
 from meshrl_torch.model.mixers import Batches, Mixers
 from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, stand_in, why_not_packed
@@ -199,6 +200,7 @@ def ready(
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler's log-probs must be the trainer's
     network.train(False)
+    use_onednn(network)
     own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
     routers = Routers.of(network)
     rotaries = Rotaries(network, own.native_tokens) if own.native_tokens < ANY else None

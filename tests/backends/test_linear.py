@@ -1,0 +1,45 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshrl_torch.model.linear import use_onednn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 64), (33, 64), (64,), (1, 0, 64)])
+def test_a_linear_layer_computes_what_torchs_own_does_in_float64(
+    shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    torch.manual_seed(0)
+    plain, states = nn.Linear(64, 48, bias=bias), torch.randn(shape)
+    fast = copy.deepcopy(plain)
+    use_onednn(fast)
+    assert type(fast) is not nn.Linear
+
+    def computed(layer: nn.Linear, dtype: torch.dtype) -> list[Tensor]:
+        layer = copy.deepcopy(layer).to(dtype)
+        given = states.detach().to(dtype, copy=True).requires_grad_()
+        result = layer(given)
+        result.pow(2).sum().backward()
+        return [each for each in (result, given.grad, *(each.grad for each in layer.parameters())) if each is not None]
+
+    for dtype in DTYPES:
+        for found, expected in zip(computed(fast, dtype), computed(plain, torch.float64), strict=True):
+            atol, rtol = (0.5, 0.05) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+
+
+def test_a_frozen_layer_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    use_onednn(layer)
+    states = torch.ones(3, 8, requires_grad=True)
+    layer(states).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(3, 8))
