@@ -36,10 +36,10 @@ FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
 LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
 # Their libraries would be found before the stand-ins, so only their headers are kept.
 HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu13==2.29.7
-BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py real.py), $(wildcard bench/*.py))
+BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -95,6 +95,9 @@ test-cluster: setup  ## several hosts, made of namespaces: as root (docs/hosts.m
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
+
+first-gpu: setup  ## the first run on a real GPU, 15 minutes: parts with limits, into runs/first-gpu.json; again: those that failed
+	$(BIN)/python -m tests.gpu.first
 
 fake-cuda: .venv-fake-cuda/.done  ## .venv-fake-cuda: torch for CUDA on GPUs that are fake (docs/fake-cuda.md); needs gcc
 

@@ -16,7 +16,7 @@ _Add: TypeAlias = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor
 
 def quiet() -> AbstractContextManager[None]: ...
 def fresh_scratch() -> AbstractContextManager[Mapping[object, Tensor]]: ...
-def get_te_version() -> Version | None: ...  # None: not installed
+def get_te_version() -> Version | None: ...  # None or 0.0.0: not installed
 
 # The configuration, and the groups of ranks.
 

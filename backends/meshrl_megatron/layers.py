@@ -286,6 +286,8 @@ _ENGINE: Final = Modules(
 )
 _RELEASES: Final = Version("2.9"), Version("2.12")
 """The first release of Transformer Engine that this Megatron-Core takes, and the first that it does not."""
+_NO_RELEASE: Final = Version("0.0.0")
+"""What Megatron-Core says in newer releases if Transformer Engine is not installed. Older ones say None."""
 
 
 def modules_of(impl: TransformerImpl) -> Modules:
@@ -299,7 +301,7 @@ def modules_of(impl: TransformerImpl) -> Modules:
     if release is None or not first <= release < end:
         raise ConfigError(
             f'megatron.transformer_impl = "transformer_engine" needs Transformer Engine from {first} to before {end}, '
-            f"but {'none' if release is None else release} is installed here: pip install "
+            f"but {'none' if release in (None, _NO_RELEASE) else release} is installed here: pip install "
             f"'transformer-engine[core_cu13,pytorch]>={first},<{end}', or set it to \"local\""
         )
     return _ENGINE

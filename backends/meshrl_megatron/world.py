@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.errors import ConfigError
-from meshrl.mesh import Rank
+from meshrl.mesh import Rank, visible_gpus
 from meshrl_megatron import AXES, cpu
 from meshrl_megatron.core import ProcessGroupCollection
 from meshrl_torch.ranks.process_group import RankGroup, Share, SharedGroups, join, own_device
@@ -119,7 +119,8 @@ class World(RankGroup):
                 f"megatron.experts = {experts} does not divide the mesh's dp = {shape.get('dp', 1)}: experts are "
                 "divided among that many neighbours along dp"
             )
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so kernels start in order, and beside them NCCL's
+        if visible_gpus():  # which does not ask CUDA: it reads this first
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels start in order, NCCL's beside them
         device = own_device()
         join(rank, device, "megatron")
         if device.type == "cpu" and not cpu.is_installed():

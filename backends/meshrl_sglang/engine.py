@@ -32,6 +32,7 @@ from meshrl_inference.engine_side.protocol import (
     Start,
     set_environment,
 )
+from meshrl_torch.wire import nccl
 
 _MOMENT: Final = 0.02
 """Most seconds that a step waits."""
@@ -52,7 +53,9 @@ def start(asked: Start) -> Engine:
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where tokens never are
     import torch  # noqa: PLC0415 -- `start` has set its environment
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        nccl.set_alike()
+    else:
         _compute_without_gpu(asked.tp)
     return _SglangEngine(asked, gpu=torch.cuda.is_available())
 

@@ -24,6 +24,7 @@ from meshrl_inference.engine_side.protocol import (
     Start,
     set_environment,
 )
+from meshrl_torch.wire import nccl
 
 _CPU_READS: Final = 4096
 """Most tokens read in one step on a CPU."""
@@ -42,6 +43,8 @@ def start(asked: Start) -> Engine:
 
     if current_platform.is_cpu():
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    else:
+        nccl.set_alike()
     return _VllmEngine(asked)
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -275,10 +276,23 @@ def test_buckets_are_on_gpus_if_no_group_has_two_members_on_one() -> None:
         ([Locality("here")], HERE, False),
         ([HERE[0], HERE[0]], HERE[:1], True),  # no group is needed
         ([HERE[0], HERE[0]], [THERE], False),
-        (HERE, [THERE._replace(nccl="2.29.7")], False),  # of another release
-        (HERE, [HERE[0]._replace(nccl="2.29.7")], True),
+        (HERE, [HERE[0]._replace(nccl="2.29.7")], True),  # of another release
     ):
         assert on_gpus(policy, readers) == together, (policy, readers)
+
+
+def test_readers_with_another_release_of_nccl_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sending(1, LIMIT) as policy:
+        policy.each[0]._policy[:] = [HERE[0]._replace(nccl="2.29.7")]
+        weights = policy.offer(tensors(0, 1), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Locality, "of", lambda _: THERE._replace(nccl="2.27.3"))
+            complaint = r"policy's torch has NCCL 2.29.7 and a reader's has 2.27.3, .* one release of torch"
+            with pytest.raises(ConfigError, match=complaint):
+                weights.tensors  # noqa: B018 -- they come when they are looked at
+            outcome = read_broadcast(weights.manifest, 1, cast("Any", None), CPU, lambda: None, lambda _: None)
+            assert re.search(complaint, outcome.reason)
+        assert weights.tensors.keys() == tensors(0, 1).keys()  # the others still get them
 
 
 class Ranks(NamedTuple):

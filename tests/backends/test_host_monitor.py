@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count, cycle
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_torch.ranks import process_group as group
 from meshrl_torch.ranks.host_monitor import HostMonitor
+from meshrl_torch.wire import nccl
 
 Losses: TypeAlias = "Queue[tuple[int, int]]"
 """The rank that hears of a loss, and the lost rank."""
@@ -114,11 +116,20 @@ def test_a_mesh_with_gpus_does_not_compute_on_the_cpu(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("gpus", "complaint"), [(0, "rank 0 computes on cuda and rank 1 on cpu"), (1, "rank 1: the mesh has gpus = 1")]
+    ("gpus", "kind", "complaint"),
+    [
+        (0, "cpu", "rank 0 computes on cuda with NCCL 2.0 and rank 1 on cpu"),
+        (1, "cpu", "rank 1: the mesh has gpus = 1"),
+        (1, "cuda", "cuda with NCCL 2.1"),
+        (0.5, "cuda", "the ranks 0 and 1 share the GPU GPU-7, and NCCL takes one rank on each"),
+    ],
 )
-def test_all_ranks_are_told_of_one_without_a_gpu_before_they_wait(
-    gpus: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+def test_all_ranks_are_told_of_one_that_cannot_join_before_they_wait(
+    gpus: float, kind: str, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    releases = cycle((0,)) if gpus == 0.5 else count()
+    monkeypatch.setattr(nccl, "release", lambda: f"2.{next(releases)}")
+    monkeypatch.setattr(group, "gpu_of", lambda _: "GPU-7")
     store = new_store()
     monkeypatch.setattr(group, "mesh_store", lambda rank: store)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
@@ -126,7 +137,7 @@ def test_all_ranks_are_told_of_one_without_a_gpu_before_they_wait(
     with ThreadPoolExecutor(2) as pool:
         joining = [
             pool.submit(group.join, Rank(index, 2, gpus=gpus), torch.device(kind), "fsdp")
-            for index, kind in enumerate(("cuda", "cpu"))
+            for index, kind in enumerate(("cuda", kind))
         ]
     for each in joining:
         assert isinstance(each.exception(), ConfigError)

@@ -3,6 +3,7 @@
 One layout at a time is held in tests/conformance/test_megatron.py.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -236,6 +237,7 @@ class Sharer(rl.Actor):
 
     @rl.endpoint
     async def check(self) -> None:
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ  # where there is no GPU
         for dtype, tempered in product((torch.float32, torch.bfloat16), (False, True)):
             check(self._group, dtype, tempered)
         none = torch.empty(0, COLUMNS[self._group.size()])

@@ -172,7 +172,8 @@ def test_each_step_has_the_cores_of_its_node(config: Path, monkeypatch: pytest.M
     batch(config, *([f"--cpus-per-node={cores}"] if cores else []))
     steps = config.with_name("steps")
     began = f"until [ $(grep -c ^--overlap {steps}) -ge 4 ]; do sleep .05; done"  # Ray starts in the background
-    answers = f"case $* in *--ip-address*) echo 10.0.0.1 ;; *ray.nodes*) {began}; echo 2 ;; esac"
+    own = "echo 127.0.1.1; echo '127.0.1.1 10.0.0.1 fe80::1'"  # as Debian has them
+    answers = f"case $* in *--ip-address*) {own} ;; *ray.nodes*) {began}; echo 2 ;; esac"
     for name, line in {"srun": f'echo "$*" >> {steps}; {answers}', "scontrol": "echo node1"}.items():
         config.with_name(name).write_text(f"#!/bin/sh\n{line}\n")
         config.with_name(name).chmod(0o755)
@@ -181,6 +182,7 @@ def test_each_step_has_the_cores_of_its_node(config: Path, monkeypatch: pytest.M
         monkeypatch.setenv(*f"SLURM_{name}".split("=", 1))
     subprocess.run(["bash", "mine.sbatch"], check=True)  # noqa: S607
     said = [line for line in steps.read_text().splitlines() if line.startswith("--overlap")]
+    assert "--node-ip-address=10.0.0.1 " in steps.read_text()
     assert len(said) == 5  # the address, Ray's head, the other node, their count, the run
     assert all(("--cpus-per-task=16" in line) == bool(cores) for line in said)
 

@@ -26,6 +26,7 @@ from meshrl_inference.engine_side.protocol import Load, Outcome, SharedBucket, S
 from meshrl_torch.wire import fp8
 from meshrl_torch.wire.bucket_bytes import dtype_of, place_in
 from meshrl_torch.wire.manifest import Manifest, Part
+from meshrl_torch.wire.plan import ConflictError
 from meshrl_torch.wire.reader import Damaged, Lost, Reader
 
 _LAYER: Final = re.compile(r".*?\.\d+\.")
@@ -159,6 +160,8 @@ def read_broadcast(
         return Outcome(_reader.read(manifest, together, assembly, warn), begun=True)
     except Lost as lost:
         return Outcome("", assembly.begun, lost.reason, lost.where)
+    except ConflictError as conflict:
+        return Outcome("", assembly.begun, str(conflict))
     except Damaged as damaged:
         return Outcome("", assembly.begun, f"{damaged}. Publish them again")
 

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from meshrl_torch.wire import nccl
 from meshrl_torch.wire.manifest import Manifest
 
 WEIGHTS: Final = "weights"
@@ -222,7 +221,6 @@ IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
 def set_environment(asked: Start) -> None:
     """Set the variables that each engine and torch read at import."""
     os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
-    nccl.set_alike()
     if asked.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
 

@@ -17,7 +17,8 @@ from meshrl import log
 from meshrl.errors import ConfigError, Damaged, DataError, MeshrlError, ModelError
 from meshrl.mesh import PATIENCE, Rank, current_rank, machine_gpus
 from meshrl_torch.ranks.host_monitor import HostMonitor
-from meshrl_torch.wire import nccl
+from meshrl_torch.wire import nccl, segments
+from meshrl_torch.wire.plan import gpu_of
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
     """Make the process group of the mesh, unless this process is in it. All ranks call it together.
 
     ConfigError, which names the `backend`, if ranks of a mesh share a process. ConfigError if ranks compute on devices
-    of different types, or on CPUs though their mesh has GPUs.
+    of different types, on one GPU, with different releases of NCCL, or on CPUs though their mesh has GPUs.
     """
     global _joined  # noqa: PLW0603 - torch has one default group for each process
     lacks = _why_no_gpu(rank.gpus) if rank.gpus and device.type != "cuda" else ""
@@ -126,7 +127,8 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
     if _joined is not None and _joined.address == address:
         return
     store = mesh_store(rank)
-    _check_devices(_told_by_all(store, rank, "device", f"{device.type} {lacks}"))
+    kind, gpu = (f"cuda with NCCL {nccl.release()}", gpu_of(device)) if device.type == "cuda" else (device.type, "")
+    _check_devices(_told_by_all(store, rank, "device", f"{kind}:{gpu}:{lacks}"))
     known = set(_told_by_all(store, rank, "generation", _joined.generation if _joined else ""))
     if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
@@ -166,15 +168,21 @@ def _told_by_all(store: Store, rank: Rank, name: str, own: str) -> list[str]:
 
 
 def _check_devices(told: Sequence[str]) -> None:
-    """Raise ConfigError on all ranks before they would wait for each other. `told`: device and complaint of each."""
+    """Raise ConfigError on all ranks before they would wait for each other. `told`: each's device, GPU, complaint."""
+    owners: dict[str, int] = {}
     for index, text in enumerate(told):
-        kind, _, lacks = text.partition(" ")
+        kind, gpu, lacks = text.split(":", 2)
         if lacks:
             raise ConfigError(f"rank {index}: {lacks}")
-        if kind != (first := told[0].strip()):
+        if kind != (first := told[0].partition(":")[0]):
             raise ConfigError(
                 f"rank 0 computes on {first} and rank {index} on {kind}: give the mesh gpus = 1, so that each rank has "
                 "a GPU, and install the same build of torch for all"
+            )
+        if gpu and (owner := owners.setdefault(gpu, index)) != index:
+            raise ConfigError(
+                f"the ranks {owner} and {index} share the GPU {gpu}, and NCCL takes one rank on each: give the mesh "
+                "gpus = 1, or 1 rank"
             )
 
 
@@ -197,6 +205,7 @@ def _make_group(device: torch.device, store: Store, rank: Rank) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         nccl.set_alike()
+        segments.expand()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,

@@ -19,6 +19,7 @@ from meshrl_torch.weights.transfer import TensorSpec, array_of, check_specs, spe
 from meshrl_torch.wire import fp8
 from meshrl_torch.wire.bucket_bytes import nbytes_of, place_in
 from meshrl_torch.wire.manifest import Manifest, Part, RankBuckets
+from meshrl_torch.wire.plan import ConflictError
 from meshrl_torch.wire.reader import Damaged, Lost, Reader
 
 
@@ -120,6 +121,8 @@ class LiveWeights(Weights):
             self.arrived(_reader.read(self.manifest, self.together, InPlace(tensors, begin), warn))
         except Lost as lost:
             raise self.lost(lost.where, lost.reason) from None
+        except ConflictError as conflict:
+            raise ConfigError(f"{self!r} cannot be sent: {conflict}") from None
         except Damaged as damaged:
             raise ModelError(
                 f"weights of version {self.version} did not arrive as they were sent: {damaged}. Publish them again"

@@ -30,7 +30,17 @@ from meshrl_torch.wire.bucket_bytes import ALIGNED, bytes_in_place, fingerprint
 from meshrl_torch.wire.bucket_server import BucketServer, ReaderConnections, server_name
 from meshrl_torch.wire.collective import IN_FLIGHT, KEPT, Group, Groups, InFlightBuckets
 from meshrl_torch.wire.manifest import Layout, RankBuckets, send_order
-from meshrl_torch.wire.plan import CPU, STUCK, BroadcastPlan, Locality, ReadRequest, StoreConnection, on_gpus, routes
+from meshrl_torch.wire.plan import (
+    CPU,
+    STUCK,
+    BroadcastPlan,
+    ConflictError,
+    Locality,
+    ReadRequest,
+    StoreConnection,
+    on_gpus,
+    routes,
+)
 
 _RESERVED: Final = 2 << 20
 """Bytes of the limit that buckets leave to fingerprints, plans, threads and the rounding to large pages. At most an
@@ -242,14 +252,22 @@ class _Planner:
         if not requests:
             self.end(self._connection)
             return None
-        plan = self._plan(requests)
+        try:
+            plan = self._plan(requests)
+        except ConflictError as conflict:
+            self._answer(json.dumps(str(conflict)))
+            return self.next()
         text = json.dumps(plan)
         self._connection.store.set(f"{self._key}/plans/{self._number}", text)
         self._number += 1
-        while requests:
-            self._connection.store.set(f"{self._key}/plan/{requests[0].token}", text)
-            requests.pop(0)
+        self._answer(text)
         return plan
+
+    def _answer(self, text: str) -> None:
+        """Answer all requests."""
+        while self._unanswered:
+            self._connection.store.set(f"{self._key}/plan/{self._unanswered[0].token}", text)
+            self._unanswered.pop(0)
 
     def end(self, connection: StoreConnection) -> None:
         """End the offer for all: the other ranks, readers that have asked, and readers that will."""

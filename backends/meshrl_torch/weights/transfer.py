@@ -3,6 +3,7 @@
 Fingerprints prove that the bytes arrived. A probe proves more: policy and sampler compute log-probs of the same tokens.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -44,8 +45,25 @@ def specs_of(arrays: Mapping[str, Array]) -> Mapping[str, TensorSpec]:
 
 
 def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
-    """Yield the memory of tensors, copied if it is on a GPU."""
-    return ((name, array_of(tensor.cpu())) for name, tensor in tensors)
+    """Yield the memory of tensors, copied if it is on a GPU: to pinned memory, while the next tensor is made."""
+    copies = deque[tuple[str, Tensor, torch.cuda.Event]]()
+    for name, tensor in tensors:
+        if not tensor.is_cuda:
+            yield name, array_of(tensor)
+            continue
+        copy, done = torch.empty_like(tensor, device="cpu", pin_memory=True), torch.cuda.Event()
+        copy.copy_(tensor, non_blocking=True)
+        done.record(torch.cuda.current_stream(tensor.device))
+        copies.append((name, copy, done))
+        if len(copies) > 1:
+            yield _copied(*copies.popleft())
+    while copies:
+        yield _copied(*copies.popleft())
+
+
+def _copied(name: str, copy: Tensor, done: torch.cuda.Event) -> tuple[str, Array]:
+    done.synchronize()
+    return name, array_of(copy)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from meshrl_torch.wire import segments
 from meshrl_torch.wire.plan import Locality
 
 _NOTICE: Final = struct.Struct("<3I")
@@ -51,6 +52,8 @@ class Slots:
             weakref.finalize(self, os.close, self.file)
             os.truncate(self.file, count * nbytes)
             flat = _mapped(self.file, count * nbytes)
+        elif shared:
+            flat = segments.fixed(count * nbytes, device)
         else:
             flat = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
         self.tensor: Final = flat.view(count, nbytes)

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.cuda.nccl import version as nccl_version
 from torch.distributed.distributed_c10d import Store
+
+from meshrl_torch.wire import nccl
 
 STUCK: Final = timedelta(seconds=60)
 """Time without progress after which a collective fails. If a process dies, it fails at once."""
@@ -28,6 +29,11 @@ Route: TypeAlias = list[int]
 """For each rank of the policy, the rank that hands its buckets to a reader. Empty: the reader joins the groups."""
 
 
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class Locality(NamedTuple):
     """Where a process has its tensors."""
 
@@ -38,16 +44,15 @@ class Locality(NamedTuple):
     seen: Sequence[str] = ()
     """UUIDs of all GPUs that the process sees."""
     nccl: str = ""
-    """The release of NCCL. Those of different releases do not understand each other."""
+    """The release of NCCL."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Locality":
         """Return the locality of this process, with tensors on `device`."""
         if device.type != "cuda":
             return cls(_machine())
-        seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        release = ".".join(map(str, nccl_version()))
-        return cls(_machine(), seen[torch.empty(0, device=device).device.index], seen, release)
+        seen = [gpu_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+        return cls(_machine(), gpu_of(device), seen, nccl.release())
 
     def opens(self, other: "Locality", on_gpus: bool) -> bool:
         """True if this process can open the other's buckets: on the other's GPU, or else in the host's memory."""
@@ -81,10 +86,14 @@ def routes(policy: Sequence[Locality], readers: Sequence[Locality], on_gpus: boo
     return made
 
 
-def on_gpus(policy: Sequence[Locality], readers: Sequence[Locality]) -> bool:
-    """True if buckets can be on GPUs: all tensors are there, and NCCL can serve the groups.
+class ConflictError(Exception):
+    """A policy and its readers cannot form groups."""
 
-    It cannot if two members share a GPU, or have different releases of NCCL.
+
+def on_gpus(policy: Sequence[Locality], readers: Sequence[Locality]) -> bool:
+    """True if buckets can be on GPUs: all tensors are there, and no two members of a group share one.
+
+    ConflictError if NCCL refuses the groups.
     """
     if not all(each.gpu for each in (*policy, *readers)):
         return False
@@ -92,7 +101,14 @@ def on_gpus(policy: Sequence[Locality], readers: Sequence[Locality]) -> bool:
     joined = [reader for reader, route in zip(readers, by_reader, strict=True) if not route]
     relays = any(rank != by for route in by_reader for rank, by in enumerate(route))
     members = [*joined, *policy] if joined or relays else []
-    return len({each.gpu for each in members}) == len(members) and len({each.nccl for each in members}) <= 1
+    if len({each.gpu for each in members}) < len(members):
+        return False
+    if other := {each.nccl for each in joined if members} - {policy[0].nccl}:
+        raise ConflictError(
+            f"the policy's torch has NCCL {policy[0].nccl} and a reader's has {', '.join(sorted(other))}, which form "
+            "no group: install one release of torch in both environments, or leave policy.weight_sync out"
+        )
+    return True
 
 
 class BroadcastPlan(NamedTuple):

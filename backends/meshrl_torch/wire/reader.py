@@ -19,7 +19,7 @@ from meshrl_torch.wire.bucket_bytes import bytes_in_place, copy, fingerprint, vi
 from meshrl_torch.wire.bucket_server import OpenError, open_slots
 from meshrl_torch.wire.collective import Groups, InFlightBuckets
 from meshrl_torch.wire.manifest import Layout, Manifest, Part
-from meshrl_torch.wire.plan import STUCK, BroadcastPlan, Locality, ReadRequest, Route, StoreConnection
+from meshrl_torch.wire.plan import STUCK, BroadcastPlan, ConflictError, Locality, ReadRequest, Route, StoreConnection
 
 _ATTEMPTS: Final = 2
 """Attempts to read. One fails for all readers if one of them dies, and the others ask again."""
@@ -126,7 +126,8 @@ class Reader:
         """Receive all parts of a manifest, like all of the `together` ranks that read it at once.
 
         Returns the transport, such as "by gloo". Calls `warn` with the number of each failed attempt and its
-        error. Raises Lost if some parts never arrive, and Damaged if some differ from what was sent.
+        error. Raises Lost if some parts never arrive, Damaged if some differ from what was sent, and ConflictError if
+        the policy cannot send them here.
         """
         failed = ""
         with self._reading, torch.no_grad():
@@ -212,7 +213,10 @@ class Reader:
         if not connection.store.check([f"{key}/ended"]):
             if not connection.wait_for(f"{key}/plan/{token}", time.monotonic() + _ANSWER):
                 raise Lost("the policy's ranks", f"its first rank has not answered for {_ANSWER:g} s")
-            if answer := json.loads(connection.store.get(f"{key}/plan/{token}")):
+            answer = json.loads(connection.store.get(f"{key}/plan/{token}"))
+            if isinstance(answer, str):
+                raise ConflictError(answer)
+            if answer:
                 return BroadcastPlan(*answer)
         reason = "the policy has been updated since, and keeps no older ones: publish again"
         raise Lost("the policy's ranks", reason)

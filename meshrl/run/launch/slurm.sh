@@ -10,7 +10,13 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # srun does not take over --cpus-per-task of sbatch since Slurm 22.05, and would give a step one core.
 CORES=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}
 on() { srun --overlap $CORES --nodes="$1" --ntasks="$1" "${@:2}"; }
-IP=$(on 1 --nodelist="$HEAD" hostname --ip-address | tr ' ' '\n' | grep --max-count=1 '\.')
+# On Debian the name of a host has the address 127.0.1.1 there, which no other node can reach.
+IP=$(on 1 --nodelist="$HEAD" bash -c 'hostname --ip-address; hostname --all-ip-addresses; true' | tr ' ' '\n' |
+  grep '\.' | grep --invert-match --max-count=1 '^127\.') || IP=127.0.0.1
+if [ "$IP" = 127.0.0.1 ] && [ "$SLURM_NNODES" -gt 1 ]; then
+  echo "error: $HEAD has no address that other nodes can reach" >&2
+  exit 1
+fi
 
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT  # Ray ends with this script
 on 1 --nodelist="$HEAD" ray start --head --block --node-ip-address="$IP" --port="$PORT" @RESOURCES@ &

@@ -38,6 +38,11 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int b
 CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { *n = 2; return 0; }
 /* Memory in two steps: places of addresses, and memory that is mapped there. */
 typedef struct { int file, phys; size_t size; } Made;
+static size_t taken[64];
+static int owner;
+static void __attribute__((destructor)) gone(void) {
+    for (int i = 0; i < 64; i++) if (taken[i] && owner == getpid() && fakecuda_give) fakecuda_give(i, taken[i]);
+}
 CUresult cuMemGetAllocationGranularity(size_t *g, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) { *g = 2097152; return 0; }
 CUresult cuMemAddressReserve(CUdeviceptr *p, size_t n, size_t a, CUdeviceptr at, unsigned long long f) {
     char *m = mmap(NULL, n + 2097152, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -48,13 +53,15 @@ CUresult cuMemAddressFree(CUdeviceptr p, size_t n) { munmap((void *)p, n); retur
 CUresult cuMemCreate(CUmemGenericAllocationHandle *h, size_t n, const CUmemAllocationProp *p, unsigned long long f) {
     int phys = fakecuda_phys ? fakecuda_phys(p->location.id) : 0;
     if (fakecuda_take && fakecuda_take(phys, n)) return CUDA_ERROR_OUT_OF_MEMORY;
+    owner = getpid();
+    __sync_fetch_and_add(&taken[phys], n);
     Made *m = malloc(sizeof *m);
     *m = (Made){memfd_create("fakecuda", MFD_CLOEXEC), phys, n};
     if (ftruncate(m->file, n)) return CUDA_ERROR_OUT_OF_MEMORY;
     *h = (CUmemGenericAllocationHandle)m;
     return 0;
 }
-CUresult cuMemRelease(CUmemGenericAllocationHandle h) { Made *m = (Made *)h; if (fakecuda_give) fakecuda_give(m->phys, m->size); close(m->file); free(m); return 0; }
+CUresult cuMemRelease(CUmemGenericAllocationHandle h) { Made *m = (Made *)h; if (fakecuda_give) fakecuda_give(m->phys, m->size); __sync_fetch_and_sub(&taken[m->phys], m->size); close(m->file); free(m); return 0; }
 CUresult cuMemMap(CUdeviceptr p, size_t n, size_t o, CUmemGenericAllocationHandle h, unsigned long long f) {
     return mmap((void *)p, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, ((Made *)h)->file, o) == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : 0;
 }

@@ -46,7 +46,7 @@ static int devices(void) {
     int most = all ? atoi(all) : 2, n = 0;
     if (!seen) { for (; n < most; n++) physical[n] = n; }
     else for (char *copy = strdup(seen), *part = strtok(copy, ","); part; part = strtok(NULL, ",")) {
-        int each = !strncmp(part, "GPU-", 4) ? (int)strtol(part + 34, NULL, 16) : atoi(part);
+        int each = !strncmp(part, "GPU-", 4) || !strncmp(part, "MIG-", 4) ? (int)strtol(part + 34, NULL, 16) : atoi(part);
         if (each < 0 || each >= most) break;
         physical[n++] = each;
     }
@@ -242,11 +242,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
     a->device = b ? b->device : 0; a->devicePointer = a->hostPointer = b ? (void *)p : NULL;
     return 0;
 }
-static void pageable(const void *d, const void *s, size_t n) {
-    int a = fakecuda_kind(d), b = fakecuda_kind(s);
-    if (a == 0 || b == 0) tell(a == 0 ? "copy to pageable memory" : "copy from pageable memory", n);
+static void pageable(const void *d, const void *s, size_t n, enum cudaMemcpyKind k) {
+    if (k == cudaMemcpyDeviceToHost && fakecuda_kind(d) != 1) tell("copy to pageable memory", n);
+    if (k == cudaMemcpyHostToDevice && fakecuda_kind(s) != 1) tell("copy from pageable memory", n);
 }
-cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) { fakecuda_settle(st); pageable(d, s, n); memmove(d, s, n); return 0; }
+cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) { fakecuda_settle(st); pageable(d, s, n, k); memmove(d, s, n); return 0; }
 cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { fakecuda_settle(0); tell("cudaMemcpy", n); memmove(d, s, n); return 0; }
 cudaError_t cudaMemcpyPeerAsync(void *d, int dd, const void *s, int ds, size_t n, cudaStream_t st) { fakecuda_settle(st); memmove(d, s, n); return 0; }
 cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, enum cudaMemcpyKind k, cudaStream_t st) {

@@ -1,12 +1,15 @@
 """Numbers for a fake GPU: each operation on CUDA tensors is also done by the CPU, on the same memory.
 
 The real CUDA operation comes first, so devices, dtypes, shapes, memory and streams are those of a GPU. Its kernels do
-nothing.
+nothing. `waits` counts what the host waits for, by the place in the product that asks for it.
 """
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, cast
 
@@ -28,6 +31,9 @@ GROWING: Final = {
 """Operations whose shapes depend on numbers."""
 INDEXED: Final = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """The same, if an index is a mask."""
+
+waits: Final = Counter[tuple[str, str]]()
+"""What the host waited for, and where, while `watch` is on."""
 
 _runtime: Final = ctypes.CDLL("libcudart.so.13")
 _runtime.fakecuda_settle.argtypes = [ctypes.c_void_p]
@@ -239,3 +245,21 @@ def begin() -> None:
 
     own._tensor_str._str = write_host
     mode().__enter__()
+
+
+@contextmanager
+def watch(under: str = "/meshrl") -> Generator[None]:
+    """Count what the host waits for. Places are the innermost lines of files whose path contains `under`."""
+
+    def note(what: bytes, _: int) -> None:
+        stack = reversed(traceback.extract_stack())
+        frame = next((each for each in stack if under in each.filename and each.filename != __file__), None)
+        waits[what.decode(), f"{frame.filename}:{frame.lineno} {frame.name}" if frame else "elsewhere"] += 1
+
+    hook = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)(cast("Callable[..., None]", note))
+    place = ctypes.c_void_p.in_dll(_runtime, "fakecuda_hook")
+    place.value = ctypes.cast(hook, ctypes.c_void_p).value
+    try:
+        yield
+    finally:
+        place.value = None

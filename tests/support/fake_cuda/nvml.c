@@ -30,3 +30,9 @@ int nvmlDeviceGetMigMode(void *h, unsigned *a, unsigned *b) { *a = *b = 0; retur
 int nvmlDeviceGetP2PStatus(void *a, void *b, int i, int *s) { *s = 0; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, void *p) { *n = 0; return 0; }
 int nvmlDeviceGetPersistenceMode(void *h, int *m) { *m = 1; return 0; }
+/* What torch looks up before the first of its segments that grow. */
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **h) { *h = (void *)(size_t)strtol(strchr(id, ':') + 1, NULL, 16); return 0; }
+int nvmlDeviceGetComputeRunningProcesses(void *h, unsigned *n, void *p) { *n = 0; return 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *h, unsigned link, int *t) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *h, unsigned link, void *p) { return 3; }
+int nvmlDeviceGetGpuFabricInfoV(void *h, void *info) { memset((char *)info + 4, 0, 28); return 0; } /* it has none */
