@@ -161,7 +161,7 @@ def _rotated(states: Tensor, packing: Packing, *, interleaved: bool = False) -> 
 class LatentAttention(nn.Module):
     """Attention with keys and values from a narrow vector of each token (MLA, arXiv:2405.04434).
 
-    The narrow vectors are computed whole on each rank along tp, of its own tokens.
+    The narrow vectors are computed whole on each rank along tp, for the rank's tokens.
     """
 
     def __init__(

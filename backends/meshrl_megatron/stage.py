@@ -137,7 +137,7 @@ class Stage(core.GPTModel):
         last: bool,
         predicts: Predicts,
     ) -> None:
-        """`number`: among this rank's stages, if it has several. `layers`: the numbers of its own.
+        """`number`: among this rank's stages, if it has several. `layers`: the numbers of its layers.
 
         `rotary`: transformers' module of the model, which computes cosines and sines of positions. `predicts`: if not
         "logprobs", the last stage ends in a linear head of one number instead of the model's own. A critic's is

@@ -37,6 +37,7 @@ EXPERTS: Mapping[str, Any] = {
 LATENT: Mapping[str, Any] = {
     **EXPERTS, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
 }  # fmt: skip
+GLM: Mapping[str, Any] = {**EXPERTS, "head_dim": 8}
 YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 12, "mscale": 1.0,
     "mscale_all_dim": 0.7,
@@ -54,7 +55,7 @@ FAMILIES: Mapping[str, tuple[PretrainedConfig, Mapping[str, int], int]] = {
     "deepseek_v3": (DeepseekV3Config(**LATENT, q_lora_rank=12, rope_parameters=YARN), SPLIT, 1),
     "deepseek_v3, halves": (DeepseekV3Config(**LATENT, q_lora_rank=12, rope_interleave=False), SPLIT, 1),
     "glm4_moe": (
-        Glm4MoeConfig(**{**EXPERTS, "head_dim": 8}, use_qk_norm=True, attention_bias=True), SPLIT, 1,
+        Glm4MoeConfig(**GLM, use_qk_norm=True, attention_bias=True), SPLIT, 1,
     ),
 }  # fmt: skip
 """A model, and four ranks that it is divided over, as many neighbours along dp sharing its experts."""

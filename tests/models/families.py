@@ -77,7 +77,7 @@ def types() -> list[str]:
 def config_of(model_type: str) -> PretrainedConfig:
     """Make a small configuration. It raises whatever transformers raises for sizes that it does not accept."""
     kind = CONFIG_MAPPING[model_type]
-    if "text_config" in kind.sub_configs:
+    if "text_config" in getattr(kind, "sub_configs", {}):
         text = config_of(kind().text_config.model_type)
         parts: dict[str, Any] = {"text_config": text.to_dict(), "vision_config": dict(_VISION), "audio_config": None}
         return kind(**parts)

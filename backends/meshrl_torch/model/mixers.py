@@ -1,4 +1,4 @@
-"""Modules that mix the tokens of a row by code of their own: recurrent states, convolutions, counted positions.
+"""Modules that mix the tokens of a row in ways other than attention: recurrent states, convolutions, counted positions.
 
 In a packed pass they read its segments as rows, and all other modules read one sequence. What segments share is read
 again for each of them.
@@ -95,7 +95,7 @@ def _alike(lengths: Ints) -> Iterator[Ints]:
 
 
 def _attend(_: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """Compute the attention of rows, each of which sees itself."""
+    """Compute attention within each row."""
     count, length = query.shape[0], query.shape[2]
     return scores.attend(query, key, value, Group(count, length, length).mask(scores, query)).transpose(1, 2)
 
