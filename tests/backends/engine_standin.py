@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -60,13 +61,15 @@ class RMSNorm(nn.Module):
         **kwargs: torch.device | str,
     ) -> None:  # fmt: skip
         super().__init__()
-        assert normalized_shape is None
-        assert hidden_size is not None
         assert not zero_centered_gamma
-        told = "`hidden_size` arg has been renamed to `normalized_shape` for compatibility with `torch.nn.LayerNorm`."
-        warnings.warn(told, DeprecationWarning, stacklevel=2)
+        if hidden_size is not None:  # as Megatron-Core calls it up to 0.16
+            told = (
+                "`hidden_size` arg has been renamed to `normalized_shape` for compatibility with `torch.nn.LayerNorm`."
+            )
+            warnings.warn(told, DeprecationWarning, stacklevel=2)
+        size = cast("int", normalized_shape or hidden_size)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=kwargs["device"]))
+        self.weight = nn.Parameter(torch.ones(size, dtype=params_dtype, device=kwargs["device"]))
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states: Tensor) -> Tensor:
