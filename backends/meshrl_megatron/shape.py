@@ -306,7 +306,7 @@ def _unknown(config: PretrainedConfig) -> list[str]:
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "decoder_sparse_step": getattr(config, "decoder_sparse_step", 1) != 1,
         "router_jitter_noise": bool(getattr(config, "router_jitter_noise", 0.0)),
-        "topk_method": getattr(config, "topk_method", None) not in greedy,
+        "topk_method": family.router == "deepseek_v2" and getattr(config, "topk_method", None) not in greedy,
         "num_key_value_heads": family.latent and config.num_key_value_heads != config.num_attention_heads,
     }
     unknown = [f"{name} = {getattr(config, name)!r}" for name, is_wrong in wrong.items() if is_wrong]
@@ -352,7 +352,8 @@ def _routing(config: PretrainedConfig) -> Routing:
     if not (experts := next(filter(None, counts), 0)):
         return Routing()
     router = _FAMILIES[str(config.model_type)].router
-    is_grouped = getattr(config, "topk_method", None) != "greedy" and bool(getattr(config, "n_group", None))
+    is_greedy = router == "deepseek_v2" and getattr(config, "topk_method", None) == "greedy"
+    is_grouped = bool(getattr(config, "n_group", None)) and not is_greedy
     return Routing(
         experts=int(experts),
         chosen=int(config.num_experts_per_tok),

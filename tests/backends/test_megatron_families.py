@@ -37,6 +37,7 @@ EXPERTS: Mapping[str, Any] = {
 LATENT: Mapping[str, Any] = {
     **EXPERTS, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
 }  # fmt: skip
+PUBLISHED: dict[str, Any] = {**LATENT, "topk_method": "noaux_tc"}
 GLM: Mapping[str, Any] = {**EXPERTS, "head_dim": 8}
 YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 12, "mscale": 1.0,
@@ -53,7 +54,7 @@ FAMILIES: Mapping[str, tuple[PretrainedConfig, Mapping[str, int], int]] = {
     ),
     "deepseek_v2, greedy": (DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="greedy"), SPLIT, 1),
     "deepseek_v3": (DeepseekV3Config(**LATENT, q_lora_rank=12, rope_parameters=YARN), SPLIT, 1),
-    "deepseek_v3, halves": (DeepseekV3Config(**LATENT, q_lora_rank=12, rope_interleave=False), SPLIT, 1),
+    "deepseek_v3, halves": (DeepseekV3Config(**PUBLISHED, q_lora_rank=12, rope_interleave=False), SPLIT, 1),
     "glm4_moe": (
         Glm4MoeConfig(**GLM, use_qk_norm=True, attention_bias=True), SPLIT, 1,
     ),

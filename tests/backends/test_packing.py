@@ -225,6 +225,15 @@ def test_ranks_along_cp_together_compute_what_one_computes(micros: list[MicroBat
             torch.testing.assert_close(found[ids >= 0], expected[ids[ids >= 0]], rtol=0, atol=1e-6)
 
 
+def test_what_rows_share_counts_for_each_row_that_reads_it_again() -> None:
+    tokens = Ragged.of([np.append(np.arange(2, 42), [50 + row, 60]) for row in range(6)], np.int32)
+    mask = Ragged.of([np.arange(42) >= 40] * 6, np.bool_)
+    for repeats, sizes in ((False, [6]), (True, [2, 2, 2])):
+        micros = micro_batches(tokens, learned(tokens, mask), mask, 90, repeats=repeats)
+        read = [Batches.of(micro.attend, torch.device("cpu")).places for micro in micros]
+        assert [sum(len(places) for places in each) for each in read] == sizes
+
+
 @given(packings())
 @example([IDLE])
 def test_a_module_that_reads_segments_as_rows_sees_all_that_they_share(micros: list[MicroBatch]) -> None:

@@ -50,7 +50,7 @@ class Part(NamedTuple):
                 told, outcome = process.communicate(timeout=self.seconds)[0], ""
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                told, outcome = process.communicate()[0], f"ended after {self.seconds:g} s"
+                told, outcome = _rest(process), f"ended after {self.seconds:g} s"
         failed = f"failed with status {process.returncode}" if process.returncode else "passed"
         return {
             "outcome": outcome or failed,
@@ -58,6 +58,14 @@ class Part(NamedTuple):
             "most_mib": memory.end(),
             "printed": told[-_KEPT:],
         }
+
+
+def _rest(process: "subprocess.Popen[str]") -> str:
+    """What it still prints, unless a process of another session holds its output open."""
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired as error:
+        return str(error.stdout or "")
 
 
 class Memory:

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from meshrl import log
@@ -299,11 +299,15 @@ class Packed:
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-        if self.kernel is None or not self.kernel.takes(q) or not scores.plain:
+        less = q.shape[-1] - v.shape[-1]
+        if self.kernel is None or not self.kernel.takes(q) or not scores.plain or less < 0:
             return self._by_shape(q, k, v, scores)
+        if less:  # kernels take values of the queries' size alone
+            v = pad(v, (0, less))
         if q.device not in self.bounds:
             self.bounds[q.device] = Bounds.of(self.groups, q.device)
-        return self.kernel.call(q, k, v, self.bounds[q.device], scores.scale, scores.window)[None]
+        output = self.kernel.call(q, k, v, self.bounds[q.device], scores.scale, scores.window)[None]
+        return output[..., : v.shape[-1] - less] if less else output
 
     def _by_shape(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         queries = q.split([group.count * group.queries for group in self.groups])

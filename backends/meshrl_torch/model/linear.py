@@ -1,15 +1,13 @@
 """Linear layers whose float32 products oneDNN computes. MKL, torch's choice, keeps AVX-512 for Intel's processors."""
 
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _Compute: TypeAlias = Callable[..., Tensor]
-
-_product: Final = cast("_Compute", torch.ops.mkldnn._linear_pointwise)  # noqa: SLF001 -- no public name
 
 
 class _Linear(nn.Linear):
@@ -49,7 +47,8 @@ class _Product(torch.autograd.Function):
 
 
 def _times(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _product(states, weight, bias, "none", [], "")
+    product = cast("_Compute", torch.ops.mkldnn._linear_pointwise)  # noqa: SLF001 -- no public name
+    return product(states, weight, bias, "none", [], "")
 
 
 def use_onednn(network: nn.Module) -> None:

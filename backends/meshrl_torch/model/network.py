@@ -1,7 +1,7 @@
 """A language model with its tokenizer, and its forward pass over packed sequences."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.linear import use_onednn
 from meshrl_torch.model.mixers import Batches, Mixers
+from meshrl_torch.model.packing import MicroBatch, Rows, micro_batches
 from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, stand_in, why_not_packed
 from meshrl_torch.model.routing import Routers, Routes
@@ -61,6 +62,15 @@ class LanguageModel(Words):
     def device(self) -> torch.device:
         """The device that it computes on."""
         return self.network.device
+
+    def split(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
+        """Divide rows into micro-batches of at most `budget` tokens, as its layout does.
+
+        Mixers read what rows share again for each row, so there it counts for each.
+        """
+        if self.mixers is not None and self.layout is PACKED:
+            return micro_batches(tokens, rows, learn, budget, repeats=True)
+        return self.layout.split(tokens, rows, learn, budget)
 
     def hidden(
         self,

@@ -169,8 +169,12 @@ def _with_families(
     return Rows(starts, inputs, np.where(alone, 0, prompt), family, first, beyond)
 
 
-def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
+def micro_batches(
+    tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int, *, repeats: bool = False
+) -> Iterator[MicroBatch]:
     """Fill micro-batches of at most `budget` tokens. A longer row gets its own.
+
+    With `repeats`, what rows share counts for each of them.
 
     Rows that begin alike stay together, and others are sorted by length, so that few shapes of attention are needed.
     """
@@ -187,7 +191,7 @@ def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int)
     places = np.lexsort((within, tree, longest[tree]))
     begins = np.diff(tree[places], prepend=-1) != 0
     shared = np.where(begins, 0, np.where(deep, shared, prefix)[places])
-    for part in _filled(rows, order[places], shared, budget):
+    for part in _filled(rows, order[places], np.zeros_like(shared) if repeats else shared, budget):
         yield packed(tokens, rows, part, learn)
 
 

@@ -175,9 +175,10 @@ def _check_devices(told: Sequence[str]) -> None:
         if lacks:
             raise ConfigError(f"rank {index}: {lacks}")
         if kind != (first := told[0].partition(":")[0]):
+            alike = first.startswith("cuda") and kind.startswith("cuda")
+            gpus = "" if alike else "give the mesh gpus = 1, so that each rank has a GPU, and "
             raise ConfigError(
-                f"rank 0 computes on {first} and rank {index} on {kind}: give the mesh gpus = 1, so that each rank has "
-                "a GPU, and install the same build of torch for all"
+                f"rank 0 computes on {first} and rank {index} on {kind}: {gpus}install the same build of torch for all"
             )
         if gpu and (owner := owners.setdefault(gpu, index)) != index:
             raise ConfigError(

@@ -49,7 +49,7 @@ def _load(config: ModelConfig) -> roles.RoleModel:
 
 
 def _passes(config: roles.TrainedConfig | ReferenceConfig | RewardModelConfig, role: roles.RoleModel) -> Passes:
-    return Passes(role.model, one_by_one(role.predict), config.micro_batch_tokens, split=role.model.layout.split)
+    return Passes(role.model, one_by_one(role.predict), config.micro_batch_tokens, split=role.model.split)
 
 
 class OneRank(roles.Placed):

@@ -146,7 +146,7 @@ def make_probe(passes: Passes, version: int) -> Probe | None:
 def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe) -> float:
     """Return the mean absolute difference of a model's log-probs from a probe."""
     size = probe.tokens.values.size
-    return mean_difference(probe, _logprobs(Passes(model, predict, size, split=model.layout.split), probe.tokens))
+    return mean_difference(probe, _logprobs(Passes(model, predict, size, split=model.split), probe.tokens))
 
 
 def mean_difference(probe: Probe, logprobs: NDArray[np.float32]) -> float:

@@ -117,7 +117,7 @@ class Sharded:
 
     def passes(self, predict: Predict, budget: int) -> Passes:
         """Return the passes of `predict`, without gradients."""
-        split = self.model.layout.split
+        split = self.model.split
         return Passes(self.model, one_by_one(self.predicting(predict)), budget, self.world, split)
 
     def reshard(self) -> None:
