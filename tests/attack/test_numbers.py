@@ -1,13 +1,14 @@
 """Numbers that are no numbers, too large, without a sign, of a type that rounds, and log-probs of restricted draws."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import meshrl as rl
 from meshrl.errors import DataError, ModelError
@@ -17,6 +18,7 @@ from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
 from meshrl_torch.train.optimizer import Optimizer
+from meshrl_vllm.whole import tell_whole
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
@@ -148,6 +150,41 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
         parameter.sum().backward()
     assert optimizer.step("logprobs") == 300
     assert parameter.grad is None
+
+
+def restricted(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """Written into the logits, as vLLM may: the two most probable tokens are left."""
+    if k is None and p is None:
+        return logits
+    return logits.masked_fill_(logits < logits.topk(2).values[:, 1:], -torch.inf)
+
+
+def first(logits: Tensor, _: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the `TopKTopPSampler` of vLLM's first model runner."""
+    left = restricted(logits, k, p)
+    return left.argmax(-1), left.log_softmax(-1)
+
+
+def second(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """As the sampler of vLLM's second model runner, whose log-probs are made of the logits that it gives."""
+    left = restricted(logits, *rest[3:5])
+    return left.argmax(-1), left
+
+
+def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    one, other = (
+        SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=first)),
+        SimpleNamespace(_sample_random=second),
+    )
+    for sampler in (one, other):
+        tell_whole(sampler)
+    for p in (None, torch.full((3,), 0.9)):
+        tokens, logprobs = one.topk_topp_sampler.forward(logits.clone(), {}, None, p)
+        others, left = other._sample_random(logits.clone(), 0, 0, 0, None, p, False)
+        for drawn, told in ((tokens, logprobs), (others, left.log_softmax(-1))):
+            assert torch.equal(drawn, logits.argmax(-1))
+            assert torch.equal(told, logits.log_softmax(-1)), p
 
 
 def doubts(config: str, *overrides: str) -> list[str]:

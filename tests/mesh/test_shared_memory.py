@@ -1,9 +1,13 @@
+import fcntl
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from meshrl.errors import DataError
 from meshrl.mesh import Segment, Share, sweep
 from meshrl.mesh.shared_memory import FOLDER, Pool
 
@@ -28,6 +32,27 @@ def written(pool: Pool, value: int, nbytes: int = MIB) -> Segment:
     assert writing is not None
     writing.memory[:] = value
     return writing.done()
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(pool: Pool) -> None:
+    script = (
+        "import os, signal; from meshrl.mesh.shared_memory import pool\n"
+        f"path = pool.write({MIB}).done().path; print(path if os.path.exists(path) else None, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    left = Path(done.stdout.strip())
+    one = written(pool, 1)
+    two = written(pool, 2)  # which looked whether the first may be written anew, while it was read
+    path = one.path
+    del one
+    gc.collect()
+    assert left.parent == FOLDER
+    sweep()
+    assert not left.exists()
+    assert Path(path).exists()
+    assert Path(written(pool, 3).path).exists()
+    assert (two.memory == 2).all()
 
 
 def test_a_link_to_a_file_is_not_counted_and_not_swept(tmp_path: Path) -> None:
@@ -62,3 +87,19 @@ def test_what_nobody_reads_is_given_back_where_there_is_no_room(pool: Pool) -> N
 def test_what_was_begun_and_given_up_is_used_again(pool: Pool) -> None:
     assert all(pool.write(MIB) for _ in range(2))
     assert pool.share.taken() == MIB
+
+
+def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(pool, 1).path
+    gc.collect()
+    lock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        monkeypatch.undo()
+        written(pool, 2)
+        gc.collect()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(DataError, match="1048576 bytes in this machine's shared memory are gone"):
+        Segment(path, MIB)
