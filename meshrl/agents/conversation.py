@@ -47,7 +47,7 @@ PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
 """The standard token columns of a row."""
 _MARK: Final = "what the assistant wrote stands here"
 _COMPARED: Final = 32
-"""Number of a session's newest rows that a changed history is compared with."""
+"""A changed history is compared with this many of a session's newest rows, and of those whose last answer it has."""
 _LOGGED: Final = 20
 """Number of changed histories that are logged. After these, only each one whose number is a power of two is."""
 
@@ -342,7 +342,9 @@ class Conversation:
                 heard[at] = heard[at].as_said(answer)
         gists, answers = [each.gist for each in heard], {heard[at].gist for at in known}
         found: tuple[tuple[int, int], Turn, Sequence[Meaning]] | None = None
-        for leaf in itertools.islice(filter(lambda leaf: leaf.heard, reversed(self._transcripts)), _COMPARED):
+        leaves = [leaf for leaf in reversed(self._transcripts) if leaf.heard]
+        ended = [leaf for leaf in leaves if leaf.heard[-1].gist in answers]
+        for leaf in (*leaves[:_COMPARED], *ended[:_COMPARED]):
             recorded = leaf.history()
             old = [each.gist for each in recorded]
             likeness = _shared(old, gists), len(answers.intersection(old))

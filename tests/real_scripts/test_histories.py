@@ -222,6 +222,23 @@ def test_a_real_change_branches_once_and_the_log_says_which(name: str) -> None:
     assert said["before"] != said["after"]
 
 
+def test_a_change_is_logged_after_many_sub_agents_too() -> None:
+    async def main() -> None:
+        async with client_of(lambda prompt: "Found." if "Find" in prompt else says(prompt)) as client:
+            for _ in range(3):
+                await client.turn()
+            planner = client.history
+            for number in range(40):
+                client.history = [{"role": "user", "content": f"Find {number}."}]
+                await client.turn()
+            client.history = CHANGES["the system message"][0](planner)
+            await client.turn()
+
+    with capture_logs() as logs:
+        simulate(main)
+    assert [(said["field"], said["turn"]) for said in logs] == [("content", 0)]
+
+
 def test_other_tools_begin_a_row_and_the_log_names_them() -> None:
     async def main() -> None:
         async with client_of() as client:
