@@ -191,6 +191,12 @@ def signature_of(called: Callable[..., object]) -> inspect.Signature:
     return inspect.signature(called)
 
 
+def is_async(function: Callable[..., object]) -> bool:
+    """True for an async function, even inside decorators, and for an object whose `__call__` is async."""
+    whole = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)
+
+
 def unless_cancelled(error: BaseException) -> None:
     """Raise the error again if this task is being cancelled, as opposed to a CancelledError of the user's code."""
     task = asyncio.current_task()

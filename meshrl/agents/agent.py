@@ -24,14 +24,14 @@ import openai
 from numpy.typing import NDArray
 
 from meshrl.agents.command import Container, Output, result_of, run
-from meshrl.agents.config import AgentConfig, is_async, load_agent, load_reward
+from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
 from meshrl.data import OUTCOMES, Batch, with_rewards
 from meshrl.errors import ConfigError, DataError, causes_of, described, is_of_machine, is_unknown, shortened
 from meshrl.roles import Sampling
 from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
-from meshrl.user_code import RAISED, FirstErrors, load_name, tried_again, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, is_async, load_name, tried_again, unless_cancelled
 
 _RETRIES: Final = 8
 """Number of times that the client of a function repeats a request for which the gateway has no room."""

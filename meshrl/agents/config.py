@@ -93,9 +93,3 @@ def _function(what: str, source: str, *arguments: str) -> Callable[..., object]:
         called = f"{', '.join(arguments[:-1])} and {arguments[-1]}"
         raise ConfigError(f"{what} {source!r}: is called with {called}, and does not fit: {error}") from error
     return function
-
-
-def is_async(function: Callable[..., object]) -> bool:
-    """True for an async function, even inside decorators, and for an object whose `__call__` is async."""
-    whole = inspect.unwrap(function)
-    return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)

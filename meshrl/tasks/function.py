@@ -33,7 +33,16 @@ from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answe
 from meshrl.tasks.sandbox import check_safe, code_tests
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import UserCode, has_processes
-from meshrl.user_code import RAISED, FirstErrors, load_name, pickled, signature_of, tried_again, unless_cancelled
+from meshrl.user_code import (
+    RAISED,
+    FirstErrors,
+    is_async,
+    load_name,
+    pickled,
+    signature_of,
+    tried_again,
+    unless_cancelled,
+)
 
 T = TypeVar("T")
 
@@ -279,14 +288,14 @@ def _is_sent(function: str | Callable[..., object], seconds: float | None) -> bo
     try:
         pickled(function)
     except Exception as error:
-        if seconds is not None and not inspect.iscoroutinefunction(function):
+        if seconds is not None and not is_async(function):
             raise ConfigError(
                 f"reward.row_timeout cannot end {named(function)}, which cannot be pickled for a process of its own: "
                 f"{described(error)}. Put what it refers to into a file, or leave row_timeout out"
             ) from error
         log.warning(
-            f"reward function {named(function)} runs on a thread of this process, where signals and the time limits of "
-            f"libraries do not work, because it cannot be pickled: {described(error)}"
+            f"reward function {named(function)} runs in this process, where it holds up other work while it computes, "
+            f"and signals and the time limits of libraries may not work: it cannot be pickled: {described(error)}"
         )
         return False
     return True

@@ -11,8 +11,8 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -38,7 +38,7 @@ Guilt: TypeAlias = Literal["none", "possible", "certain"]
 
 
 class ProcessEnded(Exception):
-    """Raised for a call whose process has ended, with its part in that. `possible`: it waited, as others may have."""
+    """Raised for a call whose process has ended, with its part in that. `possible`: it waited, as others did."""
 
     def __init__(self, reason: str, guilt: Guilt = "certain") -> None:
         super().__init__(reason)
@@ -215,13 +215,14 @@ class UserProcess:
         return self.ended
 
     def _fail(self, error: Exception) -> None:
-        """Fail all calls: the one that ran with the error. If none ran, any of those that waited may have ended it."""
+        """Fail all calls: the one that ran, or alone waited, with the error. Of several that waited each is suspect."""
         calls, self._calls = self._calls, {}
+        suspects = self._begun if self._running is None else {self._running}
+        others: Guilt = "possible" if len(suspects) > 1 else "certain"
         for number, future in calls.items():
             if not future.done():
-                waited: Guilt = "possible" if self._running is None and number in self._begun else "none"
-                reason = f"its process {self.ended}"
-                future.set_exception(error if number == self._running else ProcessEnded(reason, waited))
+                guilt = others if number in suspects else "none"
+                future.set_exception(error if guilt == "certain" else ProcessEnded(f"its process {self.ended}", guilt))
 
 
 def _end(process: "subprocess.Popen[bytes]", ours: socket.socket, loops: list[asyncio.AbstractEventLoop]) -> None:
@@ -273,23 +274,47 @@ class UserCode:
         self._process = self._start()
         self._starting = Lock()
         self._limit = f"{limit} = {seconds or 0:g}"
+        self._suspects = 0
+        """Calls that may have ended a process, and are repeated one after the other, while the others wait."""
+        self._turn = asyncio.Lock()
 
     async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
         """As `UserProcess.call`, with TimeoutError for a call that took too long.
 
-        It is repeated if another call ended their process: alone if it may have been this one.
+        It is repeated if another call ended their process: while no other runs if it may have been this one.
         """
+        suspected = False
         while True:
-            if self._process.ended is not None:
-                await asyncio.to_thread(self._restart)  # loading may take long
             try:
-                return await self._process.call(method, *arguments, check=check, alone=alone)
+                async with self._by_itself() if suspected else nullcontext():
+                    await self._ready(suspected)
+                    return await self._process.call(method, *arguments, check=check, alone=alone)
             except TookTooLong as error:
                 raise TimeoutError(self._limit) from error
             except ProcessEnded as ended:
                 if ended.guilt == "certain" or (ended.guilt == "possible" and alone):
                     raise
-                alone = alone or ended.guilt == "possible"
+                suspected = suspected or ended.guilt == "possible"
+
+    @asynccontextmanager
+    async def _by_itself(self) -> AsyncIterator[None]:
+        if not self._suspects:
+            self._turn = asyncio.Lock()  # of this event loop
+        self._suspects += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._suspects -= 1
+
+    async def _ready(self, suspected: bool) -> None:
+        """Wait until a process runs, and for the suspects if this call is none."""
+        while self._process.ended is not None or (self._suspects and not suspected):
+            if self._process.ended is not None:
+                await asyncio.to_thread(self._restart)  # loading may take long
+            else:
+                async with self._turn:
+                    pass
 
     def _restart(self) -> None:
         with self._starting:

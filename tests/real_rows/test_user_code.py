@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Episode, Gateway
 from meshrl.data import Batch
+from meshrl.errors import ConfigError
 from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.tasks.function import FunctionReward
 from meshrl.testing import ScriptedChat, ScriptedSampler
@@ -78,6 +79,17 @@ async def dies_later(p, c, row):
 
 async def waits(p, c, row): return await asyncio.Event().wait() if c == "bad" else 1.0
 """
+THREADED = """
+import asyncio, os, threading
+background = asyncio.new_event_loop()
+threading.Thread(target=background.run_forever, daemon=True).start()
+
+async def asks(p, c, row):
+    await asyncio.sleep(0.1)
+    if c == "bad":
+        os._exit(3)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, 1.0), background))
+"""
 TURNS = """
 import asyncio, os, signal, threading, time
 local = threading.local()
@@ -128,6 +140,7 @@ ROWS = Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"])
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     (tmp_path / "user_rewards.py").write_text(CODE, "utf-8")
+    (tmp_path / "user_threads.py").write_text(THREADED, "utf-8")
     (tmp_path / "user_turns.py").write_text(TURNS, "utf-8")
     return tmp_path / "user_rewards.py"
 
@@ -155,20 +168,34 @@ def test_an_error_of_a_class_that_only_its_process_knows_costs_its_row_in_each_e
 
 async def test_code_that_ends_or_hangs_costs_its_row_alone(code: Path) -> None:
     late = "TimeoutError: the reward took longer than reward.row_timeout = 4"
-    ended = "its process ended with status 3"
+    ended = "ProcessEnded: its process ended with status 3"
+    threads = code.with_name("user_threads.py")
     errors = {
-        "exits": "SystemExit: 3", "dies": f"ProcessEnded: {ended}", "dies_later": f"RuntimeError: {ended}",
-        "hangs": late, "waits": late, "blocks": late,
+        f"{code}:exits": "SystemExit: 3", f"{code}:dies": ended, f"{code}:dies_later": ended, f"{threads}:asks": ended,
+        f"{code}:hangs": late, f"{code}:waits": late, f"{code}:blocks": late,
     }  # fmt: skip
     rows = ROWS.assign(row=[{"flag": str(code.with_name("flag"))}] * 3)
-    limits = {name: 4 if error == late else 600 for name, error in errors.items()}
     configs = [
-        rl.RewardConfig(function=f"{code}:{name}", row_timeout=limit, errors="zero") for name, limit in limits.items()
+        rl.RewardConfig(function=name, row_timeout=4 if error == late else 600, errors="zero")
+        for name, error in errors.items()
     ]
     with capture_logs():
         found = await asyncio.gather(*[reward.score(rows) for reward in map(FunctionReward, configs)])
-    assert [each.objects("reward_error") for each in found] == [(None, error, None) for error in errors.values()]
-    assert all(each.rewards.tolist() == [1, 0, 1] for each in found)
+    for scored, (name, error) in zip(found, errors.items(), strict=True):
+        told = scored.objects("reward_error")
+        assert told[1] == error, name
+        innocent = {None, late} if error == late else {None}  # a slow machine may need the whole time for a good row
+        assert {told[0], told[2]} <= innocent, name
+        assert scored.rewards.tolist() == [float(each is None) for each in told], name
+
+
+def test_each_call_that_ends_the_process_costs_its_row_in_each_event_loop(code: Path) -> None:
+    rows = batch_of("good", "bad", "good", "bad", "good", "good", "bad")
+    config = rl.RewardConfig(function=f"{code.with_name('user_threads.py')}:asks", concurrency=4, errors="zero")
+    reward = FunctionReward(config)
+    for _ in range(2):
+        with capture_logs():
+            assert asyncio.run(reward.score(rows)).rewards.tolist() == [1, 0, 1, 0, 1, 1, 0]
 
 
 async def test_a_process_ends_with_the_actor_that_needs_it(code: Path) -> None:
@@ -205,10 +232,18 @@ async def test_closures_travel_and_those_that_cannot_run_here(code: Path) -> Non
         with lock:
             return factor
 
+    class Stays:
+        async def __call__(self, prompt: str, completion: str, row: object) -> float:
+            with lock:
+                return factor
+
     with capture_logs() as logs:
-        for function in (travels, stays):
-            assert (await FunctionReward(rl.RewardConfig(function=function)).score(ROWS)).rewards.tolist() == [2.0] * 3
-    assert ["cannot be pickled" in line["event"] for line in logs] == [True]
+        for function, seconds in (travels, None), (stays, None), (Stays(), 60):
+            reward = FunctionReward(rl.RewardConfig(function=function, row_timeout=seconds))
+            assert (await reward.score(ROWS)).rewards.tolist() == [2.0] * 3
+    assert ["cannot be pickled" in line["event"] for line in logs] == [True] * 2
+    with pytest.raises(ConfigError, match="row_timeout cannot end"):
+        FunctionReward(rl.RewardConfig(function=stays, row_timeout=60))
 
 
 def batch_of(*completions: str) -> Batch:
