@@ -89,8 +89,9 @@ class Agent:
 
         A plain function that exceeds the time limit is ended with its process. An async function is cancelled, and
         abandoned if it has not ended 5 seconds later. If both the sampler and the episode failed, the sampler's
-        exception is raised. Raises ConfigError if a server is needed, DataError for an episode that failed with
-        `errors = "stop"`, and MachineFault if the machine had no room for it, however often it was played.
+        exception is raised. Raises ConfigError if the program needs a server, or an async function asks its client's
+        URL and nobody serves it, DataError for an episode that failed with `errors = "stop"`, and MachineFault if the
+        machine had no room for it, however often it was played.
         """
         if not gateway.is_serving and (self._function is None or not is_async(self._function)):
             raise ConfigError(
@@ -131,8 +132,7 @@ class Agent:
                 raise session.failure from raised
             if is_of_machine(raised):
                 raise
-            unserved = not gateway.is_serving and not len(session.conversation)
-            if unserved and any("Connect" in type(each).__name__ for each in causes_of(raised)):
+            if not gateway.is_serving and _failed_to_connect(httpx2.URL(session.url).host, raised):
                 raise ConfigError(
                     f"an async function could not connect: {described(raised)}. Its client needs no server, but what "
                     "takes the client's URL does: play inside `async with gateway.serving()`"
@@ -278,6 +278,18 @@ async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, Bas
         return await call, None
     except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is awaited
         return None, raised
+
+
+def _failed_to_connect(host: str, error: BaseException) -> bool:
+    """True if an exception came of a connection to this host that could not be made."""
+    for each in causes_of(error):
+        if "Connect" in type(each).__name__:
+            told = described(each)
+            with suppress(Exception):  # not all have a request
+                told += f" {cast('openai.APIConnectionError', each).request.url}"
+            if host in told:
+                return True
+    return False
 
 
 def _newest(outputs: Path | None) -> int:

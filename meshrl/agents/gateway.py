@@ -99,7 +99,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._changes = itertools.count(1)
         self._in_flight = 0
-        self._base = "http://meshrl"
+        self._base = "http://meshrl.invalid"  # a host that nobody has
         self.is_serving: bool = False
         """True while it listens, so that other processes can reach it."""
         paths = {**_KINDS, "models": None}

@@ -113,7 +113,10 @@ def mistakes_of(
     """Return pydantic's errors in a table, each with the keys that lead there, in the order they were found."""
     errors = [error for error in errors if error["type"] not in _NOT_WRITTEN]
     found: dict[Keys, list[str]] = {}
+    needed = set[Keys]()
     for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
+        if _is_needed(place):
+            needed.add(place.path)
         found.setdefault(place.path, []).append(_message(schema, table, place, error))
     mistakes: list[tuple[Keys, str]] = []
     for path, texts in found.items():
@@ -122,10 +125,17 @@ def mistakes_of(
         unknown = any(text.startswith("no such key") for text in texts)
         hidden = unknown or value is ABSENT or isinstance(value, Mapping)
         begin = f"{key}: " if hidden else f"{key} = {shown(value)}: "
-        unset = not hidden and shown(value) in _UNSET and all(isinstance(part, str) for part in path)
+        unset = not hidden and path not in needed and shown(value) in _UNSET
         remedy = f"; to unset it, write '~{key}' on the command line, or leave it out" if unset else ""
         mistakes.append((path, (begin if key else "") + ", or ".join(dict.fromkeys(texts)) + remedy))
     return mistakes
+
+
+def _is_needed(place: _Place) -> bool:
+    """True for a key without a default, and for what is in a list."""
+    fields = place.table.model_fields if is_config(place.table) and place.path else {}
+    field = fields.get(str(place.path[-1])) if fields else None
+    return (field is not None and field.is_required()) or not all(isinstance(part, str) for part in place.path)
 
 
 def _fitting(

@@ -72,12 +72,13 @@ def find_prompt_doubts(task: TaskConfig) -> list[str]:
     """Doubt a prompt that takes some of a row's messages, and leaves out what its system says. Rows must be valid."""
     prompt, _, row = first_row(task)
     return [
-        f"task.prompt: {task.prompt!r} leaves out the system's message, {shortened(each['content'])}, of `{key}` of "
+        f"task.prompt: {task.prompt!r} leaves out the system's message, {shortened(content)}, of `{key}` of "
         f"the first row: write {{{key}}} alone for all messages, with policy.chat = true"
         for key, value in row.items()
         if isinstance(prompt, str) and f"{{{key}[" in task.prompt and isinstance(value, list)
         for each in cast("list[object]", value)
-        if isinstance(each, Mapping) and each.get("role") == "system" and str(each.get("content")) not in prompt
+        if isinstance(each, Mapping) and each.get("role") == "system"
+        if isinstance(content := each.get("content"), str) and content not in prompt
     ]
 
 

@@ -27,6 +27,7 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _METHODS: Final = ("checkpoint", "written", "restore")
 """Methods of a `Stateful` that a checkpoint calls. An actor on a mesh has them too without being an instance."""
 _COMPLETE: Final = re.compile(r"step-(\d{6,})")
+_DAMAGED: Final = re.compile(r"damaged-step-(\d{6,}).*")
 _NO_EARLIER: Final = "There is no earlier checkpoint: restore that file, or remove {} to start from the beginning"
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
@@ -227,11 +228,13 @@ class Checkpoints:
         self._check()
         complete = _complete(self._folder)
         old, kept = complete[: -self._kept], complete[-self._kept :]
-        for damaged in self._folder.glob("damaged-step-*"):
-            if kept and int(damaged.name.split("-")[2]) < steps_of(kept[0]):
-                old.append(damaged)
         for each in old:
-            each.rename(each.with_name(f".step-{each.name}-gone"))  # a half-removed one must not count as complete
+            each.rename(each.with_name(f".{each.name}-gone"))  # a half-removed one must not count as complete
+        for damaged in sorted(self._folder.glob("damaged-step-*/")):
+            named = _DAMAGED.fullmatch(damaged.name)
+            if named and kept and int(named[1]) < steps_of(kept[0]):
+                log.info(f"removing {damaged}, a damaged checkpoint older than those that are kept")
+                damaged.rename(damaged.with_name(f".step-{damaged.name}-gone"))
         self._remove_parts()
 
     def _remove_parts(self) -> None:

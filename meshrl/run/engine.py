@@ -21,8 +21,12 @@ from meshrl.run.config import RunConfig
 _CODE: Final = re.compile(r"(?:\w+:)?(?P<file>[^\n]+\.py)(?::\w+)?|(?P<module>[A-Za-z_]\w*)[\w.]*:\w+")
 """References to a user's code: `file.py`, `file.py:name` or `package.module:name`."""
 
-_OF_RANKS: Final = re.compile(r"RAY_\w+|\w+_VISIBLE_(?:DEVICES|CORES|CHIPS|MODULES)")
-"""Variables that the engine gives each rank: its devices, and its place in the cluster."""
+_OF_RANKS: Final = {
+    re.compile(r"RAY_\w+"): "and Ray's own variables belong to the cluster: leave the name out",
+    re.compile(r"\w+_VISIBLE_(?:DEVICES|CORES|CHIPS|MODULES)"): "which the engine sets for each rank: leave the name "
+    "out, and ask for devices by `gpus` of a mesh",
+}
+"""Variables that the engine gives each rank, its place in the cluster and its devices, with why no user gives them."""
 _RETRY_SECONDS: Final = 2.0
 """Seconds between two attempts to reserve a mesh."""
 _LOG_SECONDS: Final = 60.0
@@ -54,18 +58,16 @@ def engine_of(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
 
 def _environment(names: Sequence[str]) -> Mapping[str, str]:
     """Return the variables with these names. ConfigError for one that is not set here, or that ranks have anyway."""
+    for pattern, why in _OF_RANKS.items():
+        if own := [*filter(pattern.fullmatch, names)]:
+            raise ConfigError(f"run.environment names {' and '.join(own)}, {why}")
     if unset := [name for name in names if not {*"*?"} & {*name} and name not in os.environ]:
         raise ConfigError(
             f"run.environment names {' and '.join(unset)}, which the environment of this process lacks: set it where "
             "the run is started, or leave the name out"
         )
-    if own := [*filter(_OF_RANKS.fullmatch, names)]:
-        raise ConfigError(
-            f"run.environment names {' and '.join(own)}, which the engine sets for each rank: leave the name out, and "
-            "ask for devices by `gpus` of a mesh"
-        )
     named = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, each) for each in names)}
-    return {name: value for name, value in named.items() if not _OF_RANKS.fullmatch(name)}
+    return {name: value for name, value in named.items() if not any(each.fullmatch(name) for each in _OF_RANKS)}
 
 
 def _files_named(value: object) -> Iterator[Path]:

@@ -47,13 +47,15 @@ _SPELLINGS: Final = (
     (re.compile(r"\\times|\\cdot|\u00d7"), "*"),
     (re.compile(r"\\([%$])"), r"\1"),
 )
+_SCALES: Final = "(?i:dozen|hundred|thousand|million|billion|trillion)[sS]?"
 _UNIT: Final = re.compile(
-    r"\s*(?:\\(?:text|mathrm|mbox|textrm)\{(?! ?(?:or|and|to|million|billion|thousand|hundred|dozen)\b)[^{}]*\}"
-    r"|(?<=[\s%])(?!(?:pi|or|and|to|mod|over|squared|cubed|dozen|hundred|thousand|million|billion|[a-zA-Z])(?![a-zA-Z])(?<!\b[mgslhLNJWVAKCF]))"
+    rf"\s*(?:\\(?:text|mathrm|mbox|textrm)\{{(?! ?(?:(?i:or|and|to)|{_SCALES})\b)[^{{}}]*\}}"
+    rf"|(?<=[\s%])(?!(?:(?i:pi|or|and|to|mod|over|squared|cubed)|{_SCALES}|[a-zA-Z])(?![a-zA-Z])(?<!\b[mgslhLNJWVAKCF]))"
     r"[a-zA-Z]+|(?<=\s)[mgslhLNJWVAKCF](?![a-zA-Z]))(?:\^\{?[23]\}?|[²³])?$"
 )
 _UNIT_WORD: Final = re.compile(r"[a-zA-Z]+(?:\^\{?[23]\}?|[²³])?[.,;!?$)]*")
-_SCALE: Final = re.compile(r"(?:dozen|hundred|thousand|million|billion)\b")
+_SCALE: Final = re.compile(rf"[^.,;:!?\s]\s+(?:\\\w+\{{ ?|\*+)?{_SCALES}\b")
+"""The end of a number, and a word that multiplies it."""
 _STATED: Final = re.compile(r"\banswer(?:\s+is\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
 _GOES_ON: Final = re.compile(r"\.\d+\.\.")
 """A decimal that is rounded, as in 0.33..."""
@@ -207,7 +209,8 @@ def _final(text: str) -> tuple[Fraction, bool] | None:
         after = _SENTENCE.split(after, maxsplit=1)[0]
     elif mark:
         after = after.strip().split("\n", 1)[0]
-        return _number(after) or _number(after.split(maxsplit=1)[0] if after else "")
+        first = after.split(maxsplit=1)[0] if after else ""
+        return _number(after) or (None if _SCALE.match(after, len(first) - 1) else _number(first))
     return _number(after) or _last(after[-_TAIL:])
 
 
@@ -226,7 +229,7 @@ def _last(text: str) -> tuple[Fraction, bool] | None:
     words, after = _spelled(text).split(), ""
     while words and (_UNIT_WORD.fullmatch(words[-1]) or not any(map(str.isdigit, words[-1]))):
         after = words.pop()
-    if _SCALE.match(after):
+    if words and _SCALE.match(f"{words[-1][-1]} {after}"):
         return None
     for size in (3, 2, 1):
         before, own = words[:-size], " ".join(words[-size:])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import lzma
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -248,14 +249,30 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
                 raise DataError(f"{path}: several columns have the name {min(twice)!r}: rename all but one")
             for part in file.iter_batches():
                 wide = {field.name: field.type for field in part.schema if "float" in str(field.type)}
-                for row in part.to_pylist(maps_as_pydicts="strict"):
+                for row in _rows_of(part, path, number):
                     yield f"{path}, row {number}", row | {name: _decimals(row[name], wide[name]) for name in wide}
                     number += 1
-    # ValueError also for text that is not UTF-8, and KeyError for a map that has a key twice.
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError also for text that is not UTF-8
         raise DataError(
             f"{path}: cannot be read as a parquet file from row {number} on: {error}. Make or download it again"
         ) from error
+
+
+def _rows_of(part: Any, path: Path, first: int) -> list[Row]:
+    """Return the rows of a part of a parquet file, from row `first` on. DataError for a map that has a key twice."""
+    try:
+        return cast("list[Row]", part.to_pylist(maps_as_pydicts="strict"))
+    except KeyError:
+        for name, number in itertools.product(part.schema.names, range(len(part))):
+            try:
+                part.column(name)[number].as_py(maps_as_pydicts="strict")
+            except KeyError as error:
+                key = re.search("'.*'", str(error.args[0]), re.DOTALL)
+                raise DataError(
+                    f"{path}, row {first + number}: `{name}`: a map has {f'the key {key[0]}' if key else 'a key'} "
+                    "twice: write it as a list of pairs, or leave the column out"
+                ) from error
+        raise
 
 
 def _decimals(value: Any, kind: Any) -> Any:
@@ -268,6 +285,8 @@ def _decimals(value: Any, kind: Any) -> Any:
         return short(value)
     if types.is_struct(kind):
         return {field.name: _decimals(value[field.name], field.type) for field in kind}
+    if types.is_map(kind):
+        return {key: _decimals(each, kind.item_type) for key, each in value.items()}
     return [_decimals(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 

@@ -458,7 +458,7 @@ async def test_a_gateway_that_is_closed_draws_nothing_more() -> None:
     async with served() as (gateway, before):
         pass
     async with opened(gateway) as talk:
-        assert before.url.split("/")[2] != talk.session.url.split("/")[2] == "meshrl"
+        assert before.url.split("/")[2] != talk.session.url.split("/")[2] == "meshrl.invalid"
         with pytest.raises(openai.InternalServerError, match="the gateway is closed"):
             await talk.ask()
 
@@ -511,6 +511,9 @@ OWN = """
 async def solve(client, row):
     return (await type(client)(base_url=str(client.base_url), api_key="x", max_retries=0).models.list()).data
 
+async def own(client, row):
+    return (await type(client)(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0).models.list()).data
+
 async def fails(client, row):
     raise LookupError("no words")
 """
@@ -522,10 +525,11 @@ def test_a_url_that_nobody_serves_is_told_with_what_to_do(play: Callable[[Any], 
 
     async def main() -> None:
         async with aclosing(Gateway(ScriptedSampler([]), ScriptedChat())) as gateway:
-            agents = [Agent(AgentConfig(source=f"{tmp_path}/own.py:{name}")) for name in ("fails", "solve")]
-            episode = await agents[0].play(gateway, {}, Sampling(max_tokens=10))
-            assert episode.error == "LookupError: no words"
+            agents = [Agent(AgentConfig(source=f"{tmp_path}/own.py:{name}")) for name in ("fails", "own", "solve")]
+            errors = [(await agent.play(gateway, {}, Sampling(max_tokens=10))).error for agent in agents[:2]]
+            assert errors[0] == "LookupError: no words"
+            assert str(errors[1]).startswith(("APIConnectionError", "ExceptionGroup"))
             with pytest.raises(ConfigError, match=r"APIConnectionError: .*play inside `async with gateway\.serving"):
-                await agents[1].play(gateway, {}, Sampling(max_tokens=10))
+                await agents[2].play(gateway, {}, Sampling(max_tokens=10))
 
     play(main)

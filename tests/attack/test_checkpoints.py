@@ -73,8 +73,13 @@ async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> 
     assert "differs from what was written with this checkpoint" in told["error"]
     assert [line["step"] for line in lines(tmp_path / "mine/metrics.jsonl")] == list(range(STEPS))
     assert sorted(path.name[:19] for path in folder.iterdir()) == ["damaged-step-000004", "step-000004", "step-000006"]
-    assert await train(tmp_path, steps=STEPS + 2) == [6, 7]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000006", "step-000008"]
+    own = ["damaged-step-000002.txt", "damaged-step-old-keep"]
+    (folder / own[0]).touch()
+    (folder / own[1]).mkdir()
+    with capture_logs() as logs:
+        assert await train(tmp_path, steps=STEPS + 2) == [6, 7]
+    assert len([line for line in logs if f"removing {folder}/damaged-step-000004" in line["event"]]) == 1
+    assert sorted(path.name for path in folder.iterdir()) == [*own, "step-000006", "step-000008"]
 
 
 TINY = rl.NewModel(characters="abcdefgh12345678>", hidden_size=16, ffn_size=24, layers=2, heads=4, max_tokens=8)

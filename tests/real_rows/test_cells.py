@@ -27,6 +27,8 @@ COLUMNS = {
     "score": pa.array([0.1, 2.5, None], pa.float32()),
     "scores": pa.array([[0.1, None], [], None], pa.list_(pa.float32())),
     "inner": pa.array([{"n": [0.1]}, {"n": None}, None], pa.struct({"n": pa.large_list(pa.float32())})),
+    "map": pa.array([[("k", 0.1), ("l", None)], [], None], pa.map_(pa.string(), pa.float32())),
+    "maps": pa.array([[[("k", [0.1])]], [], None], pa.list_(pa.map_(pa.string(), pa.list_(pa.float32())))),
     "half": pa.array([np.float16(0.1), None, None], pa.float16()),
     "large": pa.array([2**63, 1, None], pa.uint64()),
     "table": pa.array([{"n": math.nan}, {"n": 0.5}, None]),
@@ -37,6 +39,8 @@ AS_JSON = {
     "score": [0.1, 2.5, None],
     "scores": [[0.1, None], [], None],
     "inner": [{"n": [0.1]}, {"n": None}, None],
+    "map": [{"k": 0.1, "l": None}, {}, None],
+    "maps": [[{"k": [0.1]}], [], None],
     "half": [0.1, None, None],
     "large": [2**63, 1, None],
     "table": [{"n": None}, {"n": 0.5}, None],
@@ -123,7 +127,9 @@ def test_a_map_is_a_table_and_has_a_key_once(tmp_path: Path) -> None:
         if len(pairs) == 1:
             assert Task.load(config).train.objects("answer") == ("b",)
             continue
-        with pytest.raises(DataError, match=r"rows\.parquet: cannot be read .* from row 0 on: .*duplicate"):
+        with pytest.raises(
+            DataError, match=r"rows\.parquet, row 0: `answer`: a map has the key 'a' twice: write it as a list"
+        ):
             Task.load(config)
 
 

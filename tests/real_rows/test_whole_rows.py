@@ -151,6 +151,14 @@ def test_messages_are_no_text(tmp_path: Path, model: str) -> None:
     for prompt, leaves_out in (("{q[1][content]}", True), ("{q[0][content]} {q[1][content]}", False), ("{q}", False)):
         found = examined(tmp_path, model, rows, "sft", "policy.chat=true", f"task.prompt={prompt}").doubts
         assert any("leaves out the system's message, 'yes', of `q`" in each for each in found) == leaves_out, prompt
+    for system in (
+        {"role": "system"},
+        {**SYSTEM, "content": None},
+        {**SYSTEM, "content": [{"type": "text", "text": "yes"}]},
+    ):
+        rows = [{**ROW, "q": [system, USER]}]
+        found = examined(tmp_path, model, rows, "sft", "task.prompt={q[1][content]}").doubts
+        assert not any("leaves out" in each for each in found), system
 
 
 async def test_a_trl_reward_gets_all_messages() -> None:

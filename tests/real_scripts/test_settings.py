@@ -122,9 +122,7 @@ def test_what_cannot_be_removed_is_named(override: str, says: str, file: Path) -
     [
         ("evaluation=false", "a table"),
         ("evaluation=none", "a table"),
-        ("task=false", "a table"),
         ("sampling.top_p=null", "a number"),
-        ("policy.model=false", "text in quotes, or must be a table"),
         ("run.meshes=None", "a table"),
         ("sampling.max_tokens=''", "a whole number"),
     ],
@@ -134,6 +132,19 @@ def test_what_is_written_to_unset_a_key_is_answered_with_the_spelling_that_does(
 ) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"command line: {key} = .*: must be {wanted}; to unset it, write '~{key}'"):
+        load_job(file, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("task=false", "a table"),
+        ("policy.model=false", "text in quotes, or must be a table"),
+        ("run.environment=[false]", "text in quotes"),
+    ],
+)
+def test_a_key_that_is_needed_is_not_to_be_unset(override: str, wanted: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"command line: .* = .*: must be {wanted}$"):
         load_job(file, [override])
 
 
@@ -180,6 +191,9 @@ def test_names_of_variables_are_checked_where_the_run_starts(file: Path, monkeyp
     monkeypatch.setenv("JUDGE_KEY", "secret")
     for name in DEVICES:
         monkeypatch.setenv(name, "0,1")
+    unset = "ROCR_VISIBLE_DEVICES", "RAY_NAMESPACE"
+    for name in unset:
+        monkeypatch.delenv(name, raising=False)
     for name in "CUDA_HOME", "HIP_PLATFORM":
         monkeypatch.setenv(name, "x")
 
@@ -198,9 +212,14 @@ def test_names_of_variables_are_checked_where_the_run_starts(file: Path, monkeyp
         assert started.value.args == (wanted,)
     with pytest.raises(ConfigError, match=r"run\.environment names ABSENT_KEY, which .* lacks"):
         rl.Run(rl.RunConfig(environment=["JUDGE_KEY", "ABSENT_KEY"]))
-    for name in DEVICES:
-        with pytest.raises(ConfigError, match=rf"run\.environment names {name}, which the engine sets for each rank"):
+    for name in *DEVICES, *unset:
+        rays = name.startswith("RAY_")
+        why = (
+            "and Ray's own variables belong to the cluster" if rays else "which the engine sets for each rank: .*`gpus`"
+        )
+        with pytest.raises(ConfigError, match=rf"run\.environment names {name}, {why}") as caught:
             rl.Run(rl.RunConfig(environment=["JUDGE_KEY", name]))
+        assert ("gpus" in str(caught.value)) != rays
     with pytest.raises(ConfigError, match=r"run.environment\[0\] = 'JUDGE_KEY=secret'"):
         load_job(file, ['run.environment=["JUDGE_KEY=secret"]'])
 
