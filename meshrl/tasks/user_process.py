@@ -11,7 +11,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
@@ -297,7 +297,7 @@ class UserCode:
                 suspected = suspected or ended.guilt == "possible"
 
     @asynccontextmanager
-    async def _by_itself(self) -> AsyncIterator[None]:
+    async def _by_itself(self) -> AsyncGenerator[None]:
         if not self._suspects:
             self._turn = asyncio.Lock()  # of this event loop
         self._suspects += 1

@@ -5,7 +5,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 _Compute: TypeAlias = Callable[..., Tensor]
 
@@ -34,7 +33,6 @@ class _Product(torch.autograd.Function):
         return _times(states, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = ctx.saved_tensors
         given, wanted = gradients[0], ctx.needs_input_grad
