@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Mamba2Config
+from transformers import GPTJConfig
 
 from meshrl.run import examine, load_job
 from tests.first_hour.chat_model import save_model
@@ -203,8 +203,8 @@ def test_what_rows_lack_for_a_new_model_and_for_an_evaluation(mine: Path) -> Non
 
 
 def test_how_rows_are_read_is_known_before_a_model_loads(mine: Path) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    Mamba2Config(**sizes, num_hidden_layers=4, eos_token_id=0).save_pretrained(mine / "model")  # without any value
+    sizes: dict[str, Any] = {"vocab_size": 4096, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    GPTJConfig(**sizes, eos_token_id=0).save_pretrained(mine / "model")  # without any value
     told = check()
     assert GOOD in told
     for role in ("policy", "sampler"):
