@@ -27,5 +27,5 @@ async def test_a_sampler_conforms(backend: Any, harness_of: Callable[[Subject], 
     way, checks = CASES[case]
     options = {"python": backend.python, "kv_cache_mib": 32, "kv_after_update": way}
     keys, temperatures = {backend.name: options}, backend.sampler.temperatures
-    subject = Subject(backend.name, keys=keys, seconds=600, temperatures=temperatures, replays=False)
+    subject = Subject(backend.name, keys=keys, temperatures=temperatures, replays=False)
     await keep(await harness_of(subject), checks)

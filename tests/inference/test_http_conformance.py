@@ -121,6 +121,6 @@ async def test_the_sampler_conforms(
 ) -> None:
     keys = {"http": {"urls": [server.url], "weights": str(server.weights)}}
     temperatures, most = {"vllm": ((0.01, 2.0), 0), "sglang": ((1e-6, float("inf")), 1)}[server.name]
-    subject = Subject("http", keys=keys, seconds=600, temperatures=temperatures, replays=False, restrictions=most)
+    subject = Subject("http", keys=keys, temperatures=temperatures, replays=False, restrictions=most)
     asked = [check for check in checks if server.name != "sglang" or check not in UNSEEDED]
     await keep(await harness_of(subject), asked)

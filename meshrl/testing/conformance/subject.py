@@ -83,7 +83,7 @@ class Subject:
     """Largest difference of its numbers from the plain backend's."""
     weights: Weights | None = None
     """Weights for a sampler without a model. Checks that depend on a model are then left out."""
-    seconds: float = 60.0
+    seconds: float = 600.0
     """Time limit of a check in seconds. A check that takes longer fails as hanging."""
     temperatures: tuple[float, float] = (0.0, inf)
     """Lowest and highest temperature above 0 that its sampler supports. It must refuse others."""
