@@ -39,7 +39,7 @@ HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu1
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ test-all: setup  ## all there is for machines without a GPU, as root: rare varia
 
 test-changed: setup  ## make test, and the parts of test-all that changes since a commit have to pass: BASE=origin/main
 	$(BIN)/python tests/changed.py $(BASE)
+
+release-check: setup docs  ## what a release has to pass: the site, its files, licences and signatures, and each extra on the index
+	$(BIN)/pytest -rs tests/test_public_api.py tests/packaging
 
 test-index: setup  ## what pip's index gives today: the wheel on each Python that is here, and packages for each extra
 	$(BIN)/pytest -rs tests/packaging/index

@@ -62,7 +62,7 @@ refuses this table if it no longer fits the pages.
 
 def pages() -> list[Path]:
     """The pages that people read: not the table itself."""
-    outside = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+    outside = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md")
     inside = (path for path in DOCS.rglob("*.md") if path != TABLE)
     return [*(ROOT / name for name in outside), *sorted(inside)]
 

@@ -221,3 +221,14 @@ def test_the_readme_names_make_targets_that_exist_and_figures_of_the_benchmarks_
         block = re.compile(rf"^    python bench/{re.escape(command)}( --svg \S+)?$", re.MULTILINE)
         lines = [line for section in sections if block.search(section) for line in section.splitlines()]
         assert any({*figures} <= {*line.split()} for line in lines), f"no row of `{command}` has {figures}"
+
+
+def test_what_coding_agents_read_is_short_and_names_targets_and_files_that_exist() -> None:
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    assert len(text.splitlines()) < 150
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    named = re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE)
+    files = re.findall(r"[ `]((?:meshrl|docs|tests|backends|algorithms|configs)/[\w./-]*)", text)
+    assert (len(named) > 5, len(files) > 10) == (True, True)
+    assert [name for name in named if name not in targets] == []
+    assert [file for file in files if not (ROOT / file).exists() and not file.startswith("backends/meshrl_")] == []

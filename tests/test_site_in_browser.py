@@ -1,6 +1,7 @@
 """The site in a real browser: pages fit their windows and ask no other host; its search finds pages."""
 
 import os
+import re
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -65,6 +66,9 @@ async def test_pages_fit_their_windows_ask_this_site_alone_and_are_found(browser
     made = [page for page in pages if "/" in page]
     assert len(written) > 40
     assert len(made) > 80
+    listed = re.findall(r"^- \[.*\]\(([^)#]+)", (folder / "llms.txt").read_text("utf-8"), re.MULTILINE)
+    assert [page for page in listed if not (folder / page).is_file()] == []
+    assert set(written) - set(listed) == {"index.html", "404.html"}, "programs are given each page"
     playwright.expect.set_options(timeout=600_000)  # the test has a limit as a whole
     with serving(folder) as address:
         tab = await browser.new_page(viewport={"width": 1900, "height": 900})

@@ -84,7 +84,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if (page := _page_of(path)) not in made:
             made[page] = _shown(path)
             asked += _outside(path) if path.suffix == ".md" else []
-    for page, text in made.items():
+    for page, text in {**made, "llms.txt": _for_programs(config)}.items():
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -94,10 +94,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = DOCS / page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-        listed = (*MADE, ("Python API", api.INDEX, "look up a public name, its signature and its errors."))
-        made = "".join(f"- [{title}]({place}): {use}\n" for title, place, use in listed)
-        markdown = re.sub(r"<!-- made -->.*?<!-- /made -->\n\n", lambda _: made, markdown, flags=re.DOTALL)
+        markdown = _with_made(markdown)
     return _relinked(markdown, path, page.file.src_uri) if path.is_file() else markdown
+
+
+def _with_made(text: str) -> str:
+    """The list of pages, with those that are made of the code."""
+    listed = (*MADE, ("Python API", api.INDEX, "look up a public name, its signature and its errors."))
+    made = "".join(f"- [{title}]({place}): {use}\n" for title, place, use in listed)
+    return re.sub(r"<!-- made -->.*?<!-- /made -->\n\n", lambda _: made, text, flags=re.DOTALL)
+
+
+def _for_programs(config: MkDocsConfig) -> str:
+    """The list of pages for programs that read the site, in the form of https://llmstxt.org."""
+    readme = DOCS / "README.md"
+    text = _relinked(_with_made(readme.read_text("utf-8")), readme, "llms.txt")
+    lines = [line for line in text.splitlines() if line.startswith(("- [", "##"))]
+    listed = re.sub(r"(^|\n)##+", r"\n##", "\n".join(lines))
+    return f"# {config.site_name}\n\n> {config.site_description}\n{re.sub(r'[.]md(?=[)#])', '.html', listed)}\n"
 
 
 def _outside(page: Path) -> list[Path]:
