@@ -15,7 +15,8 @@ from meshrl.errors import ConfigError
 from meshrl_megatron import core
 from meshrl_megatron.options import TransformerImpl
 from meshrl_megatron.shape import Decoder, Latent, Routing
-from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.scores import Scores
 
 
 @dataclass

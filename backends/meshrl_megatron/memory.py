@@ -106,16 +106,26 @@ class _Plan:
         with rehearsal.rehearsed_alone(rank, prod(self.work.axes.values())):
             grid = self.grid(rank)
             groups = grid.collection(rank)
-            rehearsed = [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
+            dense = self._dense(grid.place["pp"], each) if len(depths) > 1 else 0.0
+            routed = self.shape.first_routed if len(depths) == 1 else 0
+            rehearsed = [_Rank(self, grid, groups, depth, routed).rehearse() for depth in depths]
+            plain = [_Rank(self, grid, groups, depth, self.shape.layers).rehearse()[0] for depth in depths if dense]
         (first, _), (last, rest) = rehearsed[0], rehearsed[-1]
         if grid.place["pp"] < self.pp - 1:  # it has no head
             last = last._replace(head=0)
-        figures = last.deeper(first, max(0, each - max(DEPTHS))).figures()  # a layer more in each stage of the rank
+        whole = last.deeper(max(0, each - max(DEPTHS)) - dense, last, first)  # a layer more in each stage of the rank
+        figures = (whole.deeper(dense, plain[-1], plain[0]) if dense else whole).figures()
         workspace = figures.workspace + rest
         if self.work.gpu:  # AdamW allocates 4 bytes for each number that it steps over: half of its moments
             workspace += max(0, figures.moments // 2 - figures.activations - figures.head - workspace)
         activations = figures.activations * self.flying(grid.place["pp"])
         return figures._replace(activations=activations, workspace=workspace)
+
+    def _dense(self, place: int, each: int) -> float:
+        """Return how many layers without experts a stage of a rank has on average, if other layers have some."""
+        virtual, first = self.layout.virtual_stages, self.shape.first_routed if self.shape.experts else 0
+        starts = [(number * self.pp + place) * each for number in range(virtual)]
+        return sum(min(max(0, first - start), each) for start in starts) / virtual
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,8 @@ class _Rank:
     grid: Grid
     groups: ProcessGroupCollection
     depth: int
+    first_routed: int
+    """Layers before the first one with experts, of all stages."""
 
     def rehearse(self) -> tuple[rehearsal.Rehearsal, int]:
         """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins.
@@ -174,7 +186,7 @@ class _Rank:
         plan, place = self.plan, self.grid.place["pp"]
         virtual = plan.layout.virtual_stages
         dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
-        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual, first_routed=0)
+        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual, first_routed=self.first_routed)
         recompute = isinstance(plan.config, PolicyConfig) and plan.config.activation_checkpointing
         config = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
         groups = self.groups

@@ -15,9 +15,10 @@ from meshrl.roles import OptimizerConfig
 from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.passes import Balance
 from meshrl_torch.model import packing
-from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.mixers import Batches
 from meshrl_torch.model.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_torch.model.scores import Scores
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import SHAPE, ModelOf, by_row, changed, floats, norm_of
 

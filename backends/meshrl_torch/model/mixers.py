@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshrl.errors import ModelError
-from meshrl_torch.model.attention import Attend, Group, Packed, Scores, moved
+from meshrl_torch.model.attention import Attend, Group, Packed, moved
 from meshrl_torch.model.packing import Ints, runs
+from meshrl_torch.model.scores import Scores
 
 _PART, _FEW = 4, 32
 """Rows of a batch are padded by at most this part of the longest, or by a few tokens."""
