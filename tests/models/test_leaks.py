@@ -51,8 +51,8 @@ def mixer(leak: Leak, monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution's window, or a recurrent state, goes on in the next segment."""
     own = Batches.call
 
-    def leaking(self: Batches, forward: Callable[..., Any], args: Any, options: Any) -> Any:
-        apart = own(self, forward, args, options)
+    def leaking(self: Batches, forward: Callable[..., Any], args: Any, options: Any, known: Any) -> Any:
+        apart = own(self, forward, args, options, known)
         states = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
         if states.dtype != leak.dtype or not leak.weight:
             return apart
@@ -126,5 +126,5 @@ async def test_all_trainers_pad_what_leaks_with_its_values_alone(
     attention(leak, monkeypatch)
     for kind in (TorchPolicy, FsdpPolicy):
         np.testing.assert_allclose(await told(kind(PolicyConfig.model_validate(table))), wanted, atol=1e-6)
-        with pytest.raises(ModelError, match='see each other .* set packing = "auto"'):
+        with pytest.raises(ModelError, match=r'see each other .* set packing = "auto"'):
             kind(PolicyConfig.model_validate({**table, "packing": "packed"}))

@@ -101,15 +101,15 @@ def _packs(probe: "LanguageModel") -> tuple[ModelError | None, Kinds]:
     """Say why a stand-in does not pack rows, if it does not, and what has to read segments as rows if it does."""
     fault = why_not_packed(probe)
     if fault is None:
-        return None, Kinds()
+        return None, {}
     probe.network.set_attn_implementation(PACKED.attention)
     try:
         with torch.no_grad():
             kinds = kinds_in(probe.network, _packed(probe, _ROWS).attend, partial(_packed_states, probe, _ROWS))
     except Exception:  # noqa: BLE001 - as `why_not_packed`
-        return fault, Kinds()
+        return fault, {}
     fault = why_not_packed(replace(probe, mixers=Mixers(probe.network, kinds))) if kinds else fault
-    return fault, kinds if fault is None else Kinds()
+    return fault, kinds if fault is None else {}
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def _check_head(model: "LanguageModel") -> None:
         states = _states(replace(model, layout=PaddedRows("eager")), [_OWN])[0]
         wanted, found = network(input_ids=_ids(model, [_OWN]), use_cache=False).logits[0].float(), model.logits(states)
     except Exception as error:
-        raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        raise _unreadable(name) from error
     if found.shape != wanted.shape or not _close(found, wanted):
         raise ModelError(f"{name} makes its logits of more than its last hidden states: meshrl cannot train it")
 
@@ -240,10 +240,17 @@ def _padded(model: "LanguageModel") -> PaddedRows:
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+            raise _unreadable(name) from error
     raise ModelError(
         f"{name} computes something else for a row next to a longer one (it is not causal, or its positions depend on "
         "the longest row): choose a decoder, such as a Llama or a Qwen3"
+    )
+
+
+def _unreadable(name: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be read: its code does not compute the states of token ids alone, or logits of states alone, "
+        "as other decoders do. Choose one of those, such as a Llama or a Qwen3"
     )
 
 
