@@ -21,7 +21,7 @@ from meshrl_torch.model.layout import PACKED, PaddedRows
 from meshrl_torch.model.making import MAKING, WithoutValues
 from meshrl_torch.model.mixers import Kinds, Mixers, kinds_in
 from meshrl_torch.model.packing import MicroBatch, whole
-from meshrl_torch.model.routing import Routes
+from meshrl_torch.model.routing import Choosing, Routes
 
 if TYPE_CHECKING:
     from meshrl_torch.model.network import LanguageModel
@@ -139,8 +139,8 @@ def why_not_packed(model: "LanguageModel") -> ModelError | None:
     network.set_attn_implementation(PACKED.attention)
     try:
         with torch.no_grad():
-            rows, seen = _seen_behind_others(packed)
-            if not (torch.equal(rows[1][:-1], seen) or _are_a_batch(packed)):
+            followed, rows, seen = _seen_behind_others(packed)
+            if not torch.equal(rows[1][:-1], seen) and not (_regroups(followed) and _are_a_batch(packed)):
                 wrong = "see each other"
             elif _dtype(model) == torch.float32:
                 network.set_attn_implementation("eager")
@@ -162,11 +162,12 @@ def why_not_packed(model: "LanguageModel") -> ModelError | None:
     )
 
 
-def _seen_behind_others(model: "LanguageModel") -> tuple[list[Tensor], Tensor]:
+def _seen_behind_others(model: "LanguageModel") -> tuple["LanguageModel", list[Tensor], Tensor]:
     """Return the states of packed rows, and of one of them but its last token, where all that it does not see differs.
 
-    The last row then has the model's last positions, because positions may depend on the highest of a pass. Experts are
-    the same, because other numbers of tokens for each are multiplied in another order.
+    The model comes first, without routers if they cannot be told their experts. The last row then has the model's last
+    positions, because positions may depend on the highest of a pass. Experts are the same, because other numbers of
+    tokens for each are multiplied in another order.
     """
     routes = None if model.routers is None else Routes()
     try:
@@ -178,13 +179,20 @@ def _seen_behind_others(model: "LanguageModel") -> tuple[list[Tensor], Tensor]:
             raise
         model.begin(None, None)  # its routers cannot be followed
         return _seen_behind_others(replace(model, routers=None))
-    return rows, others[1][:-1]
+    return model, rows, others[1][:-1]
+
+
+def _regroups(model: "LanguageModel") -> bool:
+    """True if a model has other routers than those that are told their experts."""
+    with Choosing(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
+        _packed_states(model, _ROWS)
+    return choosing.unknown(model.routers) is not None
 
 
 def _are_a_batch(model: "LanguageModel") -> bool:
     """True if packed rows of one length have the bits of the model's own code for a batch of them.
 
-    So they do not see each other, even if their bits depend on the experts of all rows.
+    So they do not see each other, even if their bits depend on how many tokens each expert has.
     """
     found = torch.stack(_packed_states(model, _EVEN))
     for kind in ("sdpa", "eager"):

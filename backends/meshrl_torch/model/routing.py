@@ -62,14 +62,18 @@ class _Follow(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
-class _Choosing(TorchFunctionMode):
+class Choosing(TorchFunctionMode):
     """Collects the modules that take the highest of some numbers for each token, other than one for each token."""
 
     def __init__(self, network: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.found: dict[nn.Module, None] = {}
+        self._found: dict[nn.Module, None] = {}
         self._tokens, self._network = tokens, network
         self._inside: list[nn.Module] = []
+
+    def unknown(self, routers: "Routers | None") -> nn.Module | None:
+        """Return one that is in no router, or None."""
+        return next((each for each in self._found if routers is None or not routers.has(each)), None)
 
     def __enter__(self) -> Self:
         modules = list(self._network.modules())
@@ -90,7 +94,7 @@ class _Choosing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (torch.topk, Tensor.topk) and self._inside and args[0].shape[-1] not in (1, self._tokens):
-            self.found[self._inside[-1]] = None
+            self._found[self._inside[-1]] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -159,9 +163,9 @@ def routed(model: "LanguageModel") -> tuple[int, int]:
     """
     routers, ids, routes = model.routers, torch.tensor([[0, 1]]), Routes()
     with torch.no_grad():
-        with _Choosing(model.network, ids.shape[1]) as choosing:
+        with Choosing(model.network, ids.shape[1]) as choosing:
             model.hidden(ids, torch.arange(2)[None], IDLE.attend, routes)
-        if unknown := next((each for each in choosing.found if routers is None or not routers.has(each)), None):
+        if unknown := choosing.unknown(routers):
             raise ModelError(f"{type(unknown).__name__} chooses in an unknown way{_REMEDY}")
         if routers is None:
             raise ConfigError("sampler.record_experts is set, but the model is not a mixture of experts: remove it")
