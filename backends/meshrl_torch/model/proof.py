@@ -140,7 +140,7 @@ def why_not_packed(model: "LanguageModel") -> ModelError | None:
     try:
         with torch.no_grad():
             followed, rows, seen = _seen_behind_others(packed)
-            if not torch.equal(rows[1][:-1], seen) and not (_regroups(followed) and _are_a_batch(packed)):
+            if not torch.equal(rows[1][:-1], seen) and not (_regroups(packed, followed) and _are_a_batch(packed)):
                 wrong = "see each other"
             elif _dtype(model) == torch.float32:
                 network.set_attn_implementation("eager")
@@ -182,8 +182,10 @@ def _seen_behind_others(model: "LanguageModel") -> tuple["LanguageModel", list[T
     return model, rows, others[1][:-1]
 
 
-def _regroups(model: "LanguageModel") -> bool:
-    """True if a model has other routers than those that are told their experts."""
+def _regroups(model: "LanguageModel", followed: "LanguageModel") -> bool:
+    """True if a model has other routers than those of `followed`, which are told their experts."""
+    if model.routers is not followed.routers:
+        return True
     with Choosing(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
         _packed_states(model, _ROWS)
     return choosing.unknown(model.routers) is not None
