@@ -97,7 +97,7 @@ def test_what_is_not_to_be_had_says_why(hub: Hub, monkeypatch: pytest.MonkeyPatc
         "config.json": b'{"model_type": "bert", "architectures": ["BertLMHeadModel"]}'
     }
     told = refused("check", "mine.toml", "policy.model=org/bert", other)
-    assert "policy: BertLMHeadModel computes something else for a row next to a longer one" in told
+    assert "policy, sampler: BertLMHeadModel computes something else for a row next to a longer one" in told
     assert not Path("runs").exists()
     hub.repositories["datasets/org/sums"]["train.jsonl"] += b'{"question": "1", "answer": null}\n'
     assert "row 81 has no answer to learn" in refused("check", "mine.toml")
