@@ -23,10 +23,10 @@ from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Stage, Targets, stages_of
 from meshrl_megatron.world import Grid
 from meshrl_torch.estimate import rehearsal
-from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows, skeleton_of
+from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import predicts_of
-from meshrl_torch.model.loading import GENERATOR, config_of
+from meshrl_torch.model.loading import config_of, without_values
 from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.train.roles import TrainedConfig
 
@@ -150,7 +150,7 @@ class _Rank:
         part = part_of(micro, self.grid.place["cp"], self.grid.sizes["cp"], split)
         own = part.ids.numel() // split
         modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True)
-        skeleton = skeleton_of(plan.config, GENERATOR, 1).network
+        skeleton = without_values(config_of(plan.config))
         balanced = _balanced(own * max(1, plan.shape.routing.chosen))
         with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, balanced:
             device = "cuda" if torch.cuda.is_available() else "cpu"
