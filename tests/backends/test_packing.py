@@ -242,7 +242,9 @@ def test_a_module_that_reads_segments_as_rows_sees_all_that_they_share(micros: l
         value = torch.randn(micro.ids.shape[1], 1, DIMS)
         nothing = torch.zeros_like(value)
         sums = attended(micro.attend, nothing, nothing, value) * (micro.positions[0, :, None, None] + 1)
-        found = Batches.of(micro.attend, value.device).call(lambda rows: rows.cumsum(1), (value[None],), {})
+        found = Batches.of(micro.attend, value.device).call(
+            lambda rows: rows.cumsum(1), (value[None],), {}, [(0,), ("",)]
+        )
         torch.testing.assert_close(found, sums[None], rtol=0, atol=1e-4)
 
 

@@ -60,7 +60,7 @@ def test_blocks_of_queries_compute_what_all_scores_do(
 
 
 def test_memory_is_that_of_a_block() -> None:
-    heads, tokens = 16, 4096
+    heads, tokens = 16, 3072
     with rehearsal.fake.FakeTensorMode(), rehearsal.LiveBytes() as live:
         states = [torch.empty(1, heads, tokens, 8, requires_grad=True) for _ in range(3)]
         Packed((Group(1, tokens, tokens),))(0, *states, Scores(1.0, cap=30.0)).sum().backward()
