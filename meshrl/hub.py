@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Literal, NamedTuple, Self, TypeAlias, cast
 
 from meshrl.errors import DataError, ModelError
@@ -76,6 +77,26 @@ def download(text: str) -> Path:
             "or convert it with transformers' save_pretrained"
         )
     return folder
+
+
+@contextmanager
+def with_config(text: str) -> Generator[Path | None]:
+    """Yield a folder with a model's config.json, which is fetched alone. None if there is none, or nobody answers."""
+    name, revision = parsed(text, "model")
+    import huggingface_hub as hub  # noqa: PLC0415
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(cached, str):
+        yield Path(cached).parent
+        return
+    with TemporaryDirectory() as folder:  # in the cache, it would look like a whole model
+        found: Path | None = Path(folder)
+        try:
+            hub.hf_hub_download(name, "config.json", revision=revision, local_dir=folder)
+        except (errors.HfHubHTTPError, errors.HTTPError, OSError):  # type: ignore[attr-defined]
+            found = None
+        yield found
 
 
 def create(name: str, folder: Path, *, public: bool, message: str) -> str:

@@ -8,7 +8,7 @@ what the backend of an engine has by the names here.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "READS"]
 
 AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 """The axes along which a sampler's ranks can be arranged, the last one fastest."""
@@ -27,3 +27,6 @@ NEEDS: Final = "meshrl_inference.options:check_installed"
 
 MEMORY: Final = "meshrl_inference.memory:estimate"
 """Estimates the memory of a role's rank, without weights."""
+
+READS: Final = "meshrl_inference.reading:reads"
+"""Says whether the engine has code of its own for a role's model, without its values."""

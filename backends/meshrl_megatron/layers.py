@@ -15,7 +15,8 @@ from meshrl.errors import ConfigError
 from meshrl_megatron import core
 from meshrl_megatron.options import TransformerImpl
 from meshrl_megatron.shape import Decoder, Latent, Routing
-from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.scores import Scores
 
 
 @dataclass
@@ -154,7 +155,7 @@ def _rotated(states: Tensor, packing: Packing, *, interleaved: bool = False) -> 
     turned, still = states.split((cos.shape[-1], states.shape[-1] - cos.shape[-1]), -1)
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     halves = torch.cat([first, second], -1) if interleaved else turned
-    turned = halves * cos + torch.cat([-second, first], -1) * sin
+    turned = (halves * cos + torch.cat([-second, first], -1) * sin).to(states.dtype)  # complex turns are float32
     return torch.cat([turned, still], -1) if still.shape[-1] else turned
 
 

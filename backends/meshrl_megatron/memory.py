@@ -23,10 +23,10 @@ from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Stage, Targets, stages_of
 from meshrl_megatron.world import Grid
 from meshrl_torch.estimate import rehearsal
-from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows, skeleton_of
+from meshrl_torch.estimate.memory import DEPTHS, knobs, longest_rows
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import predicts_of
-from meshrl_torch.model.loading import GENERATOR, config_of
+from meshrl_torch.model.loading import config_of, without_values
 from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.train.roles import TrainedConfig
 
@@ -106,16 +106,26 @@ class _Plan:
         with rehearsal.rehearsed_alone(rank, prod(self.work.axes.values())):
             grid = self.grid(rank)
             groups = grid.collection(rank)
-            rehearsed = [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
+            dense = self._dense(grid.place["pp"], each) if len(depths) > 1 else 0.0
+            routed = self.shape.first_routed if len(depths) == 1 else 0
+            rehearsed = [_Rank(self, grid, groups, depth, routed).rehearse() for depth in depths]
+            plain = [_Rank(self, grid, groups, depth, self.shape.layers).rehearse()[0] for depth in depths if dense]
         (first, _), (last, rest) = rehearsed[0], rehearsed[-1]
         if grid.place["pp"] < self.pp - 1:  # it has no head
             last = last._replace(head=0)
-        figures = last.deeper(first, max(0, each - max(DEPTHS))).figures()  # a layer more in each stage of the rank
+        whole = last.deeper(max(0, each - max(DEPTHS)) - dense, last, first)  # a layer more in each stage of the rank
+        figures = (whole.deeper(dense, plain[-1], plain[0]) if dense else whole).figures()
         workspace = figures.workspace + rest
         if self.work.gpu:  # AdamW allocates 4 bytes for each number that it steps over: half of its moments
             workspace += max(0, figures.moments // 2 - figures.activations - figures.head - workspace)
         activations = figures.activations * self.flying(grid.place["pp"])
         return figures._replace(activations=activations, workspace=workspace)
+
+    def _dense(self, place: int, each: int) -> float:
+        """Return how many layers without experts a stage of a rank has on average, if other layers have some."""
+        virtual, first = self.layout.virtual_stages, self.shape.first_routed if self.shape.experts else 0
+        starts = [(number * self.pp + place) * each for number in range(virtual)]
+        return sum(min(max(0, first - start), each) for start in starts) / virtual
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,8 @@ class _Rank:
     grid: Grid
     groups: ProcessGroupCollection
     depth: int
+    first_routed: int
+    """Layers before the first one with experts, of all stages."""
 
     def rehearse(self) -> tuple[rehearsal.Rehearsal, int]:
         """Run two micro-batches through the largest stage. Scratch memory exists when the second one begins.
@@ -138,7 +150,7 @@ class _Rank:
         part = part_of(micro, self.grid.place["cp"], self.grid.sizes["cp"], split)
         own = part.ids.numel() // split
         modes = rehearsal.fake.FakeTensorMode(allow_non_fake_inputs=True)
-        skeleton = skeleton_of(plan.config, GENERATOR, 1).network
+        skeleton = without_values(config_of(plan.config))
         balanced = _balanced(own * max(1, plan.shape.routing.chosen))
         with quiet(), fresh_scratch() as taken, modes, rehearsal.LiveBytes() as live, balanced:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -174,7 +186,7 @@ class _Rank:
         plan, place = self.plan, self.grid.place["pp"]
         virtual = plan.layout.virtual_stages
         dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
-        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual, first_routed=0)
+        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual, first_routed=self.first_routed)
         recompute = isinstance(plan.config, PolicyConfig) and plan.config.activation_checkpointing
         config = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
         groups = self.groups

@@ -181,7 +181,7 @@ class Stage(core.GPTModel):
         like = torch.empty(0, dtype=self.config.params_dtype, device=part.ids.device)
         turns = self.rotary(like, part.positions)
         if isinstance(turns, Tensor):  # complex numbers, of half of the dims
-            turns = [torch.cat([each, each], -1).to(like.dtype) for each in (turns.real, turns.imag)]
+            turns = [torch.cat([each, each], -1) for each in (turns.real, turns.imag)]
         cos, sin = turns
         packing = Packing(attend=part.attend, cos=cos, sin=sin)
         states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packing)

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS
+from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
 
 ROLES: Final = {"Sampler": "meshrl_sglang.sampler:SglangSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Final
 
-from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS
+from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",

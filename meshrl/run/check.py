@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, cast
@@ -19,7 +19,7 @@ from meshrl.errors import (
     nearest,
     shortened,
 )
-from meshrl.hub import Repository, pinned
+from meshrl.hub import Repository, pinned, with_config
 from meshrl.roles import (
     ModelConfig,
     NewModel,
@@ -76,7 +76,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
     """Return the findings of `find_mistakes` and `find_doubts`, and doubts about the reward of the task's first answer.
 
     With `memory`, also doubts whether the roles of a mesh fit, if it has GPUs or sets the memory of a rank, and how
-    roles read the rows of models in folders. A model that a backend cannot read is a mistake.
+    roles read the rows of models in folders and on the hub. A model that a backend cannot read is a mistake.
     """
     run = run or RunConfig()
     mistakes = [*_mistakes_of_tables(config, run)]
@@ -242,13 +242,25 @@ def _try_models(config: Config) -> tuple[list[str], list[str]]:
         if not isinstance(table, ModelConfig) or not isinstance(table.model, str) or uses_model(table) == "ignored":
             continue
         is_read = compares or type(table) is not ReferenceConfig
-        if is_read and Path(table.model, "config.json").is_file() and (reads := function_of(table.backend, "READS")):
+        if not is_read or not (reads := function_of(table.backend, "READS")):
+            continue
+        with _with_config(table.model) as folder:
+            if folder is None:
+                continue
             try:
-                notes[dotted(path)] = str(reads(table))
+                notes[dotted(path)] = str(reads(table.model_copy(update={"model": str(folder)})))
             except (ConfigError, ModelError) as error:
-                mistakes.append(f"{dotted(path)}: {error}")
+                mistakes.append(f"{dotted(path)}: {str(error).replace(str(folder), table.model)}")
     is_plain = all(note == "packed" for note in notes.values())
     return mistakes, [] if is_plain else [f"{key}: rows are {note}" for key, note in notes.items()]
+
+
+def _with_config(model: str) -> AbstractContextManager[Path | None]:
+    """Return a context with a folder that has a model's config.json, which a name on the hub is asked for."""
+    path = Path(model)
+    if not path.exists() and Repository.of(model):
+        return with_config(model)
+    return nullcontext(path if (path / "config.json").is_file() else None)
 
 
 def _mistakes_of_evaluation(config: Config, *, pausing: bool) -> Iterator[str]:

@@ -36,6 +36,10 @@ QWEN = Qwen3Config(
     hidden_size=128, intermediate_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
     head_dim=32, vocab_size=2000, max_position_embeddings=256, tie_word_embeddings=False,
 )  # fmt: skip
+CONVOLUTIONS = transformers.Lfm2Config(
+    hidden_size=128, intermediate_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=2000, max_position_embeddings=256, layer_types=["conv"] * 6, tie_word_embeddings=False,
+)  # fmt: skip
 
 
 def rollouts(rows: int = ROWS) -> rl.Batch:
@@ -103,7 +107,13 @@ async def taken_by(role: type[TorchPolicy | FsdpPolicy | MegatronPolicy], config
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16", "activation_checkpointing": True}, {"lora": {"rank": 4}}, {"model": QWEN}],
+    [
+        {"dtype": "bfloat16", "activation_checkpointing": True},
+        {"lora": {"rank": 4}},
+        {"model": QWEN},
+        {"packing": "padded"},
+        {"model": CONVOLUTIONS},
+    ],
     ids=list,
 )
 async def test_a_policys_memory_is_told_within_a_tenth(
@@ -228,9 +238,17 @@ SPLIT: Mapping[str, Any] = {
 }  # fmt: skip
 SHAPES = {
     "dense": transformers.Qwen3Config(**SPLIT, intermediate_size=320),
-    "experts": transformers.Qwen3MoeConfig(
-        **SPLIT, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4, norm_topk_prob=True
-    ),
+    "experts": transformers.Glm4MoeConfig(
+        **SPLIT,
+        intermediate_size=320,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=4,
+    ),  # half of its layers have none
 }
 CASES: Mapping[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = {
     "dp": ("dense", {"dp": 4}, {}),

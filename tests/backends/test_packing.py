@@ -15,9 +15,10 @@ from meshrl.roles import OptimizerConfig
 from meshrl_megatron.parts import Part, part_of
 from meshrl_megatron.passes import Balance
 from meshrl_torch.model import packing
-from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.mixers import Batches
 from meshrl_torch.model.packing import IDLE, MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_torch.model.scores import Scores
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.backends.material import SHAPE, ModelOf, by_row, changed, floats, norm_of
 
@@ -241,7 +242,9 @@ def test_a_module_that_reads_segments_as_rows_sees_all_that_they_share(micros: l
         value = torch.randn(micro.ids.shape[1], 1, DIMS)
         nothing = torch.zeros_like(value)
         sums = attended(micro.attend, nothing, nothing, value) * (micro.positions[0, :, None, None] + 1)
-        found = Batches.of(micro.attend, value.device).call(lambda rows: rows.cumsum(1), (value[None],), {})
+        found = Batches.of(micro.attend, value.device).call(
+            lambda rows: rows.cumsum(1), (value[None],), {}, [(0,), ("",)]
+        )
         torch.testing.assert_close(found, sums[None], rtol=0, atol=1e-4)
 
 

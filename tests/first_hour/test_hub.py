@@ -68,7 +68,8 @@ def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(hub: Hub, mo
     Path("mine.toml").write_text(TABLE.replace("hf:org/sums", "rows.jsonl"), "utf-8")
     commit = hub.commit("models/org/tiny")
     done("check", "mine.toml")
-    assert not [each for each in hub.asked if "/resolve/" in each], "no file is fetched to check"
+    fetched = {each.rpartition("/")[2] for each in hub.asked if "/resolve/" in each}
+    assert fetched == {"config.json"}, "no other file is fetched to check"
     done("run", "mine.toml")
     assert config_of("runs/mine")["policy"]["model"] == f"org/tiny@{commit}"
 
@@ -92,6 +93,11 @@ def test_what_is_not_to_be_had_says_why(hub: Hub, monkeypatch: pytest.MonkeyPatc
     }.items():
         told = refused("check", "mine.toml", override, *([other] if "policy" in override else []))
         assert re.search(says, told), told
+    hub.repositories["models/org/bert"] = {
+        "config.json": b'{"model_type": "bert", "architectures": ["BertLMHeadModel"]}'
+    }
+    told = refused("check", "mine.toml", "policy.model=org/bert", other)
+    assert "policy, sampler: BertLMHeadModel computes something else for a row next to a longer one" in told
     assert not Path("runs").exists()
     hub.repositories["datasets/org/sums"]["train.jsonl"] += b'{"question": "1", "answer": null}\n'
     assert "row 81 has no answer to learn" in refused("check", "mine.toml")

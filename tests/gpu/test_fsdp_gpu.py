@@ -12,9 +12,10 @@ from meshrl import ClippedLoss, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.roles import ModelConfig, Policy
 from meshrl.run import MeshConfig
 from meshrl_torch.model import attention as kernels
-from meshrl_torch.model.attention import Bounds, Group, Kernel, Packed, Scores
+from meshrl_torch.model.attention import Bounds, Group, Kernel, Packed
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import LanguageModel, ready
+from meshrl_torch.model.scores import Scores
 from tests.backends.material import rollouts
 
 pytestmark = pytest.mark.gpu

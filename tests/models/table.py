@@ -10,7 +10,7 @@ import torch
 from transformers import __version__
 
 from meshrl import log
-from meshrl.errors import MeshrlError
+from meshrl.errors import ConfigError, MeshrlError
 from meshrl_megatron.shape import Decoder
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.routing import routed
@@ -61,10 +61,10 @@ def _megatron(model: LanguageModel) -> str:
 
 
 def _replay(model: LanguageModel) -> str:
-    if model.routers is None:
-        return ""
     try:
         routed(model)
+    except ConfigError:
+        return ""
     except MeshrlError as error:
         return f"no, {str(error).split()[0]}"
     return "yes"

@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from meshrl import Batch, ClippedLoss, CrossEntropy, PolicyConfig, Ragged, RewardTrainingConfig, SamplerConfig, Sampling
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    CrossEntropy,
+    PolicyConfig,
+    Ragged,
+    ReferenceConfig,
+    RewardTrainingConfig,
+    SamplerConfig,
+    Sampling,
+)
 from meshrl.errors import ConfigError, ModelError
-from meshrl_megatron.roles import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy, MegatronReference
 from meshrl_torch.model.layout import PaddedRows
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.packing import learned
 from meshrl_torch.model.scoring import predicted
 from meshrl_torch.sample.sampler import TorchSampler
-from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpRewardModel
-from meshrl_torch.train.one_rank import TorchPolicy
-from tests.models.families import folder_of
+from meshrl_torch.train.fsdp.roles import FsdpPolicy, FsdpReference, FsdpRewardModel
+from meshrl_torch.train.one_rank import TorchPolicy, TorchReference
+from tests.models.families import TOKENIZER, folder_of, tiny
 from tests.models.table import line, lines
 
 CORE = (
@@ -157,7 +167,30 @@ async def test_experts_are_followed_whatever_weighs_them(model_type: str, tmp_pa
             check_told(alone(folder), elsewhere, "logprobs")
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("phimoe", "PhimoeTopKRouter"), ("llama4_text", "Llama4Router")])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("phimoe", "PhimoeTopKRouter"), ("llama4_text", "Llama4Router"), ("jetmoe", "JetMoeTopKGating")],
+)
 def test_a_router_that_cannot_be_followed_is_named(model_type: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=name):
         TorchSampler(SamplerConfig(model=folder_of(model_type, tmp_path), record_experts=True))
+
+
+@pytest.mark.megatron
+async def test_a_routers_bias_stays_in_float32_from_each_trainer_to_each(tmp_path: Path) -> None:
+    network = tiny("deepseek_v3")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    network.get_buffer(name).copy_(bias)
+    network.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    table = {"model": str(tmp_path), "dtype": "bfloat16"}
+    references = [
+        kind(ReferenceConfig.model_validate(table)) for kind in (TorchReference, FsdpReference, MegatronReference)
+    ]
+    for kind in (TorchPolicy, FsdpPolicy, MegatronPolicy):
+        weights = await kind(PolicyConfig.model_validate(table)).weights()
+        np.testing.assert_array_equal(weights.tensors[name], bias.numpy(), kind.__name__)
+        assert weights.tensors["model.norm.weight"].dtype == "bfloat16"
+        for reference in references:
+            await reference.load(weights)

@@ -28,6 +28,7 @@ from meshrl_torch.wire.bucket_bytes import dtype_of, place_in
 from meshrl_torch.wire.manifest import Manifest, Part
 from meshrl_torch.wire.plan import ConflictError
 from meshrl_torch.wire.reader import Damaged, Lost, Reader
+from meshrl_torch.wire.wide import is_wide
 
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 
@@ -57,7 +58,10 @@ class Naming:
 
     def specs(self, dtype: str) -> dict[str, tuple[str, list[int]]]:
         """Return dtype and shape of each tensor, by its name in a policy. Tied ones occur once."""
-        return {name: (dtype, list(tensor.shape)) for name, tensor in self._tensors()}
+        return {
+            name: ("float32" if is_wide(self._network, name) else dtype, list(tensor.shape))
+            for name, tensor in self._tensors()
+        }
 
     def file_shapes(self) -> dict[str, list[int]]:
         """Return the shape of each tensor in the files of a whole model, by its name there."""

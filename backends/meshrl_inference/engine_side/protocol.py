@@ -116,7 +116,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     def specs(self) -> Mapping[str, tuple[str, list[int]]]:
         """Dtype and shape of each tensor, by name."""
         if self.manifest is not None:
-            return {name: (self.manifest.dtype, list(shape)) for name, shape in self.manifest.shapes.items()}
+            dtypes = self.manifest.dtypes
+            return {name: (dtypes[name], list(shape)) for name, shape in self.manifest.shapes.items()}
         return {each.name: (each.dtype, each.shape) for bucket in self.buckets for each in bucket.tensors}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from meshrl import log
 from meshrl.data import Batch, Ragged
 from meshrl.errors import BackendError, ConfigError, ModelError
 from meshrl.roles import (
@@ -30,10 +31,10 @@ from meshrl_torch.estimate import rehearsal
 from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import kind_of
-from meshrl_torch.model.loading import Kind, config_of, quiet, without_values
+from meshrl_torch.model.loading import Kind, config_of, packing_of, quiet, without_values
 from meshrl_torch.model.lora import adapt
-from meshrl_torch.model.network import LanguageModel, ready
-from meshrl_torch.model.packing import MicroBatch, Rows, learned, micro_batches, whole
+from meshrl_torch.model.network import LanguageModel, ready, with_layout
+from meshrl_torch.model.packing import MicroBatch, Rows, learned, whole
 from meshrl_torch.model.scoring import Predict
 from meshrl_torch.model.text import character_tokenizer
 from meshrl_torch.options import FsdpConfig
@@ -166,11 +167,12 @@ def figures(
     """
     layers = int(config_of(config).get_text_config().num_hidden_layers)
     most = budget or int(getattr(config, "micro_batch_tokens", 1))
-    passes = [_micro_batch(work, tokens, trains=isinstance(config, TrainedConfig)) for tokens in (1, most)]
     attention = rehearsal.GpuAttention if work.gpu else Packed
     rehearsed: list[rehearsal.Rehearsal] = []
     for depth in DEPTHS if layers > max(DEPTHS) else (layers,):
-        model = skeleton_of(config, kind_of(config), depth)
+        with log.silenced():
+            model = with_layout(skeleton_of(config, kind_of(config), depth), packing_of(config))
+        passes = [_micro_batch(model, work, tokens, trains=isinstance(config, TrainedConfig)) for tokens in (1, most)]
         fresh = [  # it keeps what it computed
             (batch, replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))) for batch, micro in passes
         ]
@@ -182,7 +184,7 @@ def figures(
                 "as mixtures of experts do: its memory is unknown before a run"
             ) from error
     shallow, last = rehearsed[0], rehearsed[-1]
-    return last.deeper(shallow, max(0, layers - max(DEPTHS))).figures()
+    return last.deeper(max(0, layers - max(DEPTHS)), last, shallow).figures()
 
 
 def skeleton_of(config: ModelConfig, kind: Kind, depth: int) -> LanguageModel:
@@ -219,10 +221,10 @@ def longest_rows(work: Workload, families: int, *, trains: bool) -> tuple[Batch,
     return Batch.of(tokens=tokens, loss_mask=mask), rows, learn
 
 
-def _micro_batch(work: Workload, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
-    """Make the largest micro-batch of rows with the longest prompt and completion."""
+def _micro_batch(model: LanguageModel, work: Workload, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
+    """Make the largest micro-batch of rows with the longest prompt and completion, packed or padded."""
     batch, rows, learn = longest_rows(work, budget // work.tokens + 2, trains=trains)
-    return batch, max(micro_batches(batch.tokens, rows, learn, budget), key=lambda each: each.ids.numel())
+    return batch, max(model.split(batch.tokens, rows, learn, budget), key=lambda each: each.ids.numel())
 
 
 def _rehearse(

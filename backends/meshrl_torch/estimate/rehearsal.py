@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.errors import ConfigError
 from meshrl.roles import MemoryTerm
-from meshrl_torch.model.attention import Packed, Scores
+from meshrl_torch.model.attention import Packed
+from meshrl_torch.model.scores import Scores
 
 fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it, nor for the next
 _Mode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -141,15 +142,15 @@ class Rehearsal(NamedTuple):
     late: int = 0
     """The peak after that, beyond `before`."""
 
-    def deeper(self, shallow: "Rehearsal", layers: int) -> "Rehearsal":
-        """Extrapolate to `layers` more layers. `shallow`: the rehearsal with one layer less."""
+    def deeper(self, layers: float, deep: "Rehearsal", shallow: "Rehearsal") -> "Rehearsal":
+        """Extrapolate to `layers` more layers, each of which makes `deep` of `shallow`."""
 
-        def grown(one: int, other: int) -> int:
-            return one + layers * (one - other)
+        def grown(own: int, one: int, other: int) -> int:
+            return own + int(layers * (one - other))
 
-        held = Figures(*map(grown, self.held, shallow.held))._replace(gathered=self.held.gathered)
-        before, computed = grown(self.before, shallow.before), grown(self.computed, shallow.computed)
-        return self._replace(held=held, before=before, computed=computed)
+        held = Figures(*map(grown, self.held, deep.held, shallow.held))._replace(gathered=self.held.gathered)
+        before = grown(self.before, deep.before, shallow.before)
+        return self._replace(held=held, before=before, computed=grown(self.computed, deep.computed, shallow.computed))
 
     def figures(self) -> Figures:
         """Divide the peak."""

@@ -16,11 +16,12 @@ from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from meshrl import log
 from meshrl.errors import ConfigError, ModelError
+from meshrl_torch.model.scores import Scores
 from meshrl_torch.options import Attention
 
 
@@ -36,57 +37,6 @@ _AMPERE: Final = (8, 0)
 _HOPPER: Final = (9, 0)
 _BLACKWELL: Final = (10, 11)
 """The first numbers of Blackwell's capabilities, except those of consumer cards."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How a layer scores the keys that a query sees, which are up to its own position."""
-
-    scale: float
-    window: int | None = None
-    """Positions up to its own that a query sees. None: all."""
-    chunk: int | None = None
-    """A query sees only its own chunk of this many positions. None: no chunks."""
-    cap: float | None = None
-    """The limit of scores, which tanh approaches. None: no limit."""
-    sinks: Tensor | None = None
-    """[heads]: the score of one more key, whose value is 0. None: no such key."""
-
-    @property
-    def plain(self) -> bool:
-        """True if kernels for packed sequences compute it."""
-        return self.chunk is None and self.cap is None and self.sinks is None
-
-    def hide(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores of queries and keys at these positions: 0, or -inf if hidden."""
-        hidden = key > query
-        if self.window is not None:
-            hidden |= key <= query - self.window
-        if self.chunk is not None:
-            hidden |= key // self.chunk != query // self.chunk
-        return torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, -torch.inf)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return [rows, heads, queries, dims]. Without a mask, queries see keys up to their own, or one sees all."""
-        causal = mask is None and query.shape[2] > 1
-        if self.cap is None and self.sinks is None:
-            shared = query.shape[1] != key.shape[1]
-            return scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=shared
-            )
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        scores = query @ key.mT * self.scale
-        if self.cap is not None:
-            scores = (scores / self.cap).tanh() * self.cap
-        if causal:
-            place = torch.arange(key.shape[2], device=key.device)
-            mask = self.hide(place[:, None], place, query.dtype)
-        if mask is not None:
-            scores = scores + mask
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
-        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
-        return weights.to(value.dtype) @ value
 
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Scores], Tensor]
@@ -105,9 +55,9 @@ class Group:
     keys: int
 
     def mask(self, scores: Scores, like: Tensor) -> Tensor | None:
-        """Return what is added to the scores, [queries, keys]: 0 or -inf. None if plain causal masking suffices."""
+        """Return what is added to the scores, [queries, keys]: 0 or -inf. None if `Scores.attend` needs none."""
         clipped = min(scores.window or self.keys, scores.chunk or self.keys) < self.keys
-        if not clipped and (self.queries in (1, self.keys)):
+        if scores.own or (not clipped and self.queries in (1, self.keys)):
             return None
         key = torch.arange(self.keys, device=like.device)
         return scores.hide(key[-self.queries :, None], key, like.dtype)
@@ -283,7 +233,7 @@ class Packed:
     """The kernel for all segments at once."""
     bounds: dict[torch.device, Bounds] = field(default_factory=dict)
     """Computed in the first layer, and used in all."""
-    masks: dict[tuple[Group, int | None, int | None], Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[Group, int | None, int | None, bool], Tensor | None] = field(default_factory=dict)
     """As `bounds`."""
 
     def to(self, device: torch.device) -> "Packed":
@@ -315,7 +265,7 @@ class Packed:
         outputs: list[Tensor] = []
         for group, *parts in zip(self.groups, queries, k.split(seen), v.split(seen), strict=True):
             gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
-            name = group, scores.window, scores.chunk
+            name = group, scores.window, scores.chunk, scores.own
             if name not in self.masks:
                 self.masks[name] = group.mask(scores, q)
             outputs.append(scores.attend(gq, gk, gv, self.masks[name]).transpose(1, 2).flatten(0, 1)[None])

@@ -37,7 +37,12 @@ def one_number(head: nn.Linear, hidden: Tensor) -> Tensor:
     return linear(hidden.float(), head.weight.float(), None if bias is None else bias.float())[:, 0]
 
 
-def predicted_values(model: LanguageModel, head: nn.Linear, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+def predicted_scores(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+    """Return the score of each text that ends in a micro-batch, float32[targets]."""
+    return one_number(head, states(model, micro))
+
+
+def predicted_values(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
     """Return the value of the state that each target of a micro-batch was sampled from, float32[targets]."""
     return cast("Tensor", head(states(model, micro).float()))[:, 0]
 
@@ -97,10 +102,6 @@ class ScoreModel:
         self._pad: int | None = network.config.get_text_config().pad_token_id
         self._warned = False
         self._on_error: OnError = config.errors if isinstance(config, RewardModelConfig) else "mask"
-
-    def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
-        """Return the score of each text that ends in a micro-batch, float32[targets]."""
-        return one_number(self.head, states(self.model, micro))
 
     def score(self, passes: Passes, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, with the model's tokenizer.

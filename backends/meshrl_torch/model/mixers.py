@@ -4,7 +4,7 @@ In a packed pass they read its segments as rows, and all other modules read one 
 again for each of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from meshrl.errors import ModelError
-from meshrl_torch.model.attention import Attend, Group, Packed, Scores, moved
+from meshrl_torch.model.attention import Attend, Group, Packed, moved
 from meshrl_torch.model.packing import Ints, runs
+from meshrl_torch.model.scores import Scores
 
 _PART, _FEW = 4, 32
 """Rows of a batch are padded by at most this part of the longest, or by a few tokens."""
 
-Kinds: TypeAlias = frozenset[type[nn.Module]]
+Path: TypeAlias = tuple[str | int, ...]
+"""The place of a tensor in a call: an argument's number or name, or "" for the result, and places in tuples."""
+Kinds: TypeAlias = Mapping[type[nn.Module], frozenset[Path]]
+"""Classes of modules, and which tensors of their calls have a state for each token, [1, tokens, ...]."""
 
 
 @dataclass(frozen=True)
@@ -53,34 +57,50 @@ class Batches:
             places = [packed.keys[each] for each in places]
         return cls(tuple(places), moved(torch.from_numpy(runs(first + keys - queries, queries)), device))
 
-    def call(self, forward: Callable[..., object], args: tuple[object, ...], options: Mapping[str, object]) -> object:
-        """Call a module's `forward` for each batch, and join what it returns."""
+    def call(
+        self,
+        forward: Callable[..., object],
+        args: tuple[object, ...],
+        options: Mapping[str, object],
+        known: Collection[Path],
+    ) -> object:
+        """Call a module's `forward` for each batch, and join what it returns. `known`: tensors of tokens."""
         parts: list[object] = []
         for places in self.places:
-            named = {name: self._rows(value, places) for name, value in options.items()}
-            parts.append(forward(*(self._rows(value, places) for value in args), **named))
-        return self._joined(parts)
+            named = {name: _rows(value, places, known, (name,)) for name, value in options.items()}
+            parts.append(forward(*(_rows(value, places, known, (at,)) for at, value in enumerate(args)), **named))
+        return self._joined(parts, known, ("",))
 
-    def _rows(self, value: object, places: Tensor) -> object:
-        """Return what a module is given, for the rows of a batch."""
-        if isinstance(value, Packed):
-            return cast("Attend", _attend)
-        if isinstance(value, tuple):
-            return tuple(self._rows(each, places) for each in cast("tuple[object, ...]", value))
-        if isinstance(value, Tensor) and value.shape[:2] == (1, len(self.back)):
-            return value[0].index_select(0, places.flatten()).unflatten(0, places.shape)
-        return value
-
-    def _joined(self, parts: list[object]) -> object:
+    def _joined(self, parts: list[object], known: Collection[Path], path: Path) -> object:
         """Return what a module has returned for all batches, for the packed sequence."""
-        first = parts[0]
-        if isinstance(first, tuple):
-            return tuple(self._joined(list(each)) for each in zip(*cast("list[tuple[object]]", parts), strict=True))
-        if isinstance(first, Tensor) and first.shape[:2] == self.places[0].shape:
-            return torch.cat([part.flatten(0, 1) for part in cast("list[Tensor]", parts)]).index_select(0, self.back)[
-                None
-            ]
-        return first
+        if isinstance(parts[0], tuple):
+            columns = enumerate(zip(*cast("list[tuple[object]]", parts), strict=True))
+            return tuple(self._joined(list(each), known, (*path, at)) for at, each in columns)
+        if path not in known:
+            return parts[0]
+        flat = torch.cat([part.flatten(0, 1) for part in cast("list[Tensor]", parts)])
+        return flat.index_select(0, self.back)[None]
+
+
+def _rows(value: object, places: Tensor, known: Collection[Path], path: Path) -> object:
+    """Return what a module is given, for the rows of a batch."""
+    if isinstance(value, Packed):
+        return cast("Attend", _attend)
+    if isinstance(value, tuple):
+        parts = enumerate(cast("tuple[object, ...]", value))
+        return tuple(_rows(each, places, known, (*path, at)) for at, each in parts)
+    if isinstance(value, Tensor) and path in known:
+        return value[0].index_select(0, places.flatten()).unflatten(0, places.shape)
+    return value
+
+
+def _of_tokens(value: object, tokens: int, path: Path) -> Iterator[Path]:
+    """Yield the paths of tensors that have a state for each token. No size of a model is as their number, a prime."""
+    if isinstance(value, tuple):
+        for at, each in enumerate(cast("tuple[object, ...]", value)):
+            yield from _of_tokens(each, tokens, (*path, at))
+    elif isinstance(value, Tensor) and value.shape[:2] == (1, tokens):
+        yield path
 
 
 def _alike(lengths: Ints) -> Iterator[Ints]:
@@ -111,12 +131,14 @@ class Mixers:
         call = cast("Callable[..., object]", torch.compiler.disable(self._call))
         for module in network.modules():
             if type(module) in kinds:
-                module.forward = partial(call, MethodType(type(module).forward, module))
+                module.forward = partial(call, MethodType(type(module).forward, module), kinds[type(module)])
 
-    def _call(self, forward: Callable[..., object], *args: object, **options: object) -> object:
+    def _call(
+        self, forward: Callable[..., object], known: Collection[Path], *args: object, **options: object
+    ) -> object:
         batches, self.batches = self.batches, None  # mixers inside get rows
         try:
-            return forward(*args, **options) if batches is None else batches.call(forward, args, options)
+            return forward(*args, **options) if batches is None else batches.call(forward, args, options, known)
         finally:
             self.batches = batches
 
@@ -126,16 +148,19 @@ def kinds_in(network: nn.Module, packed: Packed, read: Callable[[], object]) -> 
 
     `read` passes segments through the network, packed as `packed`.
     """
-    found: set[type[nn.Module]] = set()
+    found: dict[type[nn.Module], frozenset[Path]] = {}
     batches = Batches.of(packed, next(network.parameters()).device)
 
     def compare(module: nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
-        together = _states(module.forward(*args, **options))
-        if together is None or together.shape[:2] != (1, len(batches.back)):
+        returned = module.forward(*args, **options)
+        together, tokens = _states(returned), len(batches.back)
+        if together is None or together.shape[:2] != (1, tokens):
             return
-        apart = _states(batches.call(module.forward, args, options))
+        parts = [*enumerate(args), *options.items(), ("", returned)]
+        known = frozenset(path for name, each in parts for path in _of_tokens(each, tokens, (name,)))
+        apart = _states(batches.call(module.forward, args, options, known))
         if apart is None or not torch.allclose(together, apart, rtol=1e-4, atol=1e-5):
-            found.add(type(module))
+            found[type(module)] = found.get(type(module), frozenset()) | known
 
     layers = [each for parts in network.modules() if isinstance(parts, nn.ModuleList) for each in parts]
     parts = [part for layer in layers for part in layer.children()]
@@ -145,7 +170,7 @@ def kinds_in(network: nn.Module, packed: Packed, read: Callable[[], object]) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    return frozenset(found)
+    return found
 
 
 def _states(returned: object) -> Tensor | None:

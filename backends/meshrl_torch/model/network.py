@@ -21,7 +21,7 @@ from meshrl_torch.model.linear import use_onednn
 from meshrl_torch.model.mixers import Batches, Mixers
 from meshrl_torch.model.packing import MicroBatch, Rows, micro_batches
 from meshrl_torch.model.positions import ANY, Rotaries
-from meshrl_torch.model.proof import proved, stand_in, why_not_packed
+from meshrl_torch.model.proof import proved, read_padded, stand_in
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
 
@@ -244,6 +244,18 @@ def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
     return model
 
 
+def as_its_values_allow(model: LanguageModel, fault: ModelError | None, packing: Packing) -> LanguageModel:
+    """Return a model that packs rows, or pads them if it must not pack them with its values, for the reason `fault`.
+
+    ModelError if a table asks for packed rows.
+    """
+    if fault is None:
+        return model
+    model = read_padded(model, fault, packing, partial(_with_network, model))
+    model.network.set_attn_implementation(model.layout.attention)
+    return model
+
+
 def stand_in_of(model: LanguageModel) -> LanguageModel:
     """Return a model of the same architecture in float32, with short windows. See `stand_in`."""
     return _with_network(model, stand_in(model.network, model.max_tokens))
@@ -253,7 +265,13 @@ def _with_network(model: LanguageModel, network: PreTrainedModel) -> LanguageMod
     rotaries = Rotaries(network, model.native_tokens) if model.native_tokens < ANY else None
     mixers = Mixers(network, model.mixers.kinds) if model.mixers else None
     return replace(
-        model, network=network, head=headless(network), routers=None, rotaries=rotaries, mixers=mixers, kernel=None
+        model,
+        network=network,
+        head=headless(network),
+        routers=Routers.of(network),
+        rotaries=rotaries,
+        mixers=mixers,
+        kernel=None,
     )
 
 
@@ -301,9 +319,3 @@ def body_of(network: PreTrainedModel) -> PreTrainedModel:
     if len(found) != 1:
         raise ModelError(f"{type(network).__name__} has no body apart from its head")
     return found[0]
-
-
-def check_packing(model: LanguageModel) -> None:
-    """Raise ModelError if rows of a model that packs them see each other with its present values and dtype."""
-    if model.layout is PACKED and (fault := why_not_packed(model)):
-        raise ModelError(f'{fault}: set packing = "padded"')

@@ -16,11 +16,12 @@ from meshrl import log
 from meshrl.data import Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
-from meshrl_torch.model.attention import Group, Packed
+from meshrl_torch.model.attention import Packed, moved
 from meshrl_torch.model.layout import PACKED, PaddedRows
 from meshrl_torch.model.making import MAKING, WithoutValues
 from meshrl_torch.model.mixers import Kinds, Mixers, kinds_in
-from meshrl_torch.model.packing import micro_batches, whole
+from meshrl_torch.model.packing import MicroBatch, whole
+from meshrl_torch.model.routing import Choosing, Routes
 
 if TYPE_CHECKING:
     from meshrl_torch.model.network import LanguageModel
@@ -37,8 +38,15 @@ _WINDOWS: Final = {"sliding_window": 3, "attention_chunk_size": 3}
 """Keys of a configuration that bound what a token sees, and their value in a stand-in."""
 _LIMITS: Final = {"attn_logit_softcapping": 0.5, "floor_scale": 3}
 """Keys of a configuration whose effect only large scores or positions show, and their value in a stand-in."""
-_FIRST, _OTHER, _OWN, _LAST = (2, 3, 4), (6, 5, 7), (5, 6, 2, 3), (4, 5)
-"""Three segments, and another one in place of the first."""
+_OWN, _LAST, _LONG = (5, 6, 2, 3), (4, 5), (2, 3, 4, 5, 6, 2, 3)
+"""Three rows."""
+_PROMPT = (8, 9)
+_ROWS: Final = ((2, 3, 4), (*_PROMPT, *_OWN), (*_PROMPT, 4, 7), (3, 5))
+"""The rows of a packed pass. Two share a prompt, and all have other lengths."""
+_OTHERS: Final = ((6, 5, 7), (*_PROMPT, *_OWN[:-1], 4), (*_PROMPT, 4, 5), (5, 4))
+"""The same prompt and lengths, and the tokens of the second row but its last. All else differs."""
+_EVEN: Final = ((2, 3, 4, 7), (5, 6, 2, 3), (9, 4, 5, 8))
+"""Rows of one length, in the order of a packed pass."""
 
 _found: Final[dict[tuple[str, str, int], tuple[ModelError | None, Kinds]]] = {}
 """What `_packs` says of an architecture, by its configuration and longest row."""
@@ -64,15 +72,28 @@ def proved(
         model = replace(model, mixers=Mixers(model.network, kinds))
     if fault is None and model.device.type != "meta":
         fault = why_not_packed(model)
-    if fault is not None and packing == "packed":
+    if fault is not None or packing == "padded":
+        return read_padded(model, fault, packing, with_network)
+    by_rows = {"by_rows": sorted(each.__name__ for each in kinds)} if kinds else {}
+    log.info("rows of a pass", model=name, layout="packed", **by_rows)
+    return replace(model, layout=PACKED)
+
+
+def read_padded(
+    model: "LanguageModel",
+    fault: ModelError | None,
+    packing: Packing,
+    with_network: Callable[[PreTrainedModel], "LanguageModel"],
+) -> "LanguageModel":
+    """Return a model that reads padded rows, as is proved of a stand-in. The log says so.
+
+    `fault`: why it does not pack them, if it cannot. ModelError if "packed" is asked for.
+    """
+    if packing == "packed":
         raise ModelError(f'{fault}, so its rows cannot be packed: set packing = "auto" to train it with padded rows')
-    if fault is None and packing != "padded":
-        by_rows = {"by_rows": sorted(each.__name__ for each in kinds)} if kinds else {}
-        log.info("rows of a pass", model=name, layout="packed", **by_rows)
-        return replace(model, layout=PACKED)
     layout = _padded(with_network(stand_in(model.network, model.max_tokens)))
     layout = replace(layout, why=str(fault or 'packing = "padded"'))
-    log.info("rows of a pass", model=name, layout="padded", why=layout.why)
+    log.info("rows of a pass", model=type(model.network).__name__, layout="padded", why=layout.why)
     return replace(model, layout=layout)
 
 
@@ -80,15 +101,15 @@ def _packs(probe: "LanguageModel") -> tuple[ModelError | None, Kinds]:
     """Say why a stand-in does not pack rows, if it does not, and what has to read segments as rows if it does."""
     fault = why_not_packed(probe)
     if fault is None:
-        return None, Kinds()
+        return None, {}
     probe.network.set_attn_implementation(PACKED.attention)
     try:
         with torch.no_grad():
-            kinds = kinds_in(probe.network, Packed(_groups(_FIRST)), partial(_packed_states, probe, _FIRST))
+            kinds = kinds_in(probe.network, _packed(probe, _ROWS).attend, partial(_packed_states, probe, _ROWS))
     except Exception:  # noqa: BLE001 - as `why_not_packed`
-        return fault, Kinds()
+        return fault, {}
     fault = why_not_packed(replace(probe, mixers=Mixers(probe.network, kinds))) if kinds else fault
-    return fault, kinds if fault is None else Kinds()
+    return fault, kinds if fault is None else {}
 
 
 @torch.no_grad()
@@ -102,7 +123,7 @@ def _check_head(model: "LanguageModel") -> None:
         states = _states(replace(model, layout=PaddedRows("eager")), [_OWN])[0]
         wanted, found = network(input_ids=_ids(model, [_OWN]), use_cache=False).logits[0].float(), model.logits(states)
     except Exception as error:
-        raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        raise _unreadable(name) from error
     if found.shape != wanted.shape or not _close(found, wanted):
         raise ModelError(f"{name} makes its logits of more than its last hidden states: meshrl cannot train it")
 
@@ -110,29 +131,29 @@ def _check_head(model: "LanguageModel") -> None:
 def why_not_packed(model: "LanguageModel") -> ModelError | None:
     """Say how the rows of a packed sequence see each other, or why the model computes something else for them.
 
-    One of them has the model's last positions, because positions may depend on the highest of a pass.
+    Nothing that a row does not see may change a bit of its states, in the dtype of the weights. In float32 they must
+    also be what the model's own code computes, to rounding.
     """
     name, network = type(model.network).__name__, model.network
-    packed = replace(model, layout=PACKED)
+    packed, wrong = replace(model, layout=PACKED), None
     network.set_attn_implementation(PACKED.attention)
     try:
         with torch.no_grad():
-            own, other = (_packed_states(packed, first) for first in (_FIRST, _OTHER))
-            if _dtype(model) != torch.float32:
-                wrong = None if _close(own, other, math.sqrt(torch.finfo(own.dtype).eps)) else "see each other"
-            elif not _close(own, other, _ROUNDING):
+            followed, rows, seen = _seen_behind_others(packed)
+            if not torch.equal(rows[1][:-1], seen) and not (_regroups(packed, followed) and _are_a_batch(packed)):
                 wrong = "see each other"
-            else:
+            elif _dtype(model) == torch.float32:
                 network.set_attn_implementation("eager")
                 eager = replace(model, layout=PaddedRows("eager"))
-                alone = torch.cat([_states(eager, [row])[0] for row in (_OWN, (*_FIRST, *_OWN))])
-                network.set_attn_implementation(PACKED.attention)
-                found = torch.cat([own, _sharing_states(packed)])
-                wrong = None if _close(found, alone, 10 * _ROUNDING) else "are not what transformers computes"
+                alone = [_states(eager, [row])[0] for row in _ROWS[:3]]
+                same = _close(torch.cat(rows[:3]), torch.cat(alone)) and _close(seen, alone[1][:-1])
+                wrong = None if same else "are not what transformers computes"
     except ModelError as error:
         return error
     except Exception as error:  # noqa: BLE001 - whatever the model's code does with what it was not written for
         return ModelError(f"{name} does not take the keywords of packed sequences: {type(error).__name__}: {error}")
+    finally:
+        network.set_attn_implementation(PACKED.attention)
     if wrong is None:
         return None
     return ModelError(
@@ -141,33 +162,77 @@ def why_not_packed(model: "LanguageModel") -> ModelError | None:
     )
 
 
-def _packed_states(model: "LanguageModel", first: Sequence[int]) -> Tensor:
-    """Return the states of the second of three packed rows."""
-    last = max(1, min(model.max_tokens, _FARTHEST) - 1)
-    ids = torch.tensor([[*first, *_OWN, *_LAST]], device=model.device) % model.known
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, last - 1, last]], device=model.device)
-    beyond = positions >= model.native_tokens if last >= model.native_tokens else None
-    return model.hidden(ids, positions, Packed(_groups(first)), None, beyond)[0, len(first) :][: len(_OWN)]
+def _seen_behind_others(model: "LanguageModel") -> tuple["LanguageModel", list[Tensor], Tensor]:
+    """Return the states of packed rows, and of one of them but its last token, where all that it does not see differs.
+
+    The model comes first, without routers if they cannot be told their experts. The last row then has the model's last
+    positions, because positions may depend on the highest of a pass. Experts are the same, because other numbers of
+    tokens for each are multiplied in another order.
+    """
+    routes = None if model.routers is None else Routes()
+    try:
+        rows = _packed_states(model, _ROWS, routes)
+        given = None if routes is None else Routes(torch.stack(routes.seen, 1).long())
+        others = _packed_states(model, _OTHERS, given, far=True)
+    except (ModelError, RuntimeError):
+        if routes is None:
+            raise
+        model.begin(None, None)  # its routers cannot be followed
+        return _seen_behind_others(replace(model, routers=None))
+    return model, rows, others[1][:-1]
 
 
-def _groups(first: Sequence[int]) -> tuple[Group, ...]:
-    return tuple(Group(1, len(each), len(each)) for each in (first, _OWN, _LAST))
+def _regroups(model: "LanguageModel", followed: "LanguageModel") -> bool:
+    """True if a model has other routers than those of `followed`, which are told their experts."""
+    if model.routers is not followed.routers:
+        return True
+    with Choosing(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
+        _packed_states(model, _ROWS)
+    return choosing.unknown(model.routers) is not None
 
 
-def _sharing_states(model: "LanguageModel") -> Tensor:
-    """Return the states of a packed row that shares its prompt with another."""
-    tokens = Ragged.of([[*_FIRST, *_OWN, 0], [*_FIRST, *_LAST, 0]], np.int32)
-    mask = Ragged.of([np.arange(length) >= len(_FIRST) for length in tokens.lengths.tolist()], np.bool_)
-    (micro,) = micro_batches(tokens, whole(tokens, mask), None, len(tokens.values))
-    micro = micro.to(model.device)
-    states = model.hidden(micro.ids % model.known, micro.positions, micro.attend)[0]
-    first = np.flatnonzero(micro.target < tokens.offsets[1])
-    return states[micro.source[torch.from_numpy(first[np.argsort(micro.target[first])]).to(model.device)]]
+def _are_a_batch(model: "LanguageModel") -> bool:
+    """True if packed rows of one length have the bits of the model's own code for a batch of them.
+
+    So they do not see each other, even if their bits depend on how many tokens each expert has.
+    """
+    found = torch.stack(_packed_states(model, _EVEN))
+    for kind in ("sdpa", "eager"):
+        try:
+            model.network.set_attn_implementation(kind)
+        except (ValueError, ImportError):  # a model without it
+            continue
+        if torch.equal(_states(replace(model, layout=PaddedRows(kind)), _EVEN), found):
+            return True
+    return False
+
+
+def _packed_states(
+    model: "LanguageModel", rows: Sequence[Sequence[int]], routes: Routes | None = None, *, far: bool = False
+) -> list[Tensor]:
+    """Return the states of each of some packed rows. `far`: the last one has the model's last positions."""
+    micro = _packed(model, rows)
+    positions, last = micro.positions, min(model.max_tokens, _FARTHEST)
+    if far and last > len(rows[-1]):
+        is_last = moved(torch.from_numpy(micro.read > micro.read.max() - len(rows[-1])), model.device)
+        positions = positions + (last - len(rows[-1])) * is_last
+    beyond = positions >= model.native_tokens if far else None
+    states = model.hidden(micro.ids % model.known, positions, micro.attend, routes, beyond)[0]
+    return list(states[micro.source[np.argsort(micro.target)]].split([len(row) for row in rows]))
+
+
+def _packed(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """Pack rows, of which some may begin with a prompt that they share."""
+    tokens = Ragged.of([[*row, 0] for row in rows], np.int32)
+    shared = [len(_PROMPT) if tuple(row[: len(_PROMPT)]) == _PROMPT else 0 for row in rows]
+    mask = Ragged.of([np.arange(len(row) + 1) >= own for row, own in zip(rows, shared, strict=True)], np.bool_)
+    (micro,) = model.split(tokens, whole(tokens, mask), None, len(tokens.values))
+    return micro.to(model.device)
 
 
 def _padded(model: "LanguageModel") -> PaddedRows:
     """Prove that the rows of a padded pass are those of the model alone, with the first attention that does it."""
-    rows, network, name = [(*_FIRST, *_OWN), _OWN], model.network, type(model.network).__name__
+    rows, network, name = [_LONG, _OWN], model.network, type(model.network).__name__
     with torch.no_grad():
         try:
             network.set_attn_implementation("eager")
@@ -185,10 +250,17 @@ def _padded(model: "LanguageModel") -> PaddedRows:
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+            raise _unreadable(name) from error
     raise ModelError(
         f"{name} computes something else for a row next to a longer one (it is not causal, or its positions depend on "
         "the longest row): choose a decoder, such as a Llama or a Qwen3"
+    )
+
+
+def _unreadable(name: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be read: its code does not compute the states of token ids alone, or logits of states alone, "
+        "as other decoders do. Choose one of those, such as a Llama or a Qwen3"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COLUMN: Final = "experts"
 """int16[tokens, layers, experts of a token]: the experts of each token in each layer that routes. -1: unknown."""
+_REMEDY: Final = ", so its choice cannot be repeated: remove sampler.record_experts"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,42 @@ class _Follow(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
+class Choosing(TorchFunctionMode):
+    """Collects the modules that take the highest of some numbers for each token, other than one for each token."""
+
+    def __init__(self, network: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self._found: dict[nn.Module, None] = {}
+        self._tokens, self._network = tokens, network
+        self._inside: list[nn.Module] = []
+
+    def unknown(self, routers: "Routers | None") -> nn.Module | None:
+        """Return one that is in no router, or None."""
+        return next((each for each in self._found if routers is None or not routers.has(each)), None)
+
+    def __enter__(self) -> Self:
+        modules = list(self._network.modules())
+        self._hooks = [each.register_forward_pre_hook(lambda own, _: self._inside.append(own)) for each in modules]
+        self._hooks += [each.register_forward_hook(lambda *_: self._leave()) for each in modules]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _leave(self) -> None:
+        self._inside.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.topk, Tensor.topk) and self._inside and args[0].shape[-1] not in (1, self._tokens):
+            self._found[self._inside[-1]] = None
+        return func(*args, **(kwargs or {}))
+
+
 class Routers:
     """The routers of a network. In a pass with `routes` they record or follow experts."""
 
@@ -83,6 +120,10 @@ class Routers:
             if name != "experts" and isinstance(getattr(module, "top_k", None), int)
         ]
         return cls(routers) if routers else None
+
+    def has(self, module: nn.Module) -> bool:
+        """True if a module is one of them, or inside one."""
+        return any(module is each for router in self._routers for each in router.modules())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,10 +153,7 @@ class Routers:
         return output
 
     def _unknown(self, number: int, why: str) -> ModelError:
-        return ModelError(
-            f"{type(self._routers[number]).__name__} {why}, so its choice cannot be repeated: remove "
-            "sampler.record_experts"
-        )
+        return ModelError(f"{type(self._routers[number]).__name__} {why}{_REMEDY}")
 
 
 def routed(model: "LanguageModel") -> tuple[int, int]:
@@ -123,15 +161,14 @@ def routed(model: "LanguageModel") -> tuple[int, int]:
 
     ConfigError if no layer routes. ModelError with the name of a router that cannot be followed.
     """
-    routers = model.routers
-    if routers is None:
-        raise ConfigError(
-            "sampler.record_experts is set, but the model is not a mixture of experts, or has unknown routers: remove "
-            "it"
-        )
-    ids, routes = torch.tensor([[0, 1]]), Routes()
+    routers, ids, routes = model.routers, torch.tensor([[0, 1]]), Routes()
     with torch.no_grad():
-        model.hidden(ids, torch.arange(2)[None], IDLE.attend, routes)
+        with Choosing(model.network, ids.shape[1]) as choosing:
+            model.hidden(ids, torch.arange(2)[None], IDLE.attend, routes)
+        if unknown := choosing.unknown(routers):
+            raise ModelError(f"{type(unknown).__name__} chooses in an unknown way{_REMEDY}")
+        if routers is None:
+            raise ConfigError("sampler.record_experts is set, but the model is not a mixture of experts: remove it")
         others = (torch.from_numpy(routes.recorded().astype(np.int64)) + 1) % routers.experts
         model.hidden(ids, torch.arange(2)[None], IDLE.attend, Routes(others))
     return routers.shape

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.attention import Attend, Packed, Scores
+from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs
 from meshrl_torch.model.routing import Routes
+from meshrl_torch.model.scores import Scores
 
 Ints = NDArray[np.int64]
 

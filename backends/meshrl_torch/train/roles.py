@@ -36,7 +36,7 @@ from meshrl.roles import (
 )
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import State
-from meshrl_torch.model.heads import ScoreModel, predicted_values, value_head, values, with_score
+from meshrl_torch.model.heads import ScoreModel, predicted_scores, predicted_values, value_head, values, with_score
 from meshrl_torch.model.lora import adapters, merged, prepare, trained
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch, learned
@@ -61,11 +61,17 @@ class RoleModel:
     name: str
     """The role, for messages."""
     model: LanguageModel
-    predict: Predict
+    computes: Callable[[LanguageModel, Batch, MicroBatch], Tensor]
+    """Its predictions, as `Predict`, with a model."""
     head: nn.Linear | None = None
     """A critic's head, which is not part of the model."""
     adapted: PolicyConfig | None = None
     """The table of a policy with adapters."""
+
+    @property
+    def predict(self) -> Predict:
+        """Its predictions with its model."""
+        return partial(self.computes, self.model)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -91,15 +97,15 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     if isinstance(config, PolicyConfig):
         model = prepare(model, config)
         adapted = config if config.lora else None
-        return RoleModel("policy", model, partial(predicted, model, follows=True), adapted=adapted)
+        return RoleModel("policy", model, partial(predicted, follows=True), adapted=adapted)
     if isinstance(config, CriticConfig):
         head = value_head(model, config)
-        return RoleModel("critic", model, partial(predicted_values, model, head), head)
+        return RoleModel("critic", model, partial(predicted_values, head), head)
     if isinstance(config, RewardModelConfig | RewardTrainingConfig):
         scorer = with_score(model, config)
-        return RoleModel("reward model", scorer.model, scorer.predicted)
+        return RoleModel("reward model", scorer.model, partial(predicted_scores, scorer.head))
     if isinstance(config, ReferenceConfig):
-        return RoleModel("reference", model, partial(predicted, model))
+        return RoleModel("reference", model, predicted)
     raise ConfigError(f"a {type(config).__name__} is not the table of a role whose memory is known")
 
 

@@ -1,6 +1,6 @@
 """Make the buckets of a broadcast: which parts of a rank's tensors are in each, and their bytes."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -59,17 +59,23 @@ class OutgoingBucket(NamedTuple):
 
 
 def make_buckets(
-    boxes: Iterable[Box], dtype: torch.dtype, limit: int, matrices: Collection[str] = frozenset()
+    boxes: Iterable[Box],
+    dtype: torch.dtype,
+    limit: int,
+    matrices: Collection[str] = frozenset(),
+    is_wide: Callable[[str], bool] = lambda _: False,
 ) -> list[OutgoingBucket]:
     """Make buckets of at most `limit` bytes. Larger tensors are split.
 
-    `matrices`: names of those that are sent in FP8, where a box has whole rows of them. A piece of at least half of the
+    `matrices`: names of those that are sent in FP8, where a box has whole rows of them. `is_wide`: True for the names
+    of those that are sent in float32. A piece of at least half of the
     limit is its own bucket: unless it is in FP8, it needs no staging on a side that has it contiguous.
     """
     buckets, pieces, end = list[OutgoingBucket](), list[Piece](), 0
     for box in boxes:
         in_fp8 = box.name in matrices and _has_whole_rows(box, limit)
-        for piece in _rows_in_fp8(box, dtype, limit) if in_fp8 else _cut(box, dtype, limit):
+        own = torch.float32 if is_wide(box.name) else dtype
+        for piece in _rows_in_fp8(box, dtype, limit) if in_fp8 else _cut(box, own, limit):
             if piece.end >= limit // 2:
                 buckets.append(OutgoingBucket.of([piece]))
                 continue

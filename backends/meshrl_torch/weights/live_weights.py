@@ -1,6 +1,7 @@
 """Weights that a policy's ranks broadcast from their shards, bucket by bucket, as a value."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final, Self, cast
 
 import torch
@@ -21,6 +22,7 @@ from meshrl_torch.wire.bucket_bytes import nbytes_of, place_in
 from meshrl_torch.wire.manifest import Manifest, Part, RankBuckets
 from meshrl_torch.wire.plan import ConflictError
 from meshrl_torch.wire.reader import Damaged, Lost, Reader
+from meshrl_torch.wire.wide import is_wide
 
 
 class LiveWeights(Weights):
@@ -64,8 +66,8 @@ class LiveWeights(Weights):
         """The whole tensors, received on first use. DataLost if they are no longer available."""
         if self._whole is None:
             self.check_quantized("")
-            dtype = getattr(torch, self.manifest.dtype)
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in self.manifest.shapes.items()}
+            dtypes = {name: getattr(torch, dtype) for name, dtype in self.manifest.dtypes.items()}
+            tensors = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in self.manifest.shapes.items()}
             self._receive(tensors, lambda: None)
             arrays = {name: array_of(tensor) for name, tensor in tensors.items()}
             self._whole = Weights(self.version, arrays).buckets
@@ -109,7 +111,8 @@ class LiveWeights(Weights):
         ModelError if a bucket differs from the sent bytes, DataLost if some never arrive.
         """
         self.check_quantized("")
-        given = {name: TensorSpec(self.manifest.dtype, shape) for name, shape in self.manifest.shapes.items()}
+        dtypes = self.manifest.dtypes
+        given = {name: TensorSpec(dtypes[name], shape) for name, shape in self.manifest.shapes.items()}
         check_specs(specs_of({name: array_of(tensor) for name, tensor in tensors.items()}), given, self.version)
         self._receive(tensors, begin)
 
@@ -181,7 +184,8 @@ def make_sender(config: PolicyConfig, passes: Passes) -> Sender:
         if refusal := fp8.refusal(network):
             raise ConfigError(f"{refusal}. Remove policy.weight_sync_dtype")
         matrices = fp8.matrices(network)
-    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20, matrices)
+    wide = partial(is_wide, passes.model.network)
+    return Sender(passes.ranks, current_rank(), passes.model.device, dtype, config.bucket_mib << 20, matrices, wide)
 
 
 def offer_weights(sender: Sender, version: int, probe: Probe | None, shards: Iterable[Box]) -> LiveWeights:

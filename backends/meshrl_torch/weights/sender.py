@@ -54,9 +54,11 @@ class Sender:
 
     def __init__(
         self, ranks: RankGroup, rank: Rank, device: torch.device, dtype: torch.dtype, limit: int,
-        matrices: Collection[str] = frozenset(),
+        matrices: Collection[str] = frozenset(), is_wide: Callable[[str], bool] = lambda _: False,
     ) -> None:  # fmt: skip
         """All ranks construct theirs together. `limit`: half the bytes of memory for buckets. `matrices`: sent in FP8.
+
+        `is_wide`: True for the names of tensors that are sent in float32.
 
         Raises ConfigError if the ranks are not processes.
         """
@@ -75,7 +77,7 @@ class Sender:
         self._server = BucketServer(server_name(self._prefix, rank.index)) if opens else None
         self.dtype: Final = str(dtype).removeprefix("torch.")
         """The name of the dtype."""
-        self._device, self._dtype, self._matrices = device, dtype, matrices
+        self._device, self._dtype, self._matrices, self._is_wide = device, dtype, matrices, is_wide
         reserved = _RESERVED + _RESERVED_FOR_FP8 if matrices else _RESERVED
         self._limit = 2 * (limit - min(limit // 8, reserved)) // IN_FLIGHT // ALIGNED * ALIGNED
         self._connection = StoreConnection(self.address)
@@ -93,7 +95,7 @@ class Sender:
         self.end()
         self._offers += 1
         key = f"{self._prefix}/{self._offers}"
-        buckets = make_buckets(boxes, self._dtype, self._limit, self._matrices)
+        buckets = make_buckets(boxes, self._dtype, self._limit, self._matrices, self._is_wide)
         self._sending = threading.Thread(target=self._serve, args=(key, buckets), name="meshrl-sender", daemon=True)
         self._sending.start()
         return key, tuple(bucket.layout for bucket in buckets)

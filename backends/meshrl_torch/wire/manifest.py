@@ -53,7 +53,7 @@ class Manifest(NamedTuple):
     """HOST:PORT of the store of the policy's ranks."""
     key: str
     dtype: str
-    """The name of the policy's dtype in numpy and torch. Matrices may be sent in FP8 instead."""
+    """The name of the policy's dtype in numpy and torch. Some tensors are float32, and matrices may be sent in FP8."""
     sources: tuple[RankBuckets, ...]
 
     @property
@@ -76,6 +76,11 @@ class Manifest(NamedTuple):
         """Shapes of the policy's whole tensors."""
         scales = {name + SCALE for name in self.in_fp8}
         return {name: shape for name, shape in self.sent.items() if name not in scales}
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """Dtypes of the policy's whole tensors, those of matrices before they are sent in FP8."""
+        return {part.name: self.dtype if part.dtype == FP8 else part.dtype for part in self.parts}
 
     def send_order(self) -> Iterator[tuple[RankBuckets, int]]:
         """Yield all buckets in the order in which they are sent, as their source and their number among its layouts.

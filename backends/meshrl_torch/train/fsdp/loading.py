@@ -8,20 +8,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshrl.data import Weights
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, ModelError
 from meshrl.mesh import Array, Rank
 from meshrl.roles import ModelConfig, PolicyConfig, options_of
 from meshrl_torch.model.attention import chosen
 from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of
+from meshrl_torch.model.layout import PACKED
 from meshrl_torch.model.loading import load, outline, packing_of
 from meshrl_torch.model.lora import own_name
-from meshrl_torch.model.network import LanguageModel, check_packing, with_layout
+from meshrl_torch.model.network import LanguageModel, as_its_values_allow, with_layout
+from meshrl_torch.model.proof import why_not_packed
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.sharded import Sharded, local, rectangle, shard
 from meshrl_torch.train.fsdp.world import World
 from meshrl_torch.train.roles import RoleModel, role_model
 from meshrl_torch.weights.transfer import TensorSpec, check_weights, copy_into
+from meshrl_torch.wire.wide import dtype_in
 
 _NETWORK: Final = "parts.0."
 """The prefix of a model's parameters in a `Root`."""
@@ -54,8 +57,8 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
     if files is not None:
         device = torch.device("cpu") if layout.cpu_offload else world.device
         world.agree(lambda: _fill(sharded, files, device))
-    with torch.no_grad():  # in the dtype of passes
-        sharded(lambda: _checked(role.model))
+    if role.model.layout is PACKED:
+        return _as_its_values_allow(config, role, sharded)
     return role, sharded
 
 
@@ -73,19 +76,33 @@ def _fill(sharded: Sharded, files: ModelFiles, device: torch.device) -> None:
     files.read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
 
 
-def _checked(model: LanguageModel) -> Tensor:
-    check_packing(model)
-    return torch.zeros(())
+@torch.no_grad()
+def _as_its_values_allow(config: ModelConfig, role: RoleModel, sharded: Sharded) -> tuple[RoleModel, Sharded]:
+    """Let a model pad rows, on all ranks, if packed ones see each other with its values in the dtype of passes."""
+    found: list[ModelError | None] = []
+
+    def check() -> Tensor:
+        found.append(why_not_packed(role.model))
+        return torch.zeros(())
+
+    sharded(check)
+    fault = next(filter(None, sharded.world.agree(found.pop)), None)
+    model = sharded.world.together(lambda: as_its_values_allow(role.model, fault, packing_of(config)))
+    return replace(role, model=model), replace(sharded, model=model)
 
 
 def take(sharded: Sharded, weights: Weights, dtype: str) -> None:
-    """Copy weights, whole tensors of `dtype`, into a model's shards. All ranks call it together.
+    """Copy weights, whole tensors of a model of `dtype`, into a model's shards. All ranks call it together.
 
     ModelError on all ranks, and nothing is copied, if they are of another model or differ from the sent bytes.
     """
     sharded.reshard()
     own = sharded.saved
-    forms = {name: TensorSpec(dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+    network, wanted = sharded.model.network, cast("torch.dtype", getattr(torch, dtype))
+    forms = {
+        name: TensorSpec(str(dtype_in(network, name, wanted)).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in own.items()
+    }
     sharded.world.agree(lambda: check_weights(forms, weights))
     with torch.no_grad():
         for name, tensor in own.items():

@@ -16,6 +16,7 @@ from meshrl_torch.train import roles
 from meshrl_torch.train.fsdp.loading import load_sharded, take
 from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer, ShardedState
 from meshrl_torch.train.fsdp.sharded import Sharded, gathered, is_first, local, rectangle
+from meshrl_torch.wire.wide import dtype_in
 
 
 class ShardedTrainable(roles.Trainable):
@@ -34,7 +35,7 @@ class ShardedTrainable(roles.Trainable):
         self._sharded.begin(last)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's share, in the table's dtype, with about as many bytes as the others'."""
+        """Yield this rank's share, in the dtypes of the table's model, with about as many bytes as the others'."""
         sharded, role = self._sharded, self._role
         tensors = role.published(sharded.whole()).items() if role.adapted else sharded.tensors()
         loads = [0] * dist.get_world_size()
@@ -42,7 +43,10 @@ class ShardedTrainable(roles.Trainable):
             lightest = loads.index(min(loads))
             loads[lightest] += tensor.numel()
             if lightest == sharded.world.number:
-                yield name, tensor.to(self._dtype)
+                yield name, self._as_sent(name, tensor)
+
+    def _as_sent(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(dtype_in(self._role.model.network, name, self._dtype))
 
     def shards(self) -> Iterator[Box]:
         """Yield this rank's shards, in float32. Of ranks with the same shard, the first has it."""
@@ -54,7 +58,7 @@ class ShardedTrainable(roles.Trainable):
     def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, or the adapters like peft, on the first rank."""
         role, sharded = self._role, self._sharded
-        tensors = {name: tensor.to(self._dtype) for name, tensor in sharded.whole().items()}
+        tensors = {name: self._as_sent(name, tensor) for name, tensor in sharded.whole().items()}
         head = {name: gathered(each).cpu() for name, each in role.head.named_parameters()} if role.head else None
         sharded.world.first(lambda: saving.write(role.model, folder, head, tensors, role.adapted))
 
