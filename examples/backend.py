@@ -41,7 +41,7 @@ class TablePolicy(rl.Policy):
         check_predicts(loss, "logprobs")
         check_sources(batch, loss, self.version)
         losses = torch.zeros(len(batch.tokens.values))
-        losses[batch.loss_mask.values] = self._losses(batch, loss).detach()
+        losses[torch.tensor(batch.loss_mask.values)] = self._losses(batch, loss).detach()
         self.added.append((batch, loss))
         columns = (await self.logprobs(batch)).only("logprobs")
         return LossResult(columns.assign(losses=Ragged(losses.numpy(), batch.tokens.offsets)), Metrics({}))
