@@ -239,7 +239,8 @@ class LoraConfig(Config):
     """The optimizer of these adapters, with its own schedule. Default: the policy's."""
 
 
-def _name_of_adapter(name: str) -> str:
+def name_of_adapter(name: str) -> str:
+    """Return the name of an adapter. ValueError if it cannot be one."""
     if not re.fullmatch(ADAPTER_NAME, name):
         raise ValueError(f"{name!r} is no name of an adapter: take letters, digits, `-`, `_` and `.`, at most 128")
     if name == DEFAULT_ADAPTER:
@@ -249,7 +250,7 @@ def _name_of_adapter(name: str) -> str:
 
 ADAPTER_NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 """What the name of an adapter looks like. It is the name of a folder, too."""
-NamedAdapters: TypeAlias = dict[Annotated[str, AfterValidator(_name_of_adapter)], LoraConfig]
+NamedAdapters: TypeAlias = dict[Annotated[str, AfterValidator(name_of_adapter)], LoraConfig]
 """Adapters by name."""
 
 

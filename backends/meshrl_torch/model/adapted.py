@@ -100,7 +100,7 @@ class Adapters:
     named: dict[str, Adapter] = field(default_factory=dict)
     mixes: bool = False
     """True if training passes may read rows of several adapters."""
-    uses: Uses = Uses(Reading(), Reading())
+    uses: Uses = field(default_factory=lambda: Uses(Reading(), Reading()))
     """Of the present pass and its backward pass, which may compute layers again."""
 
     def begin(self, uses: Uses | None) -> None:

@@ -27,14 +27,13 @@ _KINDS: Final = (nn.Linear, nn.Embedding, Conv1D)
 
 
 def add_adapter(
-    model: LanguageModel, adapters: Adapters, name: str, config: LoraConfig, *, seed: int, dtype: torch.dtype,
-    device: torch.device,
-) -> Adapter:  # fmt: skip
-    """Add an adapter to a network in place, without any effect yet. Its matrices have this dtype, on this device.
+    model: LanguageModel, name: str, config: LoraConfig, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """Add an adapter to a network that takes some, in place, without any effect yet. Its matrices have this dtype, on this device.
 
     ConfigError, and nothing changes, if a target names no layer, or one that cannot be adapted or published.
     """
-    layers = _targets(model.network, config)
+    adapters, layers = cast("Adapters", model.adapters), _targets(model.network, config)
     random = torch.Generator().manual_seed(config.seed if config.seed is not None else seed)  # the same on all ranks
     pairs: dict[str, Pair] = {}
     parameters: dict[str, nn.Parameter] = {}

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, for the policy and the reference alike."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import spread
-from meshrl.data import BASE, Batch, Ragged, Source, adapters_of
+from meshrl.data import BASE, DEFAULT_ADAPTER, Batch, Ragged, Source, adapters_of
 from meshrl_torch.model.adapted import Uses
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.network import LanguageModel
@@ -88,14 +88,21 @@ def check_readable(model: LanguageModel, batch: Batch) -> None:
         spread(batch, "temperature", np.empty(0, np.int64))
 
 
-def readers(model: LanguageModel, batch: Batch) -> NDArray[np.int64] | None:
-    """Return the number of each row's adapter among those of the batch. None if the model has none.
+class Readers(NamedTuple):
+    """The adapters that read the rows of a batch."""
 
-    DataError if a row names an unknown adapter.
-    """
+    names: Sequence[str]
+    """`DEFAULT_ADAPTER` alone if the model has none."""
+    rows: NDArray[np.int64]
+    """The number of each row's adapter, int64[rows]."""
+
+
+def readers(model: LanguageModel, batch: Batch) -> Readers:
+    """Return the adapters of a batch's rows. DataError if a row names an unknown one."""
     if model.adapters is None:
-        return None
-    return np.unique(adapters_of(batch, model.adapters.named), return_inverse=True)[1].astype(np.int64)
+        return Readers([DEFAULT_ADAPTER], np.zeros(len(batch), np.int64))
+    names, rows = np.unique(np.array(adapters_of(batch, model.adapters.named), np.str_), return_inverse=True)
+    return Readers(names.tolist(), rows.astype(np.int64))
 
 
 @torch.no_grad()
@@ -118,7 +125,10 @@ def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged 
 
 
 def logprobs(
-    passes: Passes, batch: Batch, source: Source, check: Callable[[LanguageModel, Batch], object] = check_readable
+    passes: Passes,
+    batch: Batch,
+    source: Source | None,
+    check: Callable[[LanguageModel, Batch], object] = check_readable,
 ) -> Ragged:
     """Return the log-probability of each token of `tokens`, ragged float32 with this source. 0 for a row's first token.
 
@@ -130,6 +140,6 @@ def logprobs(
     def rows() -> Rows:
         check(passes.model, batch)
         own = readers(passes.model, batch)
-        return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens, readers=own)
+        return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens, readers=own.rows)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

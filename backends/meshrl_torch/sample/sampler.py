@@ -304,7 +304,7 @@ class TorchSampler(SteppingSampler):
 
     def _add(self, name: str, lora: LoraConfig) -> None:
         dtype, device = getattr(torch, self._config.dtype), self._model.device
-        add_adapter(self._model, self._adapters, name, lora, seed=self._config.seed, dtype=dtype, device=device)
+        add_adapter(self._model, name, lora, seed=self._config.seed, dtype=dtype, device=device)
 
     def _difference(self, weights: Weights, adapter: str) -> float | None:
         """Return the mean difference from the policy's log-probs. ModelError if it is too large, None without a probe."""
