@@ -114,10 +114,11 @@ def prepared(
     of_tokens = np.repeat(found[0].rows, tokens.lengths)
     for number, name in enumerate(found[0].names):
         total = totals[name]
-        own = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
+        mine = Ragged(mask.values & (of_tokens == number), mask.offsets)
+        own = token_weights(mine, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
         if name in before:
             own *= _divisor(loss, total) / firsts[name]
-        np.copyto(weights, own, where=of_tokens == number)
+        weights += own
     passes_of_all = max(total.passes for total in totals.values())
     return with_idle(micros, passes_of_all), StepLoss(batch, loss, weights, found[0], totals, firsts)
 
