@@ -39,19 +39,10 @@ async def a_loss_that_raises(trial: Trial) -> None:
     await trial.standard(policy)
 
 
-async def adapters(trial: Trial) -> None:
-    """A policy with adapters trains as one rank does, or says that its layout has none."""
-    if "tp" not in trial.subject.axes:
-        await numbers.low_rank_adapters(trial)
-        return
-    with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
-        await trial.own.policy(lora={"rank": 4})
-
-
 ALL: Sequence[Check] = [
     *conformance.CHECKS,
     *conformance.REWARD_MODEL,
-    adapters,
+    *conformance.ADAPTERS,
     a_loss_that_raises,
     log_probs_of_transformers,
 ]
@@ -69,7 +60,7 @@ ALONE: Sequence[Check] = [
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
-    numbers.POLICY[1], numbers.uneven_rows, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], adapters, state.saving,
+    numbers.POLICY[1], numbers.uneven_rows, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], *numbers.ADAPTERS, state.saving,
     state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided."""
