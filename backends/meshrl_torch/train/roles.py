@@ -504,7 +504,11 @@ class TrainedPolicy(Trained, Policy):
                 )
             if name in self._trainable.slots:
                 raise ConfigError(f"there is an adapter {name!r} already: drop it first, or take another name")
-            self._add(name_of_adapter(name), lora)
+            try:
+                name_of_adapter(name)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            self._add(name, lora)
 
     async def drop_adapter(self, name: str) -> None:
         """Drop an adapter."""
