@@ -16,7 +16,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 WITHOUT_A_MODEL: Sequence[Check] = [
     refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
     halves.an_update_in_halves, state.the_same_bits, state.a_cancelled_update, state.calls_at_once,
-    state.roles_side_by_side, state.a_policy_goes_on, state.a_policy_made_again, *state.CRITIC, *state.REWARD_MODEL, *refusals.REWARD_MODEL,
+    state.roles_side_by_side, state.a_policy_goes_on, state.a_policy_made_again, *state.CRITIC, *state.REWARD_MODEL,
+    *refusals.REWARD_MODEL,
 ]  # fmt: skip
 """What can be asked of roles that compute nothing."""
 
