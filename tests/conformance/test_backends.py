@@ -67,9 +67,8 @@ ALONE: Sequence[Check] = [
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
-    numbers.POLICY[1], numbers.uneven_rows, *halves.POLICY, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], *numbers.ADAPTERS,
-    state.saving,
-    state.a_policy_goes_on,
+    numbers.POLICY[1], numbers.uneven_rows, *halves.POLICY, *numbers.CRITIC[1:], *numbers.REFERENCE[1:],
+    *numbers.ADAPTERS, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided."""
 

@@ -188,17 +188,15 @@ async def test_what_cannot_be_is_refused_by_name(model: Callable[[str], str], tm
         await made.update(rows("a", "c"), CrossEntropy())
     with pytest.raises(DataError, match="row 1 names no adapter, and the base model is frozen"):
         await made.forward_backward(rows("a", None), CrossEntropy())
+    of_a = np.repeat([own == "a" for own in BOTH.objects("adapter")], BOTH.lengths)
+    masked = Ragged(BOTH.loss_mask.values & of_a, BOTH.tokens.offsets)
     with pytest.raises(DataError, match="nothing to learn for the adapter 'b'"):
-        masked = Ragged(
-            BOTH.loss_mask.values & np.repeat([own == "a" for own in BOTH.objects("adapter")], BOTH.lengths),
-            BOTH.tokens.offsets,
-        )
         await made.update(BOTH.assign(loss_mask=masked), CrossEntropy())
     with pytest.raises(DataError, match="no adapter 'c': it has 'a', 'b'"):
         await made.step(adapter="c")
     with pytest.raises(ConfigError, match="there is an adapter 'a' already"):
         await made.add_adapter("a", TABLES["b"])
-    with pytest.raises(ConfigError, match="'../a' is no name of an adapter"):
+    with pytest.raises(ConfigError, match=r"'\.\./a' is no name of an adapter"):
         await made.add_adapter("../a", TABLES["b"])
     with pytest.raises(ConfigError, match="trains its whole model, so it can have no adapter 'a'"):
         await whole.add_adapter("a", TABLES["a"])

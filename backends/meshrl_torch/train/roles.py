@@ -499,8 +499,8 @@ class TrainedPolicy(Trained, Policy):
         async with self._trainable.turn:
             if self._model.adapters is None:
                 raise ConfigError(
-                    f"{type(self).__name__} trains its whole model, so it can have no adapter {name!r}: set policy.lora "
-                    "or policy.adapters, an empty table if none is known before"
+                    f"{type(self).__name__} trains its whole model, so it can have no adapter {name!r}: set "
+                    "policy.lora or policy.adapters, an empty table if none is known before"
                 )
             if name in self._trainable.slots:
                 raise ConfigError(f"there is an adapter {name!r} already: drop it first, or take another name")
