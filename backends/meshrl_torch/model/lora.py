@@ -51,10 +51,11 @@ def add_adapter(
         pairs[path] = Pair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
     made_layers = {path: _adapted(model, adapters, path, layer) for path, layer in layers.items()}
     for path, layer in made_layers.items():
-        layer.add(name, pairs[path])
+        layer.pairs[name] = pairs[path]
     split = [f"{path}.lora_{each.partial}.{_DEFAULT}.weight" for path, each in made_layers.items() if each.partial]
     in_head = any(layer.is_head for layer in made_layers.values())
-    return adapters.added(name, Adapter(config, pairs, parameters, frozenset(split), in_head))
+    adapter = adapters.named[name] = Adapter(config, pairs, parameters, frozenset(split), in_head)
+    return adapter
 
 
 def _kind_of(layer: nn.Module) -> type[nn.Module]:

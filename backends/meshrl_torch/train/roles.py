@@ -179,8 +179,8 @@ class Trainable(ABC):
         return Source("trainer", min(versions), max(versions))
 
     def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> Slot:
-        """Return an adapter with its optimizer and its state."""
-        raise NotImplementedError  # of a backend without adapters
+        """Return an adapter with its optimizer and its state. ConfigError if the backend has no adapters."""
+        raise ConfigError(f"{type(self).__name__} has no adapters")
 
     async def add(
         self, batch: Batch, loss: Loss, check: Callable[[], object], *, keeps: bool = False
