@@ -233,7 +233,7 @@ class Sampler(Actor, ABC):
         aborts since the last load come first.
 
         Weights of one adapter are added under its name, or replace the earlier ones of that name. Rows that name it in
-        the text column `adapter` use them from their next token on. A version under a name of its own
+        the text column `adapter` use them from their next token on. A version under a separate name
         (`Weights.named`) stays for the rows that name it.
 
         If the weights have a probe, a sampler with a model adds `difference`, float64: the mean distance of its

@@ -66,7 +66,7 @@ class Adapter:
     parameters: Mapping[str, nn.Parameter]
     """The same matrices, by the names that peft gives them in an adapter called "default", in a fixed order."""
     partial: frozenset[str]
-    """The names of those of which this rank's gradient covers only its part."""
+    """The names of those that are divided among ranks: this rank's gradient covers only its part."""
     in_head: bool
     """True if it changes the head."""
 
@@ -157,7 +157,7 @@ class Adapted(nn.Module):
 
     @property
     def partial(self) -> str:
-        """The matrix of a pair of which this rank's gradient covers only its part: `A`, `B`, or none."""
+        """The matrix of a pair that is divided among ranks, `A` or `B`. Empty if none is."""
         return "" if self._split is None else "B" if self._split.columns else "A"
 
     def forward(self, states: Tensor) -> Tensor:

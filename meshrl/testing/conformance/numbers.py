@@ -94,7 +94,7 @@ _OF_A_STEP: Final = ("loss", "grad_norm", "lr", "rows", "tokens", "entropy", "ra
 async def named_adapters(trial: Trial) -> None:
     """Adapters that share a base and its passes learn what each learns alone on the plain backend, also an added one.
 
-    So do two whose rows come in two calls, and one that goes on from the checkpoint of another.
+    So do two whose rows come in two calls, and one that continues from the checkpoint of another.
     """
     tables = {
         "first": LoraConfig(rank=4, alpha=8, sync="adapters"),
