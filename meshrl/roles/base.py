@@ -131,7 +131,7 @@ class Policy(Stateful, ABC):
 
     @endpoint
     async def add_adapter(self, name: str, lora: LoraConfig) -> None:
-        """Add an adapter on the frozen base, without any effect yet, with an optimizer and a schedule of its own.
+        """Add an adapter on the frozen base, without any effect yet, with a separate optimizer and schedule.
 
         Rows name it in their text column `adapter`, and several adapters may take part in a call. ConfigError if the
         name is taken, a target is no layer, the policy trains its base too, or the backend has no adapters.

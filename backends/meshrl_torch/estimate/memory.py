@@ -44,7 +44,7 @@ from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
 from meshrl_torch.train.fsdp.sharded import shard
 from meshrl_torch.train.fsdp.world import World, grid_of
 from meshrl_torch.train.optimizer import Optimizer
-from meshrl_torch.train.roles import RoleModel, TrainedConfig, role_model
+from meshrl_torch.train.trainable import RoleModel, TrainedConfig, role_model
 
 DEPTHS: Final = (2, 3)
 """Numbers of layers of the rehearsed models. Each further layer needs as much as the third."""
