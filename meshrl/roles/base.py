@@ -136,7 +136,7 @@ class Policy(Stateful, ABC):
         Rows name it in their text column `adapter`, and several adapters may take part in a call. ConfigError if the
         name is taken, a target is no layer, the policy trains its base too, or the backend has no adapters.
         """
-        raise ConfigError(f"{type(self).__name__} has no adapters: use the backend torch or fsdp")
+        raise ConfigError(f"{type(self).__name__} has no adapters: its backend implements none")
 
     @endpoint
     async def drop_adapter(self, name: str) -> None:
