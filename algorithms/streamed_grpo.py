@@ -1,7 +1,7 @@
 """GRPO whose step begins before its batch is whole: gradients are added group by group, as completions finish.
 
 The trainer does not wait for the last completion of a batch, and one step is made for all. It computes the update of
-`grpo` with `epochs = 1`, but for rounding. The sampler needs its own ranks (docs/overlap.md).
+`grpo` with `epochs = 1`, except for rounding. The sampler needs its own ranks (docs/overlap.md).
 
     meshrl run streamed_grpo/quickstart
 """
