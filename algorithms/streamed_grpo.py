@@ -6,14 +6,12 @@ The trainer does not wait for the last completion of a batch, and one step is ma
     meshrl run streamed_grpo/quickstart
 """
 
-from pydantic import Field
-
 import meshrl as rl
 
 
 class StreamedGrpoConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
-    parts: int = Field(default=4, ge=1)  # most parts of a batch. Each is trained on as soon as it is scored
+    parts: int = 4  # most parts of a batch. Each is trained on as soon as it is scored
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 
