@@ -65,7 +65,7 @@ class Policy(Stateful, ABC):
     @endpoint
     @abstractmethod
     async def forward_backward(self, batch: Shard[Batch], loss: Loss) -> Gather[LossResult]:
-        """Add the gradients of a batch, of which `step` makes a step.
+        """Add the gradients of a batch, which `step` applies.
 
             for part in parts:
                 await policy.forward_backward(part, loss)

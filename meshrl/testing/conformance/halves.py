@@ -47,8 +47,8 @@ async def any_number_of_calls(trial: Trial) -> None:
         await _same_weights(f"after {what}", trial, policies)
     both: list[tuple[Batch, Loss]] = [(batches[1], LOSS), (batches[2], CrossEntropy())]
     for policy, parts in ((own, both), (plain, both[::-1])):
-        for batch, loss in parts:
-            await policy.forward_backward(batch, loss)
+        for part, by in parts:
+            await policy.forward_backward(part, by)
     close_metrics("a step by two losses", await own.step(), await plain.step(), trial.tolerance)
     await _same_weights("after a step by two losses", trial, policies)
 
