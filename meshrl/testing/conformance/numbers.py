@@ -118,8 +118,8 @@ async def named_adapters(trial: Trial) -> None:
             for key in _OF_A_STEP:
                 what = f"update {number} of {name}: `{key}`"
                 close(what, np.array(found[name][key]), np.array(expected[key]), trial.tolerance)
-            trained = [await (await each).load() for each in (own.weights(name), policy.weights())]
-            close_weights(f"after update {number} of {name}", *trained, trial.tolerance)
+            trained = await (await own.weights(name)).load()
+            close_weights(f"after update {number} of {name}", trained, await loaded(policy), trial.tolerance)
     state = str(trial.folder / "one adapter")
     await own.checkpoint(state, adapter="second")
     await own.drop_adapter("second")
