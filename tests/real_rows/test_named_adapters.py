@@ -132,15 +132,15 @@ async def test_rows_of_many_adapters_are_decoded_together_as_peft_decodes_each(
     texts = ["abc", "abc", "abc", "de", "de", "de"]
     found = await drawn(sampler, Batch.of(prompt=texts, adapter=names, number=np.arange(6)))
     found = found.select(np.argsort(found.row("number")))
-    for row, (name, tokens, own) in enumerate(zip(names, found.tokens, found.loss_mask, strict=True)):
+    for row, (named, tokens, own) in enumerate(zip(names, found.tokens, found.loss_mask, strict=True)):
         mask = np.asarray(own, np.bool_)
         network: Any = AutoModelForCausalLM.from_pretrained(model("llama"))
-        if name:
-            network = PeftModel.from_pretrained(network, str(tmp_path / "saved" / name))
+        if named:
+            network = PeftModel.from_pretrained(network, str(tmp_path / "saved" / named))
         prompt = torch.from_numpy(tokens[~mask].astype(np.int64))[None]
         wanted = network.eval().generate(input_ids=prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert tokens.tolist() == wanted[0].tolist()
-        assert set(found.versions[row][mask].tolist()) == {2 if name else 0}
+        assert set(found.versions[row][mask].tolist()) == {2 if named else 0}
     assert len({tuple(tokens) for tokens in list(found.tokens)[:3]}) == 3
 
 
