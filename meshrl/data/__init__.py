@@ -9,25 +9,32 @@ sampler can prove what it has. `delta` sends only what changed.
 A reward that is unknown is NaN (`with_rewards`).
 """
 
+from meshrl.data.adapters import ADAPTER, BASE, DEFAULT_ADAPTER, adapters_of
 from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
+from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
 from meshrl.data.metrics import Metrics
 from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pickled, raw
 from meshrl.data.remote_column import RemoteColumn, is_ragged
 from meshrl.data.table import lengths
 from meshrl.data.unknown import OUTCOMES, OnError, known_mean, unlearned, why_unknown, with_rewards
-from meshrl.data.weights import ArrivalLog, Probe, Weights
+from meshrl.data.weights import AdapterOf, ArrivalLog, Probe, Weights
 
 __all__ = [
+    "ADAPTER",
+    "BASE",
+    "DEFAULT_ADAPTER",
     "OUTCOMES",
+    "AdapterOf",
     "ArrivalLog",
     "Batch",
     "Bucket",
     "Column",
     "Entry",
+    "LossResult",
     "Message",
     "Metrics",
     "OnError",
@@ -39,6 +46,7 @@ __all__ = [
     "Source",
     "WeightSource",
     "Weights",
+    "adapters_of",
     "check_dtype",
     "check_lengths",
     "frozen",

@@ -1,30 +1,31 @@
 """Load models onto the ranks: each reads its part of the files, if they have the model's names, or of new weights."""
 
 from dataclasses import replace
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshrl.data import Weights
-from meshrl.errors import ConfigError, ModelError
 from meshrl.mesh import Array, Rank
-from meshrl.roles import ModelConfig, PolicyConfig, options_of
+from meshrl.roles import ModelConfig, options_of
 from meshrl_torch.model.attention import chosen
 from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of
 from meshrl_torch.model.layout import PACKED
 from meshrl_torch.model.loading import load, outline, packing_of
-from meshrl_torch.model.lora import own_name
 from meshrl_torch.model.network import LanguageModel, as_its_values_allow, with_layout
 from meshrl_torch.model.proof import why_not_packed
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.sharded import Sharded, local, rectangle, shard
 from meshrl_torch.train.fsdp.world import World
-from meshrl_torch.train.roles import RoleModel, role_model
+from meshrl_torch.train.trainable import RoleModel, role_model
 from meshrl_torch.weights.transfer import TensorSpec, check_weights, copy_into
 from meshrl_torch.wire.wide import dtype_in
+
+if TYPE_CHECKING:
+    from meshrl.errors import ModelError
 
 _NETWORK: Final = "parts.0."
 """The prefix of a model's parameters in a `Root`."""
@@ -37,8 +38,6 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
     """
     layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
-    if isinstance(config, PolicyConfig) and config.lora and world.tensors.size() > 1:
-        raise ConfigError("the backend 'fsdp' has no adapters on a mesh with an axis tp: set tp = 1, or remove lora")
     whole = config.model_copy(update={"dtype": "float32"})
 
     def read() -> tuple[LanguageModel, ModelFiles | None]:
@@ -73,7 +72,7 @@ def _fill(sharded: Sharded, files: ModelFiles, device: torch.device) -> None:
             if name in values:
                 local(each).copy_(values[name])
     absent = {name: each for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in values}
-    files.read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
+    files.read(box for name, each in absent.items() for box in rectangle(name, each, local(each)))
 
 
 @torch.no_grad()
