@@ -95,7 +95,7 @@ class Taker(TorchSampler):
     @endpoint
     async def begin(self) -> Sum[int]:
         """Start measuring memory."""
-        for tensor in self._taken.values():
+        for tensor in self._model.tensors().values():
             tensor.add_(0)  # else the model's file is mapped, and becomes private memory with the first weights
         self._meter = Meter(opens=self._opens)
         return 1

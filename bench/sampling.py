@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bench.harness import Figure, arguments, figure, median, report, take_turns
 from meshrl import NewModel, SamplerConfig, Sampling
+from meshrl.data import BASE
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.text import encode_prompts
@@ -67,11 +68,13 @@ def speed(model: LanguageModel, limits: NDArray[np.int64], slots: int, refill: i
     ids = encode_prompts(model, prompts)
     numbers = np.arange(ROWS)
     starts = np.array(list(map(len, ids)))[numbers // 8]
-    request = Request(ids, numbers // 8, numbers, starts, limits, numbers, ends=frozenset(), stop=())
+    request = Request(
+        ids, numbers // 8, numbers, starts, limits, numbers, np.full(ROWS, BASE), ends=frozenset(), stop=()
+    )
     decoder = Decoder(model, Cache(), request, Draw(Sampling(), key(0)), slots, refill)
     start = time.process_time()
     while decoder.busy:
-        decoder.step(0)
+        decoder.step({BASE: 0})
     return float(limits.sum()) / (time.process_time() - start)
 
 

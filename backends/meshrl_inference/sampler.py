@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.data import ArrivalLog, Batch, Weights
+from meshrl.data import BASE, ArrivalLog, Batch, Weights
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
@@ -214,18 +214,18 @@ class EngineSampler(Sampler):
         request = rollouts.request
         self._check_known(request)
         if len(rollouts.ended.rows) or not len(rollouts.rows):
-            yield rollouts.batch(rollouts.ended, self._version)
+            yield rollouts.batch(rollouts.ended, {BASE: self._version})
         if not len(request.rows):
             self._next_turn(sampling)  # samples depend on the number of calls, on whichever ranks they had rows
             return
-        version, call = self._version, self._begin(request, sampling)
+        versions, call = {BASE: self._version}, self._begin(request, sampling)
         try:
             while call.unfinished:
                 results = await call.results.get()
                 if isinstance(results, ModelError):
                     raise results
                 call.unfinished.difference_update(done.number for done in results)
-                yield rollouts.batch(finished(call, self._words, results), version)
+                yield rollouts.batch(finished(call, self._words, results), versions)
         finally:
             del self._calls[call.number]
             if call.unfinished:

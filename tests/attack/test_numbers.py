@@ -51,7 +51,7 @@ def test_a_logit_that_is_not_finite_names_row_and_version() -> None:
         logits = torch.zeros(3, 4)
         logits[1, 2] = bad
         with pytest.raises(ModelError, match=r"row 8 has logits that are not finite, by weights of version 5"):
-            draw(logits, np.array([7, 8, 9]), np.zeros(3, np.int64), 5)
+            draw(logits, np.array([7, 8, 9]), np.zeros(3, np.int64), np.full(3, 5))
 
 
 def test_groups_whose_rewards_differ_by_rounding_teach_nothing() -> None:

@@ -51,7 +51,7 @@ def test_blocks_of_queries_compute_what_all_scores_do(
         sinks = own[3] if has_sinks else None
         how = Scores(0.4, cap=cap, sinks=sinks, **bounds)
         if dtype == torch.float32:
-            output = Packed(GROUPS, KEYS)(0, *own[:3], how)
+            output = Packed(GROUPS, KEYS)(0, own[0], own[1], own[2], how)
         else:
             output = at_once(own[0], own[1], own[2], sinks, how)
         results.append([output, *torch.autograd.grad(output, own, given.to(dtype))])
@@ -62,6 +62,6 @@ def test_blocks_of_queries_compute_what_all_scores_do(
 def test_memory_is_that_of_a_block() -> None:
     heads, tokens = 16, 3072
     with rehearsal.fake.FakeTensorMode(), rehearsal.LiveBytes() as live:
-        states = [torch.empty(1, heads, tokens, 8, requires_grad=True) for _ in range(3)]
-        Packed((Group(1, tokens, tokens),))(0, *states, Scores(1.0, cap=30.0)).sum().backward()
+        query, key, value = (torch.empty(1, heads, tokens, 8, requires_grad=True) for _ in range(3))
+        Packed((Group(1, tokens, tokens),))(0, query, key, value, Scores(1.0, cap=30.0)).sum().backward()
         assert live.peak() < 8 * scores.MOST * 4 < heads * tokens**2 * 4

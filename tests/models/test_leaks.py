@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from meshrl import Batch, PolicyConfig, Ragged
+from meshrl import Batch, Policy, PolicyConfig, Ragged
 from meshrl.errors import ModelError
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.loading import load
@@ -76,7 +76,7 @@ def positions(leak: Leak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", leaking)
 
 
-async def told(policy: TorchPolicy) -> np.ndarray[Any, Any]:
+async def told(policy: Policy) -> np.ndarray[Any, Any]:
     batch = await policy.logprobs(Batch.of(tokens=Ragged.of(ROWS, np.int32)))
     return np.asarray(batch.ragged("logprobs").values, np.float64)
 

@@ -82,7 +82,7 @@ class Reader(TorchSampler, Numbered):
 
     @rl.endpoint
     async def got(self) -> rl.Gather[rl.Batch]:
-        found = rl.Weights(0, dict(arrays(self._taken.items()))).fingerprint()
+        found = rl.Weights(0, dict(arrays(self._model.tensors().items()))).fingerprint()
         return rl.Batch.of(route=[", ".join(self._arrivals.transports)], print=[found])
 
 

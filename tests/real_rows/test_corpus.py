@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import BASE, Batch, Ragged, Source
 from meshrl.roles import Sampling
 from meshrl_torch.model.rows import encoded
 from meshrl_torch.model.text import Words
@@ -65,7 +65,7 @@ def said(known: Words, batch: Batch) -> str:
         Sampling(max_tokens=400),
     )
     assert not len(rollouts.request.rows), "a sampler stops at the end that was learned"
-    finished = rollouts.batch(rollouts.ended, 0)
+    finished = rollouts.batch(rollouts.ended, {BASE: 0})
     assert not finished.row("truncated")[0]
     return str(finished.objects("completion")[0])
 

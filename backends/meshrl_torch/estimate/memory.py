@@ -129,13 +129,17 @@ def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: Langu
     return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered, _declared(config))
 
 
+def _hidden(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+    return model.hidden(micro.ids, micro.positions, micro.attend)
+
+
 def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     """The model, the slots for its rows, and the longest pass over prompts."""
     prompts = replace(work, completion=1, rows=-(-work.rows // work.n), n=1)
 
     def laid_out(model: LanguageModel) -> Layout:
         model = replace(model, adapters=Adapters())
-        role = RoleModel("sampler", model, lambda _, micro: model.hidden(micro.ids, micro.positions, micro.attend))
+        role = RoleModel("sampler", model, _hidden)
         return Layout(model.network, role.predict, role, adapters=_declared(config))
 
     measured = figures(config, prompts, laid_out, PREFILL_TOKENS)

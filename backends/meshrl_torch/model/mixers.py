@@ -156,7 +156,7 @@ def kinds_in(network: nn.Module, packed: Packed, read: Callable[[], object]) -> 
         together, tokens = _states(returned), len(batches.back)
         if together is None or together.shape[:2] != (1, tokens):
             return
-        parts = [*enumerate(args), *options.items(), ("", returned)]
+        parts: list[tuple[str | int, object]] = [*enumerate(args), *options.items(), ("", returned)]
         known = frozenset(path for name, each in parts for path in _of_tokens(each, tokens, (name,)))
         apart = _states(batches.call(module.forward, args, options, known))
         if apart is None or not torch.allclose(together, apart, rtol=1e-4, atol=1e-5):

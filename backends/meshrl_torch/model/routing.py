@@ -79,11 +79,11 @@ class Choosing(TorchFunctionMode):
         modules = list(self._network.modules())
         self._hooks = [each.register_forward_pre_hook(lambda own, _: self._inside.append(own)) for each in modules]
         self._hooks += [each.register_forward_hook(lambda *_: self._leave()) for each in modules]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
