@@ -61,9 +61,25 @@ from meshrl.algo.reward import (
     step_score_metrics,
     with_labels,
 )
+from meshrl.algo.sum_loss import (
+    CispoSum,
+    ClippedSum,
+    DroLoss,
+    GspoSum,
+    ImportanceLoss,
+    SumLoss,
+    WeightedCrossEntropy,
+)
 from meshrl.algo.value import ValueLoss, explained_variance
 
 __all__ = [
+    "WeightedCrossEntropy",
+    "SumLoss",
+    "ImportanceLoss",
+    "GspoSum",
+    "DroLoss",
+    "ClippedSum",
+    "CispoSum",
     "BradleyTerryLoss",
     "CispoLoss",
     "ClippedLoss",

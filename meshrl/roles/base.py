@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from meshrl.algo import Gae, Loss
 from meshrl.data import Batch, Metrics, Weights
+from meshrl.errors import BackendError
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
 from meshrl.roles.config import Sampling
 
@@ -140,6 +141,20 @@ class Sampler(Actor, ABC):
 
         With `sampling.beside`, other calls sample and replay as if this call did not exist, and aborts do not end it.
         """
+
+    @endpoint
+    async def logprobs(self, batch: Shard[Batch], top: int = 0) -> Gather[Batch]:
+        """Add `logprobs`, ragged float32: the log-probability of each token of `tokens` under the current weights.
+
+        Each is given the tokens before it, at temperature 1, and that of a row's first token is 0. With `targets`,
+        ragged int32, they are those of other tokens at the same places. With `top`, adds `top_tokens`, ragged int32
+        [tokens, top], the most probable tokens at each place, and `top_logprobs`, ragged float32 [tokens, top].
+
+        Raises BackendError if the backend cannot, and DataError for rows that the model cannot read.
+        """
+        raise BackendError(
+            f"{type(self).__name__} does not tell the log-probs of given tokens: take a sampler of the backend torch"
+        )
 
     @endpoint
     @abstractmethod
