@@ -64,9 +64,8 @@ _LEFT: Final = 499
 class Api:
     """The paths of the API."""
 
-    def __init__(self, service: Service, desk: Desk, room: Room, max_tokens: int) -> None:
-        """`max_tokens`: those of the model's longest row."""
-        self._service, self._desk, self._room, self._max_tokens = service, desk, room, max_tokens
+    def __init__(self, service: Service, desk: Desk, room: Room) -> None:
+        self._service, self._desk, self._room = service, desk, room
         config = service.config.tinker
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
@@ -181,8 +180,7 @@ class Api:
 
     async def _capabilities(self, tenant: str, request: Request) -> Response:
         name = self._service.config.model
-        model = {"model_name": name, "max_context_length": self._max_tokens, "trainable": True, "sampleable": True}
-        return _json({"supported_models": [model]})
+        return _json({"supported_models": [{"model_name": name, "trainable": True, "sampleable": True}]})
 
     # Sessions
 

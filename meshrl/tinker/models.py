@@ -36,7 +36,10 @@ class Models:
         await self._policy.restore(str(self._initial))
 
     async def drop(self, model: str) -> None:
-        """Forget a model."""
+        """Forget a model, whose place another takes."""
+
+    async def forget(self) -> None:
+        """Forget all models."""
 
     async def logprobs(self, model: str, batch: Batch) -> Ragged:
         """Return the log-prob of each token, ragged float32."""

@@ -208,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     max_tokens: Annotated[int, msgspec.Meta(gt=0)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_k: int = -1
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0

@@ -13,7 +13,6 @@ from typing import Final
 import uvicorn
 
 from meshrl import log
-from meshrl.agents import read_chat
 from meshrl.errors import ConfigError, MeshrlError, described
 from meshrl.roles import Policy, Sampler, SamplerConfig
 from meshrl.run import Run, is_machine_fault
@@ -51,7 +50,7 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
             room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name))
             service = Service(config, models, Path(tinker.folder), room)
             desk = Desk(sampler, service.load_weights, config.sampler.slots)
-            api = Api(service, desk, room, read_chat(config.policy).max_tokens)
+            api = Api(service, desk, room)
             options = uvicorn.Config(
                 api.app,
                 log_level="error",
