@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 import meshrl as rl
-from meshrl import Batch, Metrics, Ragged, Sampling, Weights
+from meshrl import Batch, LossResult, Metrics, Ragged, Sampling, Step, Weights
 from meshrl.algo import Loss, check_predicts, check_sources, spread, token_weights
 from meshrl.data import Source
 from meshrl.mesh import current_rank
@@ -29,22 +29,39 @@ class TablePolicy(rl.Policy):
 
     def __init__(self, config: rl.PolicyConfig) -> None:
         self.table, self.version = torch.zeros(10, 10, requires_grad=True), 0
+        self.added: list[tuple[Batch, Loss]] = []
 
     async def encode(self, batch: Batch) -> Batch:
         texts = [f"{row[0]}{row[1]}" for row in zip(batch.objects("prompt"), batch.objects("completion"), strict=True)]
         tokens = Ragged.of([list(map(int, text)) for text in texts], np.int32)
         return batch.assign(tokens=tokens, loss_mask=Ragged.of([np.arange(len(row)) > 0 for row in tokens], np.bool_))
 
-    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+    async def forward_backward(self, batch: Batch, loss: Loss) -> LossResult:
+        """So small a model computes its gradients in `step`, from the rows."""
         check_predicts(loss, "logprobs")
         check_sources(batch, loss, self.version)
-        mask, learned = batch.loss_mask, np.flatnonzero(batch.loss_mask.values)
-        weights = token_weights(mask, loss.normalise, tokens=len(learned), rows=len(batch), constant=loss.constant)
-        columns = {name: torch.tensor(spread(batch, name, learned)) for name in loss.columns}
-        total = loss(self._logprobs(batch)[learned], columns).values @ torch.tensor(weights[learned])
+        losses = torch.zeros(len(batch.tokens.values))
+        losses[torch.tensor(batch.loss_mask.values)] = self._losses(batch, loss).detach()
+        self.added.append((batch, loss))
+        columns = (await self.logprobs(batch)).only("logprobs")
+        return LossResult(columns.assign(losses=Ragged(losses.numpy(), batch.tokens.offsets)), Metrics({}))
+
+    async def step(self, optimizer: Step | None = None) -> Metrics:
+        added, self.added = self.added, []
+        tokens, rows = sum(batch.loss_mask.values.sum() for batch, _ in added), sum(len(batch) for batch, _ in added)
+        total = torch.zeros(())
+        for batch, loss in added:
+            mask = batch.loss_mask
+            weights = token_weights(mask, loss.normalise, tokens=tokens, rows=rows, constant=loss.constant)
+            total = total + self._losses(batch, loss) @ torch.tensor(weights[mask.values])
         self.table.data -= 20 * torch.autograd.grad(total, self.table)[0]
         self.version += 1
         return Metrics.of(loss=(total.item(), 1))
+
+    def _losses(self, batch: Batch, loss: Loss) -> torch.Tensor:
+        learned = np.flatnonzero(batch.loss_mask.values)
+        columns = {name: torch.tensor(spread(batch, name, learned)) for name in loss.columns}
+        return loss(self._logprobs(batch)[learned], columns).values
 
     def _logprobs(self, batch: Batch) -> torch.Tensor:
         tokens = torch.tensor(batch.tokens.values)

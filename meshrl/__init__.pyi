@@ -60,6 +60,7 @@ from .algo import turn_advantages as turn_advantages
 from .algo import whiten as whiten
 from .algo import with_labels as with_labels
 from .data import Batch as Batch
+from .data import LossResult as LossResult
 from .data import Metrics as Metrics
 from .data import Ragged as Ragged
 from .data import Weights as Weights
@@ -107,6 +108,7 @@ from .roles import Sampler as Sampler
 from .roles import SamplerConfig as SamplerConfig
 from .roles import Sampling as Sampling
 from .roles import Stateful as Stateful
+from .roles import Step as Step
 from .roles import TeacherConfig as TeacherConfig
 from .roles import check_teacher as check_teacher
 from .run import AlgorithmConfig as AlgorithmConfig

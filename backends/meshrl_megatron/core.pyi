@@ -20,17 +20,6 @@ def get_te_version() -> Version | None: ...  # None or 0.0.0: not installed
 
 # The configuration, and the groups of ranks.
 
-class _Finalize(Protocol):
-    def __call__(
-        self,
-        model: list[nn.Module],
-        num_tokens: Tensor | None,
-        /,
-        *,
-        pg_collection: ProcessGroupCollection | None,
-        force_all_reduce: bool | None,
-    ) -> None: ...
-
 @dataclass(kw_only=True)
 class TransformerConfig:
     num_layers: int
@@ -77,7 +66,6 @@ class TransformerConfig:
     recompute_granularity: Literal["full", "selective"] | None = ...
     recompute_method: Literal["uniform", "block"] | None = ...
     recompute_num_layers: int | None = ...
-    finalize_model_grads_func: _Finalize | None = ...
 
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
@@ -282,12 +270,10 @@ class DistributedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection,
     ) -> None: ...
     def zero_grad_buffer(self) -> None: ...
+    def scale_gradients(self, scaling_factor: float) -> None: ...
 
 def finalize_model_grads(
-    model: list[nn.Module],
-    num_tokens: Tensor | None,
-    pg_collection: ProcessGroupCollection | None,
-    force_all_reduce: bool | None,
+    model: Sequence[nn.Module], num_tokens: Tensor | None, pg_collection: ProcessGroupCollection | None
 ) -> None: ...
 
 @dataclass(kw_only=True)

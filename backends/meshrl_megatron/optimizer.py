@@ -36,8 +36,6 @@ class MegatronOptimizer(Stepper):
             core.DistributedDataParallel(model.config, gradient_layout(), stage, pg_collection=model.world.groups)
             for stage in model.stages
         ]
-        # Sum gradients over the ranks, without a division by tokens: losses are of the global batch.
-        model.config.finalize_model_grads_func = lambda stages, _, **how: core.finalize_model_grads(stages, None, **how)
         settings = core.OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -54,8 +52,6 @@ class MegatronOptimizer(Stepper):
             self._optimizer = core.get_megatron_optimizer(
                 settings, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
             )
-        for group in self._optimizer.param_groups:  # Megatron leaves it to its scheduler
-            group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
 
     def forget(self) -> None:
         """Set the gradients to 0."""
@@ -64,26 +60,29 @@ class MegatronOptimizer(Stepper):
         for shard in self._shards():
             shard.grad = None
 
-    def step(self, predicts: Predicts) -> float:
-        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
-
-        ModelError on all ranks, and no step, if the norm is not finite. `predicts`: for the message.
-        """
+    def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
+        """Sum the gradients over the ranks and make a step like the base. All ranks call it together."""
         with core.quiet():
+            # Once for all passes of a step, and without a division by tokens: losses are of the global batch.
+            core.finalize_model_grads(self.stages, None, pg_collection=self._model.world.groups)
+            if scale != 1:
+                for stage in self.stages:
+                    stage.scale_gradients(scale)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 gradients = [each.grad for each in self._shards() if each.grad is not None]
-                failure = not_finite(predicts, norm, gradients, self.steps, self.lr)
+                failure = not_finite(predicts, norm, gradients, self.steps, settings.lr)
                 self.forget()
                 raise failure
-            most = self._config.max_grad_norm
+            most = settings.max_grad_norm
             if most is not None:
                 for each in self._optimizer.chained_optimizers:
                     if shards := list(_shards(each.optimizer)):
                         core.clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
             for group in self._optimizer.param_groups:
-                group["lr"] = self.lr
+                decay = settings.weight_decay * cast("float", group["wd_mult"])
+                group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
             self._optimizer.step_with_ready_grads()
             self.forget()
             self.steps += 1

@@ -132,9 +132,14 @@ class Pipeline:
         if self._several:
             counts = [len(micro.target) for micro in micros]
             every = torch.cat(outputs) if outputs else torch.empty(sum(counts), device=self._world.device)
-            dist.broadcast(every, src=self._world.last, group=self._world.groups.pp)
-            outputs = list(every.split(counts))
+            outputs = list(self.from_last(every).split(counts))
         return iter(outputs)
+
+    def from_last(self, values: Tensor) -> Tensor:
+        """Replace values of any shape, in place, by those of the pipeline's last stage. All its ranks call together."""
+        if self._several:
+            dist.broadcast(values, src=self._world.last, group=self._world.groups.pp)
+        return values
 
     def run(self, batch: Batch, micros: Sequence[MicroBatch], judged: Judged | None = None) -> list[Tensor]:
         """Return the last stage's predictions. With `judged`, leave the gradients of the summed loss in the stages.

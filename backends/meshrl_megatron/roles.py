@@ -52,6 +52,10 @@ class PipelinedTrainable(roles.Trainable):
     async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
         self._pipeline.run(batch, micros, lambda output, micro: losses(output, micro, self._model.world))
 
+    def on_every_rank(self, values: Tensor) -> Tensor:
+        """Return those of the last stage."""
+        return self._pipeline.from_last(values.to(self._model.world.device)).cpu()
+
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's part, in the table's dtype."""
         return self._model.tensors()

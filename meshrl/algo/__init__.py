@@ -30,6 +30,7 @@ from meshrl.algo.base import (
     WithKl,
     check_predicts,
     check_sources,
+    loss_divisor,
     token_weights,
 )
 from meshrl.algo.columns import minibatches, spread
@@ -114,6 +115,7 @@ __all__ = [
     "kl_k3",
     "kl_metrics",
     "leave_one_out",
+    "loss_divisor",
     "minibatches",
     "optimal_advantages",
     "pair_metrics",

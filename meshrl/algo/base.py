@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from meshrl.data import Batch, Origin, Ragged
 
-Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
+Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "constant", "sum"]
 """How the token losses of a batch become one number: see `token_weights`."""
 Predicts: TypeAlias = Literal["logprobs", "values", "scores"]
 """A model's prediction for each token: a policy's log-prob, a critic's value of the state before it, or a reward
@@ -177,12 +177,12 @@ def token_weights(
       REINFORCE: Williams 1992; RLOO (arXiv:2402.14740).
     - "constant": `1 / (rows * constant)`, where `constant` is the longest completion that is allowed, in tokens. No
       length bias. Dr. GRPO (arXiv:2503.20783), section 3.
+    - "sum": 1. The gradient grows with the batch, and the rows or their columns carry the scale.
 
     Raises ConfigError if `constant` is missing or has no effect, and DataError if the totals are smaller than those of
     the given rows.
     """
-    if mistake := constant_mistake(normalise, constant):
-        raise ConfigError(mistake)
+    whole = loss_divisor(normalise, tokens=tokens, rows=rows, constant=constant)
     row = learned_rows(loss_mask)
     learned = np.bincount(row, minlength=len(loss_mask))
     own_tokens, own_rows = int(learned.sum()), int((learned > 0).sum())
@@ -192,14 +192,22 @@ def token_weights(
             f"the {tokens} tokens and {rows} rows given for the global batch. "
             "Sum both over all ranks and micro-batches."
         )
-    if normalise == "sequence-mean":
-        divisor = rows * learned
-    else:
-        divisors = {"token-mean": tokens, "sequence-sum": rows, "constant": rows * (constant or 0)}
-        divisor = np.full(len(loss_mask), divisors[normalise])
+    divisor = whole * learned if normalise == "sequence-mean" else np.full(len(loss_mask), whole)
     weights = np.zeros(len(loss_mask.values), np.float32)
     weights[np.asarray(loss_mask.values, np.bool_)] = 1 / divisor[row]
     return weights
+
+
+def loss_divisor(normalise: Normalise, *, tokens: int, rows: int, constant: int | None = None) -> int:
+    """Return the divisor of a batch's loss, which is summed over tokens, or over the means of rows ("sequence-mean").
+
+    `tokens` and `rows` count what is learned of the global batch. The divisor of two batches together is the sum of
+    both, except for "sum". Raises ConfigError if `constant` is missing or has no effect.
+    """
+    if mistake := constant_mistake(normalise, constant):
+        raise ConfigError(mistake)
+    divisors = {"token-mean": tokens, "sum": 1, "constant": rows * (constant or 0)}
+    return divisors.get(normalise, rows)
 
 
 def constant_mistake(normalise: Normalise, constant: int | None) -> str | None:

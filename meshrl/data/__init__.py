@@ -13,6 +13,7 @@ from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
+from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
 from meshrl.data.metrics import Metrics
 from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pickled, raw
@@ -28,6 +29,7 @@ __all__ = [
     "Bucket",
     "Column",
     "Entry",
+    "LossResult",
     "Message",
     "Metrics",
     "OnError",

@@ -355,7 +355,8 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     for (mesh, rank), spans in sorted(ranks.items()):
         endpoints = {span.endpoint for span in spans}
         # If ranks do both, the script's waits apply.
-        own: Side = "rollout" if "generate" in endpoints and "update" not in endpoints else "training"
+        trains = "generate" not in endpoints or bool(endpoints & {"update", "forward_backward"})
+        own: Side = "training" if trains else "rollout"
         candidates = [reason for kept_idle, reason in waits if kept_idle == own]
         candidates.append(IdleReason("new weights are on their way to a sampler", "", moments.sync))
         # The rank's own mesh comes first: there, the cause is uneven rows.

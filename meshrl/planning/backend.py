@@ -15,12 +15,12 @@ from typing import ClassVar, NamedTuple, Self, cast
 import numpy as np
 
 from meshrl.algo import Gae, Loss, Predicts, check_predicts, check_sources
-from meshrl.data import Batch, Metrics, Ragged, Source, Weights
+from meshrl.data import Batch, LossResult, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
 from meshrl.planning.pace import CallDurations, Endpoint, Pace, Tape
-from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, SteppingSampler
+from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, Step, SteppingSampler
 
 MODELS = "ignored"
 
@@ -223,6 +223,8 @@ class SimPolicy(SimLearner, Policy):
     """A policy whose weights are only a version."""
 
     role = "Policy"
+    _added = 0
+    """Rows since the last step."""
 
     async def encode(self, batch: Batch) -> Batch:
         """Return rows of two tokens: one of the prompt, one of the completion."""
@@ -233,6 +235,22 @@ class SimPolicy(SimLearner, Policy):
         """Increment the version. Raises DataError for a critic's loss or another model's log-probs."""
         await self._update(batch, loss, "logprobs")
         return _metrics(len(batch))
+
+    async def forward_backward(self, batch: Batch, loss: Loss) -> LossResult:
+        """Return log-probs and losses of zero. As long as an update of the rows, if the record has only updates."""
+        check_predicts(loss, "logprobs")
+        check_sources(batch, loss)
+        await self._work(self._timing.pace.training, len(batch))
+        self._added += len(batch)
+        zeros = _zeros(batch.tokens, Source.trainer(self.version))
+        return LossResult(batch.only().assign(logprobs=zeros, losses=zeros), _metrics(len(batch)))
+
+    async def step(self, optimizer: Step | None = None) -> Metrics:
+        """Increment the version. It takes no time if the record has only updates."""
+        await self._work("step")
+        rows, self._added = self._added, 0
+        self.version += 1
+        return _metrics(rows)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Return log-probs of zero."""

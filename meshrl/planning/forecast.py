@@ -248,7 +248,7 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
     bound = Counter(share.bound for share in shares.steps)
     staleness, dropped = deliveries_of(event for event in events if isinstance(event, Delivery))
     steps = len(lengths) + first + 1
-    calls = (each for each in events if isinstance(each, Call) and each.endpoint == "update")
+    calls = (each for each in events if isinstance(each, Call) and each.endpoint in ("update", "forward_backward"))
     updates = [each.rows or 0 for each in calls if each.actor.endswith("Policy")]
     drawn = [each.rows for each in events if isinstance(each, Delivery)]
     return Forecast(

@@ -21,7 +21,7 @@ ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
 Endpoint: TypeAlias = tuple[str, str]
 """Role and endpoint."""
 
-_OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
+_OPTIONAL = frozenset({"save", "abort", "replay", "encode", "step"})
 """Endpoints that take no time if the record has no calls of them."""
 _STRETCH = 32
 """Lowest number of steps that are drawn together, if the record has that many."""
@@ -109,6 +109,12 @@ class Pace:
                 "configuration, or leave --from out and give --rollout and --train"
             )
         return works
+
+    @property
+    def training(self) -> str:
+        """The endpoint whose calls train the policy: `update`, or `forward_backward` if the record has that instead."""
+        halves = "forward_backward"
+        return halves if (("Policy", halves) in self.works and ("Policy", "update") not in self.works) else "update"
 
 
 class Tape:

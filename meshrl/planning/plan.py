@@ -249,7 +249,7 @@ class Planner:
         share = self._trained / candidate.trainer.axes["dp"]
         if self._trained.is_integer():  # else the number of rows varies between steps, and this is the mean
             share = math.ceil(share)
-        train = lowest_cost(pace.works_of("Policy", "update"), share)
+        train = lowest_cost(pace.works_of("Policy", pace.training), share)
         draw = lowest_cost(pace.works_of("Sampler", "generate"), self._drawn / candidate.sampler.axes["dp"])
         own = min((work.seconds[0] for work in pace.own), default=0.0)
         if not candidate.ahead:

@@ -161,7 +161,7 @@ def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, 
             notes.append(f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}")
         for key in keys:
             factor = _gain(had.split, guesses.split) / _gain(wanted.split, guesses.split)
-            factor *= wanted.bubble / had.bubble if key[1] == "update" else 1.0
+            factor *= wanted.bubble / had.bubble if key[1] in ("update", "forward_backward") else 1.0
             if had.cpus and wanted.cpus and had.cpus != wanted.cpus:
                 learned = _exponent(
                     [(each[role].cpus, of.pace.works.get(key, ())) for each, of in zip(places, records, strict=True)]

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
 from meshrl.algo import Gae, Loss
-from meshrl.data import Batch, Metrics, Weights
+from meshrl.data import Batch, LossResult, Metrics, Weights
 from meshrl.errors import BackendError
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
-from meshrl.roles.config import Sampling
+from meshrl.roles.config import Sampling, Step
 
 
 class Stateful(Actor, ABC):
@@ -54,9 +54,40 @@ class Policy(Stateful, ABC):
         """
 
     @endpoint
-    @abstractmethod
     async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
-        """Make one optimizer step on the whole batch. The loss is normalised over the global batch."""
+        """Make one optimizer step: `forward_backward`, then `step`. The loss is normalised over the global batch.
+
+        A backend whose calls may run between these two overrides it.
+        """
+        await self.forward_backward(batch, loss)
+        return await self.step()
+
+    @endpoint
+    @abstractmethod
+    async def forward_backward(self, batch: Shard[Batch], loss: Loss) -> Gather[LossResult]:
+        """Add the gradients of a batch, of which `step` makes a step.
+
+            for part in parts:
+                await policy.forward_backward(part, loss)
+            metrics = await policy.step()
+
+        The loss is normalised over all rows since the last step: several calls are one call with the rows of all.
+        Until the step, `logprobs`, `weights` and `save` are of the weights before it, and `checkpoint` is refused.
+
+        Raises DataError if `update` would, or if the loss's `normalise` or `constant` differs from that of an earlier
+        call since the last step: nothing changes. If the call fails or is cancelled after its first pass, all gradients
+        since the last step are dropped, and the error says so. A rank that dies loses them too.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def step(self, optimizer: Step | None = None) -> Mean[Metrics]:
+        """Make one optimizer step with all gradients since the last one, and drop them.
+
+        `optimizer` replaces values of the policy's table in this step. Returns what `update` returns for all these rows
+        together. DataError if there are no gradients. ModelError if the gradient is not finite: it is dropped, and no
+        step is made.
+        """
 
     @endpoint
     @abstractmethod
@@ -66,7 +97,7 @@ class Policy(Stateful, ABC):
     @endpoint
     @abstractmethod
     async def weights(self) -> Gather[Weights, EVERY]:
-        """Return the current weights, to which each rank contributes a part. Their version is the number of updates."""
+        """Return the current weights, to which each rank contributes a part. Their version is the number of steps."""
 
     @endpoint
     @abstractmethod

@@ -200,6 +200,25 @@ class OptimizerConfig(Config):
         return self
 
 
+class Step(Config):
+    """AdamW's values for one step of a policy. One that is None comes from the policy's table."""
+
+    lr: float | None = Field(default=None, ge=0)
+    """Learning rate, regardless of the warm-up and the schedule."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the first and second moment."""
+    eps: float | None = Field(default=None, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient to this norm. Infinity: no clipping."""
+
+    def over(self, table: OptimizerConfig, lr: float) -> OptimizerConfig:
+        """Return the values of a step: these, and else the table's, with the learning rate `lr` of its schedule."""
+        return table.model_copy(update={"lr": lr, **self.model_dump(exclude_none=True)})
+
+
 class LoraConfig(Config):
     """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A. Only A and B are trained."""
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
-from meshrl.data import Batch, Metrics, Ragged, Source, Weights
+from meshrl.data import Batch, LossResult, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError, DataError, ModelError
 from meshrl.mesh import Actor, Engine, Mesh, Resources
@@ -40,6 +40,7 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
     Stateful,
+    Step,
     SteppingSampler,
 )
 from meshrl.run import BackgroundEvaluations, Run, RunConfig, Steps
@@ -107,13 +108,12 @@ class _Learner:
         """Write the number of updates as text."""
         _write(folder, "updates", str(self.version).encode())
 
-    def _count(self, batch: Batch, loss: Loss) -> None:
-        """Note an update. Raises DataError for a missing column of the loss."""
+    def _note(self, batch: Batch, loss: Loss) -> None:
+        """Note the rows of an update. Raises DataError for a missing column of the loss."""
         for name in loss.columns:
             if name != "rows":
                 batch[name]
         self.updates.append(batch)
-        self.version += 1
 
 
 class FakePolicy(_Learner, Policy):
@@ -125,12 +125,15 @@ class FakePolicy(_Learner, Policy):
         super().__init__()
         self.skill: float = skill
         self.rate = rate
+        self.added: list[tuple[Batch, Loss]] = []
+        """What was given to `forward_backward` since the last step."""
 
     def _state(self) -> State:
         return msgspec.structs.replace(super()._state(), skill=self.skill)
 
     def _set_state(self, state: State) -> None:
         super()._set_state(state)
+        self.added.clear()
         self.skill = self.skill if state.skill is None else state.skill
 
     async def encode(self, batch: Batch) -> Batch:
@@ -138,11 +141,11 @@ class FakePolicy(_Learner, Policy):
         completions = [f"{completion}{END}" for completion in batch.objects("completion")]
         return _with_tokens(batch, cast("tuple[str, ...]", batch.objects("prompt")), completions)
 
-    async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn if there is a signal.
+    async def forward_backward(self, batch: Batch, loss: Loss) -> LossResult:
+        """Take the rows, with log-probs and losses of zero.
 
-        Raises DataError for a critic's loss, for a missing column or one from another source than it says, and for a
-        token or a log-prob that is newer than the policy.
+        Raises DataError for a critic's loss, for a missing column or one from another source than it says, for a token
+        or a log-prob that is newer than the policy, and for a loss that is normalised unlike one before it.
         """
         version = self.version
         newest = int(batch.row("oldest_version").max(initial=0)) if "oldest_version" in batch else 0
@@ -153,11 +156,38 @@ class FakePolicy(_Learner, Policy):
             )
         check_predicts(loss, "logprobs")
         check_sources(batch, loss, version)
-        self._count(batch, loss)
-        if "advantages" not in loss.columns or _has_signal(batch, "advantages"):
+        for _, other in self.added[:1]:
+            if (other.normalise, other.constant) != (loss.normalise, loss.constant):
+                raise DataError(
+                    f"{type(loss).__name__} has normalise = {loss.normalise!r} and the loss before it in the same step "
+                    f"{other.normalise!r}: call `step` in between"
+                )
+        self._note(batch, loss)
+        self.added.append((batch, loss))
+        zeros = batch.only().assign(logprobs=_zeros(batch, Source.trainer(version)), losses=_zeros(batch))
+        return LossResult(zeros, self._metrics([batch]))
+
+    async def step(self, optimizer: Step | None = None) -> Metrics:
+        """Learn if there is a signal. Raises DataError if there are no rows since the last step."""
+        if not self.added:
+            raise DataError("nothing to step on: call forward_backward first")
+        if any("advantages" not in loss.columns or _has_signal(batch, "advantages") for batch, loss in self.added):
             self.skill = min(1.0, self.skill + self.rate)
-        tokens = float(batch.loss_mask.values.sum())
-        return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(float(len(batch)), 1.0))
+        self.version += 1
+        batches = [batch for batch, _ in self.added]
+        self.added.clear()
+        return self._metrics(batches)
+
+    def _metrics(self, batches: Sequence[Batch]) -> Metrics:
+        tokens = float(sum(batch.loss_mask.values.sum() for batch in batches))
+        rows = float(sum(map(len, batches)))
+        return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(rows, 1.0))
+
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        """Write `state.json`. Raises DataError between `forward_backward` and `step`."""
+        if self.added:
+            raise DataError("gradients wait for a step, and a checkpoint does not hold them: call `step` before it")
+        await super().checkpoint(folder, wait)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Return log-probs of zero."""
@@ -191,7 +221,8 @@ class FakeCritic(_Learner, Critic):
         """
         check_predicts(loss, "values")
         check_sources(batch, loss)
-        self._count(batch, loss)
+        self._note(batch, loss)
+        self.version += 1
         returns = np.asarray(batch.ragged("returns").values, np.float64)
         tokens = float(np.sum(batch.loss_mask.values))
         squares = float(returns @ returns)
@@ -345,7 +376,8 @@ class FakeRewardModel(_Learner, RewardModel):
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Learn. Raises DataError for another kind of model's loss, or a missing column."""
         check_predicts(loss, "scores")
-        self._count(batch, loss)
+        self._note(batch, loss)
+        self.version += 1
         count = float(np.sum(batch.loss_mask.values))
         return Metrics.of(loss=(count * np.exp(-self.rate * self.version), count), rows=(float(len(batch)), 1.0))
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshrl.algo import Loss
-from meshrl.data import Batch, Metrics, Weights
-from meshrl.roles import Policy
+from meshrl.data import Batch, LossResult, Metrics, Weights
+from meshrl.roles import Policy, Step
 
 _AGAIN: Final = "; if the script trains rows again, see docs/testing.md"
 
@@ -62,12 +62,24 @@ class Witness(Policy):
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Call the policy after recording the rows. Needs `groups` and `oldest_version`."""
+        await self._record(batch)
+        return await self.policy.update(batch, loss)
+
+    async def forward_backward(self, batch: Batch, loss: Loss) -> LossResult:
+        """Call the policy after recording the rows. Needs `groups` and `oldest_version`."""
+        await self._record(batch)
+        return await self.policy.forward_backward(batch, loss)
+
+    async def step(self, optimizer: Step | None = None) -> Metrics:
+        """Call the policy."""
+        return await self.policy.step(optimizer)
+
+    async def _record(self, batch: Batch) -> None:
         known = await batch.load("groups", "oldest_version")
         step = len(self.versions)
         for group, oldest in zip(known.groups.tolist(), known.row("oldest_version").tolist(), strict=True):
             newer = sum(version > oldest for version in set(self.versions))
             self.rows.append(Trained(group, oldest, newer, step))
-        return await self.policy.update(batch, loss)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Call the policy."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshrl.algo import Predicts
 from meshrl.errors import ModelError
-from meshrl.roles import OptimizerConfig
+from meshrl.roles import OptimizerConfig, Step
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each element."""
@@ -32,14 +32,13 @@ class Stepper(ABC):
         self.steps = 0
         """Steps so far."""
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return learning_rate(self._config, self.steps)
+    def settings(self, chosen: Step | None = None) -> OptimizerConfig:
+        """Return the values of the next step, whose `lr` is that of the schedule unless it is chosen."""
+        return (chosen or Step()).over(self._config, learning_rate(self._config, self.steps))
 
     @abstractmethod
-    def step(self, predicts: Predicts) -> float:
-        """Clip the gradients, step, and drop them. Returns the gradients' norm before clipping.
+    def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
+        """Multiply the gradients by `scale`, clip them, step, and drop them. Returns their norm before clipping.
 
         ModelError, and no step, if the norm is not finite. `predicts`: the model's prediction, for that message.
         """
@@ -78,18 +77,21 @@ class Optimizer(Stepper):
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    def step(self, predicts: Predicts) -> float:
+    def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
         """Clip the gradients, step, and drop them. ModelError, and no step, if their norm is not finite."""
         gradients = [each.grad for each in self.masters if each.grad is not None]
+        if scale != 1:
+            torch._foreach_mul_(gradients, scale)
         total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):
             self.forget()
-            raise not_finite(predicts, norm, gradients, self.steps, self.lr)
-        if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self._config.max_grad_norm, total)
+            raise not_finite(predicts, norm, gradients, self.steps, settings.lr)
+        if settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, settings.max_grad_norm, total)
         for group in self._adamw.param_groups:
-            group["lr"] = self.lr
+            decay = settings.weight_decay if group["params"][0].dim() >= 2 else 0.0
+            group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
         self._adamw.step()
         self.round()
         self.forget()

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
-from meshrl.data import Batch, Metrics, Ragged, Source, Weights, WeightSource, check_lengths
-from meshrl.errors import ConfigError
+from meshrl.data import Batch, LossResult, Metrics, Ragged, Source, Weights, WeightSource, check_lengths
+from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import CollectiveActor
 from meshrl.roles import (
     Critic,
@@ -33,6 +33,7 @@ from meshrl.roles import (
     RewardModelConfig,
     RewardTrainingConfig,
     Stateful,
+    Step,
 )
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import State
@@ -44,7 +45,7 @@ from meshrl_torch.model.routing import check_followed
 from meshrl_torch.model.rows import encoded
 from meshrl_torch.model.scoring import Passes, Predict, check_readable, logprobs, predicted, score
 from meshrl_torch.train.optimizer import Stepper
-from meshrl_torch.train.step import StepLoss, prepared, stepped
+from meshrl_torch.train.step import Added, StepLoss, prepared
 from meshrl_torch.weights.live_weights import make_sender, offer_weights
 from meshrl_torch.weights.transfer import arrays, make_probe
 
@@ -118,22 +119,71 @@ class Trainable(ABC):
     ) -> None:
         """`turn`: held while weights are read or changed, if calls may run between the passes of another call."""
         self.passes, self.optimizer, self.state, self.turn = passes, optimizer, state, turn
+        self.added: Added | None = None
+        """The rows whose gradients are in the parameters."""
 
-    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
-        """Make one step on the rows of all ranks, with the same number of passes on each.
+    async def add(
+        self, batch: Batch, loss: Loss, check: Callable[[], object], *, keeps: bool = False
+    ) -> tuple[Added, StepLoss]:
+        """Add the gradients of the rows of all ranks, with the same number of passes on each. Returns what was added.
 
-        `check` raises if this rank's rows do not fit. If peers allow it, the step may be cancelled between two
-        micro-batches. After that, or an error, no weight has changed. DataError if there is nothing to learn or a
-        metric of the loss has a name of the step's, ModelError if the gradient is not finite.
+        `check` raises if this rank's rows do not fit, and nothing changes then. If peers allow it, the call may be
+        cancelled between two micro-batches. After that, or another error, all gradients are dropped. DataError if there
+        is nothing to learn, the loss does not fit earlier ones, or a metric of it has a name of the step's. `keeps`: as
+        in `StepLoss`.
         """
-        ranks = self.passes.ranks
-        micros, losses = prepared(self.passes, batch, loss, check)
-        self.optimizer.forget()  # gradients of an update that failed half-way
-        await self._backward(batch, micros, losses)
-        return stepped(self.optimizer, loss.predicts, ranks.agree(losses.sums)[ranks.last], batch, ranks)
+        ranks, before = self.passes.ranks, self.added
+        micros, losses = prepared(self.passes, batch, loss, check, before)
+        losses.keeps = keeps
+        try:
+            await self._backward(batch, micros, losses)
+            own = losses.added(ranks.agree(losses.sums)[ranks.last])
+        except BaseException as error:
+            self.forget()
+            if before:
+                error.add_note(
+                    f"The gradients of {before.total.rows} rows that were added since the last step are dropped with "
+                    "those of this call: call forward_backward for all of them again"
+                )
+            raise
+        self.added = before + own if before else own
+        return own, losses
+
+    def step(self, chosen: Step | None = None) -> Metrics:
+        """Make one step on all rows that were added. ModelError, and no step, if the gradient is not finite."""
+        added, self.added = cast("Added", self.added), None
+        settings = self.optimizer.settings(chosen)
+        norm = self.optimizer.step(added.loss.predicts, settings, added.scale)
+        return added.metrics(self.passes.ranks, grad_norm=norm, lr=settings.lr)
+
+    def require(self, *, added: bool) -> None:
+        """Raise DataError on all ranks unless gradients were added on each, or on none."""
+
+        def check() -> None:
+            if added and self.added is None:
+                raise DataError(
+                    "nothing to step on: no gradients were added since the last step, or they were dropped when a call "
+                    "of forward_backward failed or was cancelled; call it first"
+                )
+            if not added and self.added is not None:
+                raise DataError(
+                    f"the gradients of {self.added.total.rows} rows wait for a step, and a checkpoint does not hold "
+                    "gradients: call `step` before it"
+                )
+
+        self.passes.ranks.agree(check)
+
+    def forget(self) -> None:
+        """Drop the gradients of all rows that were added."""
+        self.added = None
+        self.optimizer.forget()
+
+    def on_every_rank(self, values: Tensor) -> Tensor:
+        """Return this, float32[any] in the host's memory, of the rank that computed this one's loss."""
+        return values
 
     async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
-        """Leave the gradients of the summed loss in the parameters."""
+        """Add the gradients of the summed loss to those in the parameters."""
         ranks = self.passes.ranks
         for left, micro in zip(reversed(range(len(micros))), micros, strict=True):
             self._begin(left == 0)
@@ -202,8 +252,8 @@ class Trained(Placed, Stateful):
         of later weights than a policy's. ModelError if the gradient is not finite. In these cases no weight changes.
         """
         async with self._trainable.turn:
-            self._change()
-            return await self._trainable.step(batch, loss, partial(self._check, batch, loss))
+            await self._trainable.add(batch, loss, partial(self._check, batch, loss))
+            return self._step()
 
     @abstractmethod
     def _check(self, batch: Batch, loss: Loss) -> object:
@@ -214,8 +264,12 @@ class Trained(Placed, Stateful):
         self._trainable.save(folder)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the weights, the optimizer's moments and the number of steps, after all earlier updates."""
+        """Write the weights, the optimizer's moments and the number of steps, after all earlier updates.
+
+        DataError, and nothing is written, if gradients wait for a step.
+        """
         async with self._trainable.turn:
+            self._trainable.require(added=False)
             self._trainable.state.write(folder, wait)
             try:
                 if wait:
@@ -237,6 +291,11 @@ class Trained(Placed, Stateful):
         async with self._trainable.turn:
             self._change()
             self._trainable.state.read(folder)
+            self._trainable.forget()
+
+    def _step(self, chosen: Step | None = None) -> Metrics:
+        self._change()
+        return self._trainable.step(chosen)
 
     def _change(self) -> None:
         """Called before the weights change."""
@@ -267,6 +326,26 @@ class TrainedPolicy(Trained, Policy):
         super()._change()
         if self._sender:
             self._sender.end()
+
+    async def forward_backward(self, batch: Batch, loss: Loss) -> LossResult:
+        """Add the gradients of a batch. On one rank it may be cancelled between micro-batches, and drops them all then.
+
+        DataError, and nothing changes, where `update` raises it, or if an earlier loss of the step is normalised
+        otherwise.
+        """
+        async with self._trainable.turn:
+            source = Source.trainer(self._trainable.optimizer.steps)
+            own, losses = await self._trainable.add(batch, loss, partial(self._check, batch, loss), keeps=True)
+            logprobs, values = self._trainable.on_every_rank(losses.values()).numpy()
+            offsets = batch.tokens.offsets
+            columns = {"logprobs": Ragged(logprobs, offsets, source=source), "losses": Ragged(values, offsets)}
+            return LossResult(batch.only().assign(**columns), own.metrics(self._passes.ranks))
+
+    async def step(self, optimizer: Step | None = None) -> Metrics:
+        """Make one optimizer step with all gradients since the last one. DataError if there are none."""
+        async with self._trainable.turn:
+            self._trainable.require(added=True)
+            return self._step(optimizer)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`, of the version after all earlier updates."""
@@ -343,8 +422,8 @@ class TrainedRewardModel(Trained, RewardModel):
         ranks = self._passes.ranks
         async with self._trainable.turn:
             shifted = ranks.together(partial(self._check, batch, loss))
-            self._change()
-            metrics = await self._trainable.step(shifted, loss, lambda: None)
+            await self._trainable.add(shifted, loss, lambda: None)
+            metrics = self._step()
         # The tokens before the shift.
         return Metrics({**metrics.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})
 

@@ -33,7 +33,7 @@ class ShardedOptimizer(Optimizer):
         self._is_split: Final = [is_split(each) for each in self._spread]
         super().__init__(config, self.shards, self._total_norm)
 
-    def step(self, predicts: Predicts) -> float:
+    def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
         """Make a step like the base. All ranks call it together."""
         for parameter in self._sharded.partial:
             if parameter.grad is not None:  # a view of the gradient, which is summed in place
@@ -44,7 +44,7 @@ class ShardedOptimizer(Optimizer):
         for stepped, state in self._adamw.state.items():
             state.update({name: moved(state[name], stepped.device) for name in MOMENTS})
         try:
-            return super().step(predicts)
+            return super().step(predicts, settings, scale)
         finally:
             if self._offload:
                 self._to_host()
