@@ -487,7 +487,7 @@ class Api:
             place = f"/files/{tenant}/{quote(found.model.id)}/{found.path.rpartition('/')[2]}/{quote(file)}"
             signed = self._signature(tenant, found.path, file, until)
             urls[file] = f"{str(request.base_url).rstrip('/')}{place}?until={until}&signature={signed}"
-        return _json({"urls": urls})
+        return _json({"urls": urls, "expires": _date(until)})
 
     def _signature(self, tenant: str, path: str, file: str, until: int) -> str:
         text = "\n".join((tenant, path, file, str(until)))

@@ -114,7 +114,8 @@ class ModelQueue:
         if known is not None or number < self.next:
             return False
         nbytes = len(msgspec.msgpack.encode(request))
-        self._room.take(self.tenant, nbytes)
+        # The one that the others wait for is always let in.
+        self._room.take(self.tenant, nbytes, known=number == self.next)
         try:
             self.journal.add(Asked(number, request))
         except OSError:
@@ -185,7 +186,7 @@ class Room:
         self._bytes = 0
 
     def take(self, tenant: str, nbytes: int, *, known: bool = False) -> None:
-        """Take room for a request. Busy if there is none, unless it is `known` from before a restart."""
+        """Take room for a request. Busy if there is none. `known`: it is let in all the same."""
         used = self._used.get(tenant, 0)
         if not known:
             if used >= self._of_tenant(tenant):

@@ -259,7 +259,7 @@ class Service:
         """Do what a request does to the model in the trainer. None if it does nothing to it."""
         model = queue.model
         if isinstance(request, Pass) and request.backward:
-            batch, loss = batch_of(request), loss_of(request)
+            loss, batch = loss_of(request), batch_of(request)
             logprobs, losses = await self.models.forward_backward(model, batch, loss)
             queue.accumulating = True
             return passed(request, logprobs, losses)
